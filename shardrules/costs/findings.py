@@ -14,7 +14,7 @@ from shardrules.costs.advice import advice
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:  # it finds what this module's findings are made of
-    from shardrules.costs.waste.shared.program import Hint
+    from shardrules.costs.waste.program import Hint
 
 __all__ = ["Allowances", "Finding", "advice", "alike", "allowance", "find", "unaudited"]
 

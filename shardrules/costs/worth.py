@@ -9,7 +9,7 @@ from shardrules import hlo
 from shardrules.costs import accounts, estimates, timings
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
-from shardrules.costs.waste.shared.program import SMALL
+from shardrules.costs.waste.program import SMALL
 
 _FOLDED = 0.01  # of what the program moves: findings that save less together are one line
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import errors, hlo, report, testing
 from shardrules.costs import walk, waste
-from shardrules.costs.waste.shared.values import Values
+from shardrules.costs.waste.graph import Graph
 
 ROWS = jnp.array([0, 1, 1, 2, 3, 0, 5, 6, 6, 7, 7, 7, 3, 2, 1, 0, 0])
 EACH = 8 * 8 * 4
@@ -205,8 +205,30 @@ ENTRY %main (x: s32[8]) -> f32[8] {{
 }}"""
     for kind, end in (("s32", 3), ("f32", 2)):
         module = hlo.parse(text.format(kind))
-        (use,) = Values(module).uses(module.entry, 0, 0, walk.PASS_ON)
-        assert use.user == end
+        graph = Graph(module)
+        nodes = graph.flat("main").at
+        (use,) = graph.uses(nodes[0], 0, walk.PASS_ON)
+        assert use.user is nodes[end]
+
+
+def test_a_sum_that_starts_from_an_argument_stays():
+    """Each device would add it once more; parameter(0) is not a zero."""
+    text = """HloModule m, num_partitions=4
+add {{
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT c = f32[] add(a, b)
+}}
+ENTRY main {{
+  start = f32[] {0}
+  x = f32[64]{{0}} parameter({1}), sharding={{devices=[4]<=[4]}}
+  sum = f32[64]{{0}} all-reduce(x), channel_id=1, replica_groups={{{{0,1,2,3}}}}, \
+use_global_device_ids=true, to_apply=add
+  ROOT total = f32[] reduce(sum, start), dimensions={{0}}, to_apply=add
+}}"""
+    for start, number, kinds in (("constant(0)", 0, ["reduce first"]), ("parameter(0)", 1, [])):
+        judgement = hlo.judge(hlo.parse(text.format(start, number)))
+        assert [h.kind for h in waste.hints(judgement)] == kinds
 
 
 def test_siblings_are_found_once(cpu_mesh):

@@ -1,7 +1,4 @@
-"""Waste: collectives that are needed and could be cheaper, each kind in a module of its own.
-
-A kind is a ``Kind`` in ``KIND`` of its module and a name in ``_MODULES``.
-"""
+"""Waste: collectives that are needed and could be cheaper, by kinds."""
 
 from __future__ import annotations
 
@@ -10,47 +7,38 @@ import dataclasses
 from shardrules import hlo
 from shardrules.costs import accounts, findings
 from shardrules.costs.waste import (
-    add_first,
-    after_loop,
-    gathered_too,
-    gathered_twice,
+    gathers,
     left_apart,
+    loops,
     narrow_first,
-    one_part,
-    only_a_slice,
-    only_returned,
-    reduce_first,
-    reduce_instead,
-    repeated,
+    reductions,
+    slices,
     undone,
 )
-from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
 
 __all__ = ["KINDS", "Hint", "Kind", "dearer", "hints", "rows"]
 
 # A collective gets the hint of the first kind that matches it.
-_MODULES = (
-    repeated,
-    after_loop,
-    only_returned,
-    reduce_first,
-    reduce_instead,
-    add_first,
-    only_a_slice,
-    one_part,
-    undone,
-    gathered_too,
-    narrow_first,
-    gathered_twice,
-    left_apart,
+rows: tuple[Kind, ...] = (
+    loops.REPEATED,
+    loops.AFTER_LOOP,
+    gathers.ONLY_RETURNED,
+    reductions.REDUCE_FIRST,
+    reductions.REDUCE_INSTEAD,
+    reductions.ADD_FIRST,
+    slices.ONLY_A_SLICE,
+    slices.ONE_PART,
+    undone.KIND,
+    gathers.GATHERED_TOO,
+    narrow_first.KIND,
+    gathers.GATHERED_TWICE,
+    left_apart.KIND,
 )
-
-rows: tuple[Kind, ...] = tuple(module.KIND for module in _MODULES)
 KINDS = tuple(kind.name for kind in rows)
-_OF_LOOPS = (repeated.KIND.name, after_loop.KIND.name)
-
-
-_IN_PLACE = (reduce_first.KIND.name, narrow_first.KIND.name)  # the collective stays, with less
+_OF_LOOPS = (loops.REPEATED.name, loops.AFTER_LOOP.name)
+# The collective stays, with less.
+_IN_PLACE = (reductions.REDUCE_FIRST.name, narrow_first.KIND.name)
 _LEAST = 64  # bytes sent: what saves fewer, and no round trip, is not worth reading
 
 
@@ -63,7 +51,7 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
         if hint is not None:
             found[site] = hint
     for site, hint in found.items():
-        parts = program.parts(site.computation.name, site.position)
+        parts = program.parts(site.instruction)
         stays = [part not in found or found[part].kind in _IN_PLACE for part in parts]
         if site is parts[0] and any(stays[1:]) and not stays[0]:
             trips = hint.round_trips_after, site.entry.runs
@@ -77,7 +65,7 @@ def _saves(hint: Hint) -> bool:
     if before is None or after is None or trips != hint.round_trips_before:
         return True
     # Of parts that leave a loop together, the first counts the round trips that they save.
-    return hint.kind == after_loop.KIND.name or before - after >= _LEAST
+    return hint.kind == loops.AFTER_LOOP.name or before - after >= _LEAST
 
 
 _SHARE = 0.01  # of a program's wire bytes: a smaller sum in a loop is a hint

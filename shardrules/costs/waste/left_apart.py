@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardrules.costs.waste.shared.program import SMALL, Hint, Kind, Site
+from shardrules.costs.waste.program import SMALL, Hint, Kind, Program, Site
 from shardrules.hlo.proof.collectives import OPCODES
 
 _KINDS = ("all-reduce", "all-gather", "collective-permute", "all-to-all")
@@ -11,7 +11,7 @@ _KINDS = ("all-reduce", "all-gather", "collective-permute", "all-to-all")
 def _find(site: Site) -> Hint | None:
     if site.collective.kind not in _KINDS or not site.whole or not _alone(site):
         return None
-    groups = site.program.remembered(_together, site.program)
+    groups = site.program.remembered(_together)
     for group in groups:  # the first keeps its round trip, and each later one saves it
         if site in group[1:]:
             return _hint(site, group)
@@ -38,7 +38,7 @@ def _alone(site: Site) -> bool:
     return site.is_written and len(site.instruction.operands) == 1 and not site.collective.in_place
 
 
-def _together(program) -> list[list[Site]]:
+def _together(program: Program) -> list[list[Site]]:
     """Gather the collectives that one could replace."""
     alike: dict[tuple[object, ...], list[Site]] = {}
     for site in program.sites:
@@ -62,9 +62,9 @@ def _together(program) -> list[list[Site]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _beside(program, group: list[Site], site: Site) -> bool:
+def _beside(program: Program, group: list[Site], site: Site) -> bool:
     """Tell whether a collective takes none of a group's, and waits for what these wait for."""
-    needed = program.remembered(_needed, program, site.computation)
+    needed = program.remembered(_needed, site.computation.name)
     if needed is None:
         return False
     collectives, large = needed
@@ -75,9 +75,9 @@ def _beside(program, group: list[Site], site: Site) -> bool:
     )
 
 
-def _needed(program, computation) -> tuple[list[int], list[int]] | None:
+def _needed(program: Program, computation: str) -> tuple[list[int], list[int]] | None:
     """Give as bits the collectives and the large instructions that each one is made of."""
-    instructions = computation.instructions
+    instructions = program.module.computations[computation].instructions
     if len(instructions) > 20000:  # the bits would take more memory than the program
         return None
     collectives: list[int] = []

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from shardrules.costs.waste.shared.program import Hint, Kind, Site
+from shardrules.costs.waste.graph import BARRIERS, made_by
+from shardrules.costs.waste.program import Hint, Kind, Site
 
 # These move elements and change none: a conversion may stand on either side.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")
-_MOVES = frozenset(
-    "bitcast reshape copy transpose slice dynamic-slice concatenate get-tuple-element copy-start "
-    "copy-done all-gather-done all-to-all-done collective-permute-done optimization-barrier "
-    "opt-barrier".split()
+_MOVES = BARRIERS | frozenset(
+    "bitcast reshape copy transpose slice dynamic-slice concatenate copy-start copy-done "
+    "all-gather-done all-to-all-done collective-permute-done".split()
 )
 _BACK = frozenset("bitcast reshape copy transpose copy-done".split())
 _COPIES = frozenset(["copy", "copy-done"])
@@ -56,10 +56,10 @@ def _size(site: Site, bits: int) -> int:
 
 def _widened(site: Site) -> _Narrower | None:
     """Find an operand that was converted from a narrower type just before."""
-    convert = site.made_by(site.source, _BACK)
-    if convert.instruction.opcode != "convert":
+    convert = site.made_by(_BACK)
+    if convert.opcode != "convert":
         return None
-    before, after = convert.operand(0).instruction.shape, convert.instruction.shape
+    before, after = convert.operands[0].shape, convert.shape
     if before.bits >= after.bits or after.element_type != site.taken.element_type:
         return None
     why = (
@@ -71,31 +71,29 @@ def _widened(site: Site) -> _Narrower | None:
 
 def _one_hot(site: Site) -> _Narrower | None:
     """Find a one-hot array that is made of indices just before."""
-    value = site.made_by(site.source, _COPIES | {"convert"})
-    compare = value.instruction
-    if compare.opcode != "compare" or compare.attribute("direction") != "EQ":
+    compare = site.made_by(_COPIES | {"convert"})
+    if compare.opcode != "compare" or compare.instruction.attribute("direction") != "EQ":
         return None
-    if compare.shape.dimensions != site.taken.dimensions or site.collective.kind == "all-to-all":
+    dimensions = compare.shape.dimensions
+    if dimensions != site.taken.dimensions or site.collective.kind == "all-to-all":
         return None
     if site.collective.pairs is not None and not site.collective.connections.reaches_all:
         return None  # a device that gets nothing has zeros, and of an index 0 a row with a one
-    sides = [site.program.made_by(value.operand(n), _COPIES) for n in range(len(compare.operands))]
-    made = [side.instruction for side in sides]
-    names = [i.opcode for i in made]
-    if sorted(names) != ["broadcast", "iota"]:
+    sides = sorted((made_by(o, _COPIES) for o in compare.operands), key=lambda node: node.opcode)
+    if [side.opcode for side in sides] != ["broadcast", "iota"]:
         return None
-    counter, spread = made[names.index("iota")], made[names.index("broadcast")]
-    if {i.shape.dimensions for i in made} != {compare.shape.dimensions}:
+    spread, counter = sides
+    if {side.shape.dimensions for side in sides} != {dimensions}:
         return None
     # Indices for all dimensions except the counted one, along which nothing is gathered.
-    counted = counter.attribute("iota_dimension") or ""
-    others = [str(d) for d in range(len(compare.shape.dimensions)) if str(d) != counted]
-    if re.findall(r"\d+", spread.attribute("dimensions") or "") != others:
+    counted = counter.instruction.attribute("iota_dimension") or ""
+    others = [str(d) for d in range(len(dimensions)) if str(d) != counted]
+    if re.findall(r"\d+", spread.instruction.attribute("dimensions") or "") != others:
         return None
-    indices = sides[names.index("broadcast")].operand(0).instruction.shape
     if site.collective.dimension == counted or not counted:
         return None
-    row = compare.shape.dimensions[int(counted)]
+    indices = spread.operands[0].shape
+    row = dimensions[int(counted)]
     why = f"it moves {row} numbers for each index, of which one is not zero"
     change = "move the indices, and make the one-hot array of the result"
     return _Narrower(indices.element_type, indices.bytes, why, change)
@@ -103,21 +101,17 @@ def _one_hot(site: Site) -> _Narrower | None:
 
 def _narrowed(site: Site) -> _Narrower | None:
     """Find a result that every use converts to a narrower type first."""
-    uses = site.program.uses(site.computation, site.position, site.operand, _MOVES, True)
-    if not uses:
+    uses, wide = site.uses(_MOVES, True), site.taken
+    if any(u.user.opcode != "convert" for u in uses):
         return None
-    wide = site.taken
-    read = []
-    for use in uses:
-        convert = use.instruction
-        if convert.opcode != "convert" or use.before.shape.element_type != wide.element_type:
-            return None
-        read.append(convert.shape)
+    if not uses or any(u.taken.shape.element_type != wide.element_type for u in uses):
+        return None
+    read = [user.shape for user, _ in uses]
     widest = max(read, key=lambda shape: shape.bits)
     if {s.element_type for s in read} != {widest.element_type} or widest.bits >= wide.bits:
         return None
     held = "each use converts it"
-    if any(use.outside[0][0] is not site.computation for use in uses):
+    if any(user.home is not site.computation for user, _ in uses):
         held = "the loop that reads it converts it on each trip"
     elif not site.in_shard_map:
         held = "the conversion stands behind the constraint that gathers it, or XLA moved it there"

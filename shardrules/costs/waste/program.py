@@ -11,10 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from shardrules import hlo
 from shardrules.costs import accounts, launches, walk
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.shared import loop_flow
-from shardrules.costs.waste.shared.values import Value, Values
+from shardrules.costs.waste.graph import Graph, Node, Use, made_by
 from shardrules.hlo.proof import loops
-from shardrules.hlo.reader.module import Users
 
 _T = TypeVar("_T")
 
@@ -81,7 +79,7 @@ class Kind(NamedTuple):
     find: Callable[[Site], Hint | None]
 
 
-class Program(Values):
+class Program(Graph):
     """A judged program; what several kinds look up in it is kept."""
 
     def __init__(self, judgement: hlo.Judgement):
@@ -90,62 +88,26 @@ class Program(Values):
         self.partitions = judgement.partitions
         self.device_count = judgement.partitions * judgement.replicas
         self._remembered: dict[tuple[Any, ...], Any] = {}
-        self._overlaps: dict[tuple[str, int], bool] = {}
         entries = accounts.of(judgement).entries
         self.sites = [Site(self, *both) for both in zip(judgement.verdicts, entries)]
-        self._at: dict[tuple[str, int], list[Site]] = {}
+        self.collectives: dict[int, list[Site]] = {}
         for site in self.sites:
-            self._at.setdefault((site.computation.name, site.position), []).append(site)
+            self.collectives.setdefault(site.instruction.start, []).append(site)
 
-    def parts(self, name: str, position: int) -> list[Site]:
+    def parts(self, collective: hlo.Instruction) -> list[Site]:
         """List the sites of one instruction's verdicts."""
-        return self._at.get((name, position), [])
+        return self.collectives.get(collective.start, [])
 
-    def remembered(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call a function, once for the same arguments."""
-        key = (function, *map(id, arguments))
+    def remembered(self, function: Callable[..., _T], *place: str | int) -> _T:
+        """Call a function of a program, once for each place."""
+        key = (function, *place)
         if key not in self._remembered:
-            self._remembered[key] = function(*arguments)
+            self._remembered[key] = function(self, *place)
         return self._remembered[key]
-
-    # -- for loop_flow ----------------------------------------------------------------------------
-
-    @functools.cached_property
-    def unread(self) -> dict[loop_flow.Source, loop_flow.Unread]:
-        """List the results of collectives in loops that no trip reads."""
-        return loop_flow.unread(self)
-
-    def results_in(self, name: str) -> list[loop_flow.Source]:
-        """List the results in a computation that might be made after the loop."""
-        places = [position for where, position in self._at if where == name]
-        return [key for position in places for key in self.results_at(name, position).values()]
-
-    def results_at(self, name: str, position: int) -> dict[int, loop_flow.Source]:
-        """Give one collective's results that might be made after the loop, by operand or range."""
-        sites = self.parts(name, position)
-        if len({s.operand for s in sites}) > 1 and not all(s.whole for s in sites):
-            return {}
-        kinds = ("all-reduce", "all-gather")
-        return {s.part: s.key for s in sites if s.needed and s.collective.kind in kinds}
-
-    # -- overlap ----------------------------------------------------------------------------------
 
     @functools.cached_property
     def platform(self) -> str | None:
-        """Name the platform, gpu or tpu; None for others."""
         return launches.platform(self.module)
-
-    def overlaps(self, name: str, position: int) -> bool:
-        """Tell whether anything large in a computation is independent of an instruction."""
-        key = (name, position)
-        if key not in self._overlaps:
-            instructions, users = self.module.computations[name].instructions, self.users(name)
-            makers = walk.reached([position], lambda n: instructions[n].operands)
-            dependent = makers | walk.reached([position], lambda n: users[n])
-            self._overlaps[key] = any(
-                n not in dependent and self.is_large(i) for n, i in enumerate(instructions)
-            )
-        return self._overlaps[key]
 
     def is_large(self, instruction: hlo.Instruction) -> bool:
         """Tell whether an instruction may take as long as a round trip."""
@@ -161,88 +123,91 @@ class Program(Values):
         return not no_work and instruction.shape.bytes >= 2**20
 
 
-def _positions(computation: hlo.Computation) -> dict[str, int]:
-    return {instruction.name: n for n, instruction in enumerate(computation.instructions)}
+def _positions(program: Program, computation: str) -> dict[str, int]:
+    instructions = program.module.computations[computation].instructions
+    return {instruction.name: n for n, instruction in enumerate(instructions)}
 
 
-def _results(instruction: hlo.Instruction) -> list[hlo.Shape]:
+def _results(program: Program, computation: str, position: int) -> list[hlo.Shape]:
+    """List the shapes of a collective's results; none where the text does not show them."""
+    instruction = program.module.computations[computation].instructions[position]
     leaves, count = instruction.shape.leaves(), len(instruction.operands)
     return leaves[-count:] if len(leaves) in (count, 2 * count) else []
 
 
+def _users(program: Program, computation: str) -> list[list[int]]:
+    return program.module.computations[computation].users()
+
+
+def _overlaps(program: Program, computation: str, position: int) -> bool:
+    """Tell whether anything large in a computation is independent of an instruction."""
+    instructions = program.module.computations[computation].instructions
+    users = program.remembered(_users, computation)
+    dependent = walk.reached([position], lambda n: instructions[n].operands)
+    dependent |= walk.reached([position], lambda n: users[n])
+    return any(n not in dependent and program.is_large(i) for n, i in enumerate(instructions))
+
+
 class Site:
-    """One verdict's place: a collective, a part of a combined one or a range of a flat one."""
+    """One verdict's place: a collective, a part of a combined one or a range of a flat one.
+
+    Attributes:
+      operand: the number of its operand.
+      part: that, or where its range starts.
+      whole: it is one operand, not a range of a flat one.
+      in_loop: it stands directly in a loop that may make more than one trip.
+      op_name: its name, or where XLA left it without one that of its operand.
+      in_shard_map: a shard_map holds it; else XLA's partitioner made it.
+      in_inner_shard_map: a loop holds the shard_map that holds it.
+      where: its source line, or its name, for people.
+      over: its axes in a line of code, ``'data'`` or ``('data', 'model')``.
+    """
 
     def __init__(self, program: Program, verdict: hlo.Verdict, entry: accounts.Entry):
-        collective = verdict.collective
+        collective, module = verdict.collective, program.module
         self.program = program
-        self.module = program.module
         self.verdict = verdict
         self.entry = entry
         self.collective = collective
-        self.computation = program.module.computations[collective.computation]
-        self.position = program.remembered(_positions, self.computation)[collective.name]
+        self.computation = module.computations[collective.computation]
+        self.position = program.remembered(_positions, self.computation.name)[collective.name]
+        self.instruction = self.computation.instructions[self.position]
         self.operand = collective.operand
         self.part = verdict.range.start if verdict.range else collective.operand
+        self.key = self.instruction.start, self.part
         self.needed = verdict.verdict == "needed" and not verdict.divergent
+        self.whole = verdict.range is None
         self.adds = collective.kind == "all-reduce" and collective.reduction == "add"
+        self.in_loop = self.computation.name in program.loops and entry.runs != 1
+        maker = self.computation.instructions[self.instruction.operands[self.operand]]
+        self.taken = maker.shape
+        self.op_name = name = collective.op_name or module.metadata(maker).op_name
+        self.in_shard_map = not name or "shard_map/" in name or "pmap" in name
+        self.in_inner_shard_map = self.in_shard_map and bool(re.search("while.*shard_map", name))
+        self.where = entry.source or collective.name
+        axes = entry.axes or ("axis_name",)
+        self.over = repr(axes[0] if len(axes) == 1 else axes) if entry.axes else "axis_name"
 
     @property
-    def users(self) -> Users:
-        """Give the users of each instruction beside it."""
-        return self.program.users(self.computation.name)
+    def node(self) -> Node:
+        return self.program.flat(self.computation.name).at[self.position]
 
     @property
-    def instruction(self) -> hlo.Instruction:
-        """Give the collective."""
-        return self.computation.instructions[self.position]
+    def source(self) -> Node:
+        """Give what makes its operand."""
+        return self.node.operands[self.operand]
 
-    @property
-    def key(self) -> loop_flow.Source:
-        """Give what tells its result from others."""
-        return self.computation.name, self.position, self.part
+    def made_by(self, through: frozenset[str]) -> Node:
+        return made_by(self.source, through)
 
-    @property
-    def source(self) -> int:
-        """Give the position of its operand."""
-        return self.instruction.operands[self.operand]
-
-    @property
-    def taken(self) -> hlo.Shape:
-        """Give its operand's shape."""
-        return self.computation.instructions[self.source].shape
+    def uses(self, through: frozenset[str], in_loops: bool = False) -> list[Use]:
+        return self.program.uses(self.node, self.operand, through, in_loops)
 
     @property
     def result(self) -> hlo.Shape | None:
         """Give the shape of its operand's result; None where the text does not show it."""
-        results = self.program.remembered(_results, self.instruction)
+        results = self.program.remembered(_results, self.computation.name, self.position)
         return results[self.operand] if results else None
-
-    @property
-    def whole(self) -> bool:
-        """Tell whether it is one operand, not a range of a flat one."""
-        return self.verdict.range is None
-
-    @property
-    def in_loop(self) -> bool:
-        """Tell whether it stands directly in a loop that may make more than one trip."""
-        return self.computation.name in self.program.loops and self.entry.runs != 1
-
-    @property
-    def op_name(self) -> str:
-        """Give its name, or where XLA left it without one that of its operand."""
-        maker = self.computation.instructions[self.source]
-        return self.collective.op_name or self.module.metadata(maker).op_name
-
-    @property
-    def in_shard_map(self) -> bool:
-        """Tell whether a shard_map holds it; else XLA's partitioner made it."""
-        return not self.op_name or "shard_map/" in self.op_name or "pmap" in self.op_name
-
-    @property
-    def in_inner_shard_map(self) -> bool:
-        """Tell whether a loop holds the shard_map that holds it."""
-        return self.in_shard_map and re.search("while.*shard_map", self.op_name) is not None
 
     @property
     def is_written(self) -> bool:
@@ -254,25 +219,19 @@ class Site:
             return self.in_shard_map or name in _CONSTRAINED
         return self.entry.phase == "forward" and name.startswith("reduce_")
 
-    @property
-    def where(self) -> str:
-        """Give its source line, or its name, for people."""
-        return self.entry.source or self.collective.name
-
-    @property
-    def over(self) -> str:
-        """Name its axes for a line of code, ``'data'`` or ``('data', 'model')``."""
-        axes = self.entry.axes or ()
-        return repr(axes[0] if len(axes) == 1 else tuple(axes)) if axes else "axis_name"
-
-    def made_by(self, position: int, through: frozenset[str]) -> Value:
-        """Follow a value beside it back to what made it, out of and into fusions."""
-        return self.program.made_by(Value.at(self.computation, position), through)
-
     def runs_of(self, computation: str) -> int:
         """Count how often another computation runs, 1 where it isn't known."""
         run = self.program.runs.get(computation)
         return (run.count if run else None) or 1
+
+    def pays_alone(self, after: int | None) -> bool:
+        """Tell whether fewer bytes are worth a part's own round trip outside its collective."""
+        before = self.in_all(self.entry.bytes)
+        return before is not None and after is not None and before - after > SMALL
+
+    def in_all(self, amount: int) -> int | None:
+        """Give an amount of one run over all runs; None where their count isn't known."""
+        return None if self.entry.runs is None else self.entry.runs * amount
 
     def hint(
         self,
@@ -289,7 +248,7 @@ class Site:
         ``together``: its round trips are those of the collective's other parts as well.
         """
         entry = self.entry
-        first = self.program.parts(self.computation.name, self.position)[0] is self
+        first = self.program.parts(self.instruction)[0] is self
         # The kind of collective stays, unless ``sent_after`` is given.
         if sent_after is None and bytes_after is not None and entry.bytes:
             sent_after = -(-bytes_after * entry.wire_bytes // entry.bytes)
@@ -304,17 +263,8 @@ class Site:
             trips_after if first or not together else 0,
             self.in_all(entry.wire_bytes),
             sent_after,
-            not self.program.overlaps(self.computation.name, self.position),
+            not self.program.remembered(_overlaps, self.computation.name, self.position),
         )
-
-    def pays_alone(self, after: int | None) -> bool:
-        """Tell whether fewer bytes are worth a part's own round trip outside its collective."""
-        before = self.in_all(self.entry.bytes)
-        return before is not None and after is not None and before - after > SMALL
-
-    def in_all(self, amount: int) -> int | None:
-        """Give an amount of one run over all runs; None where their count isn't known."""
-        return None if self.entry.runs is None else self.entry.runs * amount
 
     def without(self, kind: str, advice: str) -> Hint:
         """Make the hint that the collective goes away."""
@@ -331,17 +281,16 @@ class Site:
             together=sent is None,
         )
 
+    def cast(self, where: str) -> str:
+        """Return the line to type where the psum may be the gradient of a replicated array.
 
-def line(site: Site, where: str) -> str:
-    """Return the line to type where the psum may be the gradient of a replicated array.
-
-    The check gives that psum a name of its own. With the check off, on JAX to 0.5.3 and outside
-    of shard_map ``vary`` does nothing.
-    """
-    checked = operation(site.collective) == "psum_invariant"
-    if site.entry.phase != "backward" or not site.entry.axes or not checked:
-        return ""
-    return (
-        f"; if it is the gradient of a replicated array, cast that array {where} instead: "
-        f"x = shardrules.vary(x, {', '.join(map(repr, site.entry.axes))})"
-    )
+        The check gives that psum a name of its own. With the check off, on JAX to 0.5.3 and outside
+        of shard_map ``vary`` does nothing.
+        """
+        checked = operation(self.collective) == "psum_invariant"
+        if self.entry.phase != "backward" or not self.entry.axes or not checked:
+            return ""
+        return (
+            f"; if it is the gradient of a replicated array, cast that array {where} instead: "
+            f"x = shardrules.vary(x, {', '.join(map(repr, self.entry.axes))})"
+        )

@@ -1,0 +1,194 @@
+"""All-gathers of what may stay sharded, or is there already."""
+
+from __future__ import annotations
+
+from shardrules.costs.advice import operation
+from shardrules.costs.waste.graph import BARRIERS, Graph, Node, made_by
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
+
+_WHOLE = frozenset("bitcast reshape copy transpose copy-start copy-done".split())
+_MOVES = _WHOLE | BARRIERS
+
+# -- what is only returned ------------------------------------------------------------------------
+
+
+def _only_returned(site: Site) -> Hint | None:
+    if site.collective.kind != "all-gather" or not site.computation.is_entry:
+        return None
+    uses = site.uses(frozenset(["copy", "bitcast", "all-gather-done"]))
+    if len(uses) != 1 or uses[0].user.opcode != "return" or site.result is None:
+        return None
+    # One of another shape may be sharded as no spec says.
+    once = uses[0].user.operands.count(uses[0].taken) == 1
+    if not once or uses[0].taken.shape.dimensions != site.result.dimensions:
+        return None
+    over = f" over {','.join(site.entry.axes)}" if site.entry.axes else ""
+    change = "with the axis in its out_specs instead of the all_gather"
+    if not site.in_shard_map:
+        change = "with the axis in its out_shardings"
+    advice = (
+        f"its result is only returned: leave that output sharded{over}, {change}, and "
+        f"{site.entry.bytes} B become 0 B (the array is the same; a device then holds its shard "
+        "of it)"
+    )
+    return site.without(ONLY_RETURNED.name, advice)
+
+
+ONLY_RETURNED = Kind(
+    "only returned",
+    "an all-gather whose result the program returns and does not read",
+    "leave the output sharded: the axis in its out_specs instead of the all_gather",
+    "leave the output sharded: the axis in its out_shardings",
+    _only_returned,
+)
+
+# -- what is moved as well ------------------------------------------------------------------------
+
+
+def _gathered_too(site: Site) -> Hint | None:
+    if site.collective.kind not in ("all-to-all", "collective-permute") or not site.whole:
+        return None
+    if site.collective.in_place:
+        return None
+    gathers = site.program.remembered(_gathers)
+    for made in {made_by(operand, _WHOLE | {"slice"}) for operand in site.node.operands}:
+        gather = gathers.get(made)
+        if gather is None or not _within(site, gather):
+            return None
+        advice = (
+            f"the all-gather at {gather.where} brings every shard of the same array to the same "
+            "devices: take this one's result out of the gathered array, and "
+            f"{site.entry.bytes} B become 0 B"
+        )
+        if not site.in_shard_map:
+            advice += f" ({GATHERED_TOO.jit})"
+        return site.without(GATHERED_TOO.name, advice)
+    return None
+
+
+def _gathers(program: Program) -> dict[Node, Site]:
+    """List the all-gathers by what made the arrays that they gather."""
+    gathers = [s for s in program.sites if s.collective.kind == "all-gather" and s.whole]
+    return {site.made_by(_WHOLE): site for site in gathers}
+
+
+def _within(site: Site, gather: Site) -> bool:
+    """Tell whether all that a collective brings comes from the devices of one gathering group."""
+    group = {d: n for n, g in enumerate(gather.collective.groups) for d in g}
+    rows = site.collective.pairs or site.collective.groups
+    return all(len({group.get(d, -1 - d) for d in row}) == 1 for row in rows)
+
+
+GATHERED_TOO = Kind(
+    "gathered too",
+    "an all-to-all or permute of an array that is all-gathered over the same devices as well",
+    "take its part of the gathered array",
+    "constrain the array once to the whole layout, and slice that",
+    _gathered_too,
+)
+
+# -- what is gathered again in the backward pass --------------------------------------------------
+
+
+def _gathered_twice(site: Site) -> Hint | None:
+    entry = site.entry
+    if site.collective.kind != "all-gather" or entry.phase not in ("backward", "recompute"):
+        return None
+    remat = entry.phase == "recompute" or "remat" in site.collective.op_name
+    if not (site.in_shard_map or remat):
+        return None  # the partitioner gathers for the backward pass what no policy names
+    if not site.in_shard_map and operation(site.collective) != "sharding_constraint":
+        return None  # to constrain it changes which other collectives the partitioner makes
+    gathers = (s for s in site.program.remembered(_forward) if _is_again(site, s))
+    first = next(gathers, None)
+    if first is None:
+        return None
+    runs = entry.runs or 1
+    kept = entry.bytes * site.collective.group_size * runs
+    keep = "return it from fwd as a residual to keep it"
+    if remat:
+        keep = (
+            "w = checkpoint_name(w, 'gathered') and policy="
+            "jax.checkpoint_policies.save_only_these_names('gathered') keep it"
+        )
+    if not site.in_shard_map:
+        keep = (
+            "name what jax.lax.with_sharding_constraint gathers, "
+            "w = jax.ad_checkpoint.checkpoint_name(w, 'gathered'), and save it by the policy of "
+            "jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('gathered')"
+        )
+    advice = (
+        f"the forward pass gathers the same array at {first.where}: gathered again, it sends "
+        f"{entry.wire_bytes * runs} B; kept, it takes {kept} B of memory on each device: {keep}"
+    )
+    return site.without(GATHERED_TWICE.name, advice)
+
+
+def _forward(program: Program) -> list[Site]:
+    return [
+        s for s in program.sites if s.collective.kind == "all-gather" and s.entry.phase == "forward"
+    ]
+
+
+def _is_again(site: Site, first: Site) -> bool:
+    """Tell whether two gather the same over the same devices, the second one not more often."""
+    runs, first_runs = site.entry.runs, first.entry.runs
+    if runs != first_runs and (runs is None or first_runs is None or runs > first_runs):
+        return False
+    if first.taken.element_count != site.taken.element_count:
+        return False
+    if first.collective.notation != site.collective.notation:
+        return False
+    # jax.checkpoint runs the forward pass's all-gather again.
+    _, recomputed, name = site.collective.op_name.rpartition("/rematted_computation/")
+    if recomputed and first.entry.source == site.entry.source:
+        if first.collective.op_name.endswith("/" + name):
+            return True
+    origin = _origin(site)
+    return origin is not None and _origin(first) == origin
+
+
+def _origin(site: Site) -> tuple[Node, str] | None:
+    """Follow an operand back to its array, also if it is one trip's slice of that."""
+    graph, node, part = site.program, site.source, ""
+    while True:
+        node = made_by(node, _MOVES)
+        if node.opcode in ("dynamic-slice", "slice", "convert"):
+            if node.opcode == "convert":
+                part += node.shape.element_type
+            part += node.instruction.attribute("slice") or ""
+            node = node.operands[0]
+        elif node.fused:
+            return None
+        elif node.opcode != "get-tuple-element":
+            return (node, part) if node.home.is_entry else None
+        else:
+            before = graph.before_loop(node) or _stacked(graph, node)
+            if before is None:
+                return node, part
+            node = before
+
+
+def _stacked(graph: Graph, taken: Node) -> Node | None:
+    """Give what a loop stacks, or passes on, in one element of its result."""
+    loop = taken.operands[0]
+    if loop.opcode != "while" or loop.instruction.calls[1] not in graph.loops:
+        return None
+    returned = graph.flat(loop.instruction.calls[1]).end.operands
+    if not 0 <= taken.index < len(returned):
+        return None
+    node = made_by(returned[taken.index], {"copy"})
+    if node.opcode == "dynamic-update-slice":
+        node = made_by(node.operands[1], _MOVES)
+        if node.opcode == "dynamic-slice":
+            node = made_by(node.operands[0], _MOVES)
+    return None if node.fused else node
+
+
+GATHERED_TWICE = Kind(
+    "gathered twice",
+    "an array that is gathered in the forward pass and again in the backward pass, or recomputed",
+    "name it by jax.ad_checkpoint.checkpoint_name and save it by the policy of jax.checkpoint",
+    "the same: name the array behind its constraint, and save it by the policy of jax.checkpoint",
+    _gathered_twice,
+)

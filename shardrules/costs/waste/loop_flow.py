@@ -1,0 +1,380 @@
+"""What a loop does with the results of its collectives: which of them no trip reads.
+
+A loop's body is evaluated on values that say how they depend on these results. A trip may compute
+something from them alone, and write, add or pass that into an element of the carry that no trip
+reads: all of this can be done after the loop. Anything else is a read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from shardrules.costs import walk
+from shardrules.costs.waste.graph import (
+    BARRIERS,
+    FLOATS,
+    FUNCTIONS,
+    MOVES,
+    Flat,
+    Loop,
+    Node,
+    is_constant,
+    is_unfilled,
+)
+from shardrules.costs.waste.program import Program, Site
+from shardrules.hlo.proof.collectives import OPCODES
+
+# A collective's result: where its instruction starts, and its operand's number or range's start.
+_Source = tuple[int, int]
+_Sources = frozenset[_Source]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Same:
+    """The same on every device in each trip: made of constants and of the trip's number."""
+
+    zero: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """Computed in this trip from collectives' results and what is the same on every device.
+
+    ``packed`` holds the ranges of a flat result that XLA packed from several arrays.
+    """
+
+    sources: _Sources
+    linear: bool = True
+    packed: tuple[tuple[int, int, _Source], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Carried:
+    """An element of the carry with results of earlier trips in it; ``change``: made in this one."""
+
+    element: int
+    sources: _Sources
+    change: str = ""
+
+
+_PLAIN = None  # depends on no result
+_SAME = _Same()
+_IN_PLACE = BARRIERS | frozenset("copy copy-start copy-done bitcast reshape".split())
+_WAYS = {"written": "stacks", "added": "adds up", "last": "keeps the last of"}
+
+# How the elements of a loop's carry that hold results are made, and of which results.
+_Outcome = dict[int, tuple[str, _Sources]]
+
+
+class Unread(NamedTuple):
+    """A collective's result that no trip of a loop reads.
+
+    Attributes:
+      around: the computation in which one collective after the loop would stand.
+      copies: how many trips' operands that one takes: 1 where the loop only adds them up, or keeps
+        the last; None if a trip count isn't known.
+      ways: what the loops do with it: ``stacks``, ``adds up`` and ``keeps the last of``.
+    """
+
+    around: str
+    copies: int | None
+    ways: frozenset[str]
+
+
+def unread(program: Program) -> dict[_Source, Unread]:
+    """List the results that no trip reads, each with the outermost loop that it can leave."""
+    outcomes: dict[str, _Outcome] = {}
+    found: dict[_Source, Unread] = {}
+    results: dict[str, set[_Source]] = {}
+    for sites in program.collectives.values():
+        results.setdefault(sites[0].computation.name, set()).update(_own(sites).values())
+    for name in program.module.order:  # callees first
+        loop = program.loops.get(name)
+        if loop is None:
+            continue
+        body = program.module.computations[name]
+        inner = [outcomes.get(i.calls[1], {}) for i in body.instructions if i.opcode == "while"]
+        sources = frozenset(results.get(name, ())).union(*map(_held, inner))
+        outcome = _settle(program, loop, outcomes, sources)
+        if not outcome:
+            continue
+        outcomes[name] = outcome
+        outer, own = (program.runs.get(n) for n in (loop.around, name))
+        trips = None
+        if own and outer and own.count is not None and outer.count:
+            trips = own.count // outer.count
+        for source in _held(outcome):
+            ways = {how for how, sources in outcome.values() if source in sources}
+            before = found.get(source, Unread(name, 1, frozenset()))
+            copies = before.copies
+            if "written" in ways:
+                copies = None if trips is None or copies is None else copies * trips
+            named = before.ways | {_WAYS[way] for way in ways}
+            found[source] = Unread(loop.around, copies, named)
+    return found
+
+
+def _own(sites: list[Site]) -> dict[int, _Source]:
+    """Give one collective's results that might be made after the loop, by operand or range."""
+    if len({s.operand for s in sites}) > 1 and not all(s.whole for s in sites):
+        return {}
+    kinds = ("all-reduce", "all-gather")
+    return {s.part: s.key for s in sites if s.needed and s.collective.kind in kinds}
+
+
+def _held(outcome: _Outcome) -> _Sources:
+    return frozenset().union(*(sources for _, sources in outcome.values()))
+
+
+def _settle(program: Program, loop: Loop, outcomes, sources: _Sources) -> _Outcome:
+    """Evaluate a loop's body until no further result turns out to be read."""
+    body, condition = program.flat(loop.body), program.flat(loop.condition)
+    if body.root.opcode != "tuple" or not sources:
+        return {}
+    same = _same(program, loop, outcomes)
+    elements: _Outcome = {}
+    while sources:
+        trip = _Trip(program, outcomes, sources)
+        carry = tuple(
+            _SAME if k in same else _Carried(k, elements.get(k, ("", frozenset()))[1])
+            for k in range(len(body.end.operands))
+        )
+        after: _Outcome = {}
+        for k, value in enumerate(trip.evaluate(body, [carry])):
+            if not _sources([value]):
+                continue
+            if isinstance(value, _Result):
+                after[k] = ("last", value.sources)
+            elif isinstance(value, _Carried) and value.element == k:
+                after[k] = (value.change or elements[k][0], value.sources)
+            else:
+                trip.read([value])
+        trip.read([trip.evaluate(condition, [carry])])
+        if trip.seen:
+            sources, elements = sources - trip.seen, {}
+        elif after == elements:
+            return after
+        else:
+            elements = after
+    return {}
+
+
+def _same(program: Program, loop: Loop, outcomes) -> set[int]:
+    """List the elements of a carry that are the same on every device in each trip."""
+    body = program.flat(loop.body)
+    count = len(body.end.operands)
+    same = {k for k, node in enumerate(program.start(loop)[:count]) if is_constant(node)}
+    while same:
+        carry = tuple(_SAME if k in same else _PLAIN for k in range(count))
+        returned = _Trip(program, outcomes, frozenset()).evaluate(body, [carry])
+        kept = {k for k in same if isinstance(returned[k], _Same)}
+        if kept == same:
+            break
+        same = kept
+    return same
+
+
+class _Trip:
+    """One evaluation of a loop's body; ``seen`` gathers the results that something reads."""
+
+    def __init__(self, program: Program, outcomes: dict[str, _Outcome], sources: _Sources):
+        self.program = program
+        self.outcomes = outcomes
+        self.sources = sources
+        self.seen: set[_Source] = set()
+
+    def read(self, values: Iterable[Any]) -> None:
+        self.seen |= _sources(values)
+
+    def evaluate(self, flat: Flat, arguments: Sequence[Any]) -> Any:
+        """Give the value of what a computation returns."""
+        values: dict[Node, Any] = {}
+        for node in flat.nodes:
+            if node.opcode == "parameter":
+                number = int(node.instruction.literal)
+                values[node] = arguments[number] if number < len(arguments) else _PLAIN
+            elif node is not flat.end:
+                values[node] = self._apply(node, [values[o] for o in node.operands])
+        return values[flat.root]
+
+    def _apply(self, node: Node, operands: list[Any]) -> Any:
+        opcode, calls = node.opcode, node.instruction.calls
+        if opcode == "tuple":
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            (value,) = operands
+            return value[node.index] if isinstance(value, tuple) else value
+        if opcode == "constant":
+            return _Same(walk.is_zero(node.instruction))
+        if opcode.endswith("-done") and isinstance(operands[0], tuple):
+            return operands[0][1] if _holds_operands(node.operands[0]) else operands[0]
+        if opcode in OPCODES:
+            return self._collective(node, operands)
+        if opcode == "while" and calls[1] in self.outcomes:
+            return self._loop(node, operands[0])
+        if opcode == "call" and len(calls) == 1:
+            return self.evaluate(self.program.flat(calls[0]), operands)
+        if is_unfilled(node):
+            return _SAME
+        if any(map(_may_hold, operands)):
+            value = self._function(node, operands)
+            if value is _PLAIN:
+                self.read(operands)
+            return value
+        if opcode not in FUNCTIONS or not all(isinstance(o, _Same) for o in operands):
+            return _PLAIN
+        moved = opcode in MOVES or opcode == "convert"
+        return _Same(moved and all(o.zero for o in operands))
+
+    def _function(self, node: Node, operands: list[Any]) -> Any:
+        """Give the value of an instruction that takes results; _PLAIN where it reads them."""
+        carried = [o for o in operands if isinstance(o, _Carried)]
+        if node.opcode == "dynamic-update-slice":
+            base, update, *places = operands
+            if isinstance(base, _Carried) and isinstance(update, _Result) and not _sources(places):
+                if base.change in ("", "written"):
+                    return _Carried(base.element, base.sources | update.sources, "written")
+            if isinstance(base, _Carried) and not _sources([update, *places]):
+                return base  # another trip's place is written by something else
+            return _PLAIN
+        if carried:
+            return _in_carry(node, operands, carried[0]) if len(carried) == 1 else _PLAIN
+        if node.opcode not in FUNCTIONS or any(
+            not isinstance(o, _Result | _Same) for o in operands
+        ):
+            return _PLAIN
+        results = [o for o in operands if isinstance(o, _Result)]
+        if len(results) == 1 and results[0].packed:
+            return self._unpacked(node, results[0])
+        linear = all(r.linear for r in results) and self._is_linear(node, operands)
+        return _Result(_sources(results), linear)
+
+    def _is_linear(self, node: Node, operands: Sequence[Any]) -> bool:
+        """Tell whether an instruction is linear in the results that it takes."""
+        opcode = node.opcode
+        floats = FLOATS.match(node.shape.element_type) is not None
+        if opcode == "bitcast":  # to another element type it takes the bits for other numbers
+            return node.operands[0].shape.element_type == node.shape.element_type
+        if opcode in MOVES or opcode == "negate":
+            return True
+        if opcode == "convert":
+            return floats
+        first = isinstance(operands[0], _Result)
+        if opcode in ("add", "subtract", "concatenate"):
+            return all(isinstance(o, _Result) or o.zero for o in operands)
+        if opcode == "multiply":
+            return sum(isinstance(o, _Result) for o in operands) == 1
+        if opcode == "divide":
+            return floats and first and not isinstance(operands[1], _Result)
+        if opcode == "pad":
+            return first and operands[1].zero
+        if opcode == "reduce" and len(operands) == 2 and first:
+            added = walk.applied(self.program.module, node.instruction) == "add"
+            return added and getattr(operands[1], "zero", False)
+        return False
+
+    def _unpacked(self, node: Node, flat: _Result) -> Any:
+        """Give what is taken out of a flat result: the ranges that a slice covers."""
+        if node.opcode in ("copy", "all-reduce-done", "copy-done"):
+            return flat
+        bounds = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", node.instruction.attribute("slice") or "")
+        taken = {source for _, _, source in flat.packed}
+        if node.opcode == "slice" and bounds is not None:
+            low, high = int(bounds[1]), int(bounds[2])
+            taken = {s for start, stop, s in flat.packed if start < high and low < stop}
+            if taken <= self.sources:
+                return _Result(frozenset(taken), flat.linear)
+        self.seen |= taken & self.sources
+        return _PLAIN
+
+    def _collective(self, node: Node, operands: list[Any]) -> Any:
+        sites = self.program.parts(node.instruction)
+        own = _own(sites)
+        if any(_sources([o]) and not isinstance(o, _Result) for o in operands):
+            self.read(operands)
+            return _PLAIN
+        if not own or not self.sources.issuperset(own.values()):
+            self.read(operands)
+            operands = [_PLAIN] * len(operands)
+        linear = bool(sites) and (sites[0].adds or sites[0].collective.kind == "all-gather")
+        ranges = tuple(
+            (s.verdict.range.start, s.verdict.range.stop, s.key) for s in sites if s.verdict.range
+        )
+        results: list[Any] = []
+        for k, operand in enumerate(operands):
+            made = own.values() if ranges else [own[k]] if k in own else []
+            sources = self.sources.intersection(made)
+            if not sources:
+                results.append(_PLAIN)
+                continue
+            chained = isinstance(operand, _Result)
+            still_linear = linear and (not chained or operand.linear)
+            packed = () if chained else ranges
+            results.append(_Result(sources | _sources([operand]), still_linear, packed))
+        if node.shape.elements is None:
+            return results[0]
+        whole = results[0] if len(results) == 1 else tuple(results)
+        return (_PLAIN, whole) if _holds_operands(node) else tuple(results)
+
+    def _loop(self, node: Node, start: Any) -> Any:
+        """Give the value of an inner loop whose outcome is settled."""
+        count = len(node.shape.elements or ())
+        starts = start if isinstance(start, tuple) else (start,) * count
+        outcome = self.outcomes[node.instruction.calls[1]]
+        none: tuple[str, _Sources] = ("", frozenset())
+        return tuple(self._element(*outcome.get(k, none), value) for k, value in enumerate(starts))
+
+    def _element(self, how: str, sources: _Sources, start: Any) -> Any:
+        """Give what such a loop makes of one element's start."""
+        change = {"written": ("", "written"), "added": ("", "added")}.get(how, ())
+        if sources and sources <= self.sources:
+            if isinstance(start, _Same) and (how != "added" or start.zero):
+                return _Result(sources, how != "last")
+            if isinstance(start, _Carried) and start.change in change:
+                return _Carried(start.element, start.sources | sources, how)
+        self.read([start])
+        self.seen |= sources & self.sources
+        return _PLAIN
+
+
+def _in_carry(node: Node, operands: list[Any], element: _Carried) -> Any:
+    """Give what becomes of an element of the carry that holds results."""
+    opcode, rest = node.opcode, [o for o in operands if o is not element]
+    floats = FLOATS.match(node.shape.element_type)
+    if len(operands) == 1 and (opcode in _IN_PLACE or (opcode == "convert" and floats)):
+        return element
+    if opcode == "add" and len(rest) == 1 and isinstance(rest[0], _Result) and rest[0].linear:
+        if element.change in ("", "added"):
+            return _Carried(element.element, element.sources | rest[0].sources, "added")
+    if opcode == "select" and element is not operands[0] and not element.change:
+        # On TPU the first trip takes what the carry starts from.
+        return element if len(rest) == 2 and all(isinstance(o, _Same) for o in rest) else _PLAIN
+    return _PLAIN
+
+
+def _holds_operands(start: Node) -> bool:
+    """Tell whether a start's shape is (operands, results, contexts) and not the results alone."""
+    if not start.opcode.endswith("-start") or start.opcode == "copy-start":
+        return start.opcode == "copy-start"
+    elements = start.shape.elements or (start.shape,)
+    return elements[0].is_tuple or len(elements) > len(start.operands)
+
+
+def _may_hold(value: Any) -> bool:
+    """Tell whether a value may hold results: an element of the carry may in a later trip."""
+    if isinstance(value, tuple):
+        return any(map(_may_hold, value))
+    return isinstance(value, _Result | _Carried)
+
+
+def _sources(values: Iterable[Any]) -> _Sources:
+    sources: _Sources = frozenset()
+    for value in values:
+        if isinstance(value, tuple):
+            sources |= _sources(value)
+        elif isinstance(value, _Result | _Carried):
+            sources |= value.sources
+    return sources

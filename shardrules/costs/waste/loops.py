@@ -1,0 +1,129 @@
+"""Collectives in loops that could stand before or after the loop."""
+
+from __future__ import annotations
+
+from shardrules.costs.waste.graph import FUNCTIONS, Node
+from shardrules.costs.waste.loop_flow import Unread, unread
+from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Program, Site
+from shardrules.hlo.known.values import ELEMENTWISE, LOCAL
+from shardrules.hlo.proof.collectives import KINDS, OPCODES
+
+# -- the same operand on every trip ---------------------------------------------------------------
+
+# Functions of their operands alone: they give the same on each trip if their operands are the same.
+_PURE = FUNCTIONS | ELEMENTWISE | LOCAL | OPCODES.keys() | {f"{kind}-done" for kind in KINDS}
+_PURE |= frozenset("constant get-tuple-element tuple partition-id replica-id".split())
+
+
+def _repeated(site: Site) -> Hint | None:
+    if not site.in_loop:
+        return None
+    stays = site.program.remembered(_invariant, site.computation.name)
+    if site.source not in stays:
+        return None
+    times = site.runs_of(site.program.loops[site.computation.name].around)
+    before, after = site.in_all(site.entry.bytes), site.entry.bytes * times
+    if before is not None and before <= after:
+        return None
+    # A combined collective's round trips stay unless all of its parts leave the loop.
+    whole = stays.issuperset(site.node.operands)
+    if not whole and not site.pays_alone(after):
+        return None
+    now = f"{site.entry.bytes} B on every trip" if before is None else f"{before} B"
+    change = "run it before the loop"
+    if site.in_inner_shard_map:
+        change += ", in a shard_map of its own, and give the loop's shard_map its result"
+    elif not site.in_shard_map:
+        moves = site.collective.kind == "all-gather"
+        change = REPEATED.jit if moves else "compute what it makes before the loop"
+    advice = (
+        f"its operand is the same on every trip of the loop: {change}, and "
+        f"{now} become {after} B (the result then stays in memory)"
+    )
+    return site.hint(REPEATED.name, advice, bytes_after=after, trips_after=times, together=whole)
+
+
+def _invariant(program: Program, body: str) -> set[Node]:
+    """List the values in a loop's body that are the same on every trip."""
+    same: set[Node] = set()
+    for node in program.flat(body).nodes:
+        computed = node.opcode in _PURE and same.issuperset(node.operands)
+        if computed or program.unchanged(node):
+            same.add(node)
+    return same
+
+
+REPEATED = Kind(
+    "repeated",
+    "a collective in a loop whose operand is the same on every trip",
+    "run it before the loop and close over the result",
+    "give the array the layout that the loop needs, by jax.lax.with_sharding_constraint before it",
+    _repeated,
+)
+
+# -- results that no trip reads -------------------------------------------------------------------
+
+_NOTE = " (equal up to rounding)"
+
+
+def _after_loop(site: Site) -> Hint | None:
+    if not site.in_loop or not site.is_written or site.in_inner_shard_map:
+        return None
+    sites = site.program.parts(site.instruction)
+    results = [site.program.remembered(unread).get(s.key) for s in sites]
+    own = results[sites.index(site)]
+    if own is None or (site.entry.runs is None and "keeps the last of" in own.ways):
+        return None  # without a trip the result would be what the carry starts from
+    size = site.entry.bytes
+    outer = [r.around for r in results if r is not None]
+    # A combined collective's round trips stay unless all of its parts leave the loop.
+    whole = len(outer) == len(sites)
+    times = max(map(site.runs_of, outer))
+    after = None if own.copies is None else size * own.copies * site.runs_of(own.around)
+    if whole:
+        if "stacks" in own.ways and sum(s.entry.bytes for s in sites) > SMALL:
+            return None
+    elif "stacks" in own.ways or not site.pays_alone(after):
+        return None
+    advice = _advice(site, own, after, times) + site.cast("before the loop")
+    return site.hint(AFTER_LOOP.name, advice, bytes_after=after, trips_after=times, together=whole)
+
+
+def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
+    runs, size = site.entry.runs, site.entry.bytes
+    name = "psum" if site.adds else "reduce"
+    if site.collective.kind == "all-gather":
+        name = "all_gather"
+    if own.ways == {"adds up"}:
+        what = "its results are only added up over the loop's trips"
+        change = f"carry the sum of its operands and {name} that once after the loop"
+    elif own.ways == {"keeps the last of"}:
+        what = "the loop only keeps its last result"
+        change = f"carry its operand instead and {name} that once after the loop"
+    else:
+        what = "no trip of the loop reads its results, which are only stacked or added up"
+        change = (
+            "return its operand from the scan's body instead, and "
+            f"{name} the stack of them once after the scan"
+        )
+    if not site.in_shard_map:
+        change = (
+            "XLA's partitioner makes it of a reduction over a sharded dimension: in the body, "
+            f"{WITHIN_SHARDS}, and reduce over that after the loop"
+        )
+    then = f"{'?' if after is None else after} B in {times}"
+    if runs is None:
+        return f"{what}: {change}, and {size} B on every trip become {then} round trips{_NOTE}"
+    trips = "1 round trip" if runs == 1 else f"{runs} round trips"
+    return f"{what}: {change}, and {runs * size} B in {trips} become {then}{_NOTE}"
+
+
+AFTER_LOOP = Kind(
+    "after the loop",
+    "an all-reduce or all-gather in a loop that only stacks, adds up, scales, converts or passes "
+    "on its results",
+    "return the operand from the scan's body, or carry the sum of operands, and run one collective "
+    "after the scan",
+    "reduce within the shards in the body, and over the shards after the loop",
+    _after_loop,
+)

@@ -1,0 +1,186 @@
+"""All-reduces and all-gathers whose results are only reduced, or only added to another's."""
+
+from __future__ import annotations
+
+import re
+
+from shardrules import hlo
+from shardrules.costs import accounts, walk
+from shardrules.costs.advice import operation
+from shardrules.costs.waste import slices
+from shardrules.costs.waste.graph import Node, Use, is_constant, is_zero, made_by
+from shardrules.costs.waste.program import WITHIN_SHARDS, Hint, Kind, Site
+
+# -- a sum on each device -------------------------------------------------------------------------
+# What a broadcast or a repeat becomes in the backward pass is a reduce, and what a gather does, a
+# scatter that adds.
+
+
+def _reduce_first(site: Site) -> Hint | None:
+    before = site.entry.bytes
+    size = _size_after(site) if site.adds and site.whole and site.is_written else None
+    if size is None or size >= before:
+        return None
+    change = "reduce before you psum" if site.in_shard_map else REDUCE_FIRST.jit
+    advice = (
+        f"its result is only summed up on each device: {change}, and {before} B become "
+        f"{size} B{site.cast('before it is broadcast')}"
+    )
+    return site.smaller(REDUCE_FIRST.name, advice, size)
+
+
+def _size_after(site: Site) -> int | None:
+    """Give the bytes of the sum that is all that is made of the result; None if it isn't."""
+    uses = site.uses(walk.PASS_ON)
+    if len(uses) != 1:
+        return None
+    ((taker, taken),) = uses
+    operands = taker.operands
+    place = {("reduce", 2): 0, ("scatter", 3): 2}.get((taker.opcode, len(operands)))
+    if place is None or walk.applied(site.program.module, taker.instruction) != "add":
+        return None
+    if operands[place] is not taken or operands.count(taken) != 1:
+        return None
+    # Places that differ by device would get other shares, and what it starts from would be summed.
+    if taker.opcode == "scatter" and not is_constant(operands[1]):
+        return None
+    if not is_zero(operands[1 if taker.opcode == "reduce" else 0]):
+        return None
+    # XLA of JAX 0.12 wraps an array into a tuple of one. What was wider before is summed in that.
+    elements = taker.shape.elements
+    array = elements[0] if elements and len(elements) == 1 else taker.shape
+    return None if array.is_tuple else _size(array, max(site.taken.bits, array.bits))
+
+
+def _size(array: hlo.Shape, bits: int) -> int:
+    return (array.element_count * bits + 7) // 8
+
+
+REDUCE_FIRST = Kind(
+    "reduce first",
+    "an all-reduce whose result each device only sums up, or scatters into fewer places",
+    "reduce before the psum, or cast with shardrules.vary before the broadcast",
+    "sum over all of these dimensions at once, x.sum((0, 1))",
+    _reduce_first,
+)
+
+# -- a reduction of what is gathered --------------------------------------------------------------
+
+_NAMES = {"add": "psum", "maximum": "pmax", "minimum": "pmin"}
+
+
+def _reduce_instead(site: Site) -> Hint | None:
+    entry, size = site.entry, site.collective.group_size
+    along = site.collective.dimension
+    if site.collective.kind != "all-gather" or size < 2 or not along.isdecimal():
+        return None
+    uses = slices.array_uses(site) if site.is_written and site.result else []
+    if site.result is None or len(uses) != 1:
+        return None
+    ((reduce, taken),) = uses
+    if reduce.opcode != "reduce" or len(reduce.operands) != 2 or reduce.operands[0] is not taken:
+        return None
+    # The array is the result, or the result with its shards along one dimension.
+    own, at = site.result.dimensions, int(along)
+    split = (*own[:at], size, own[at] // size, *own[at + 1 :])
+    if taken.shape.dimensions != own and (taken.shape.dimensions != split or own[at] % size):
+        return None
+    over = re.findall(r"\d+", reduce.instruction.attribute("dimensions") or "")
+    name = walk.applied(site.program.module, reduce.instruction)
+    start = reduce.operands[1]
+    # A maximum or a minimum takes the same start any number of times.
+    neutral = start.opcode == "constant" and (name != "add" or walk.is_zero(start.instruction))
+    after = reduce.shape.bytes
+    sent = accounts.wire_bytes("all-reduce", after, size)
+    if along not in over or name not in _NAMES or not neutral or sent >= entry.wire_bytes:
+        return None
+    note = " (equal up to rounding)" if name == "add" else ""
+    change = f"reduce on each device and {_NAMES[name]} that"
+    if not site.in_shard_map:
+        change = REDUCE_INSTEAD.jit
+    advice = (
+        f"its result is only reduced over what it gathered: {change}, and a device sends {sent} B "
+        f"where it sends {entry.wire_bytes} B{note}"
+    )
+    return site.smaller(REDUCE_INSTEAD.name, advice, after, sent)
+
+
+REDUCE_INSTEAD = Kind(
+    "reduce instead",
+    "an all-gather whose result is only summed up, or whose maximum or minimum is taken, over what "
+    "it gathered",
+    "reduce on each device, then psum, pmax or pmin",
+    "reduce the sharded array itself, without a constraint that replicates it",
+    _reduce_instead,
+)
+
+# -- two sums that are added ----------------------------------------------------------------------
+
+_COPIES = frozenset("bitcast reshape transpose copy".split())
+# The gradient of an embedding that is used twice: its rows are looked up, and it is multiplied by.
+_OF_AN_ARRAY = (
+    "if both are the gradient of one array w, give each shard its own, "
+    "ws = jax.lax.with_sharding_constraint(jnp.broadcast_to(w, (n, *w.shape)), "
+    "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes))) for n shards of the "
+    "batch, and read it by jax.vmap over ws and x.reshape(n, -1, *x.shape[1:])"
+)
+
+
+def _add_first(site: Site) -> Hint | None:
+    size = site.entry.bytes
+    indexed = operation(site.collective) == "scatter-add" and site.entry.phase == "backward"
+    written = site.is_written or indexed
+    if not (site.adds and site.whole and written and _added_to_another(site)):
+        return None
+    change = "add the operands and psum that once"
+    if not site.in_shard_map:
+        change = _OF_AN_ARRAY if indexed else ADD_FIRST.jit
+    advice = (
+        f"its result is only added to that of another sum over the same devices: {change}, and "
+        f"{2 * size} B of both become {size} B (equal up to rounding)"
+        f"{site.cast('once, before its first use')}"
+    )
+    return site.without(ADD_FIRST.name, advice)
+
+
+def _added_to_another(site: Site) -> bool:
+    """Tell whether the result is only added to that of a sum that stands before it."""
+    use = _addition(site)
+    if use is None:
+        return False
+    (other,) = {*use.user.operands} - {use.taken}
+    first = _made(site, other)
+    if first is None or (first.position, first.operand) >= (site.position, site.operand):
+        return False
+    return (
+        first.adds
+        and first.collective.groups == site.collective.groups
+        and first.taken.element_type == site.taken.element_type
+        and first.taken.element_count == site.taken.element_count
+        and _addition(first) == (use.user, other)
+    )
+
+
+def _addition(site: Site) -> Use | None:
+    """Find the addition of two values that alone takes a result."""
+    uses = site.uses(_COPIES | {"all-reduce-done"})
+    alone = len(uses) == 1 and uses[0].user.opcode == "add"
+    return uses[0] if alone and len({*uses[0].user.operands}) == 2 else None
+
+
+def _made(site: Site, value: Node) -> Site | None:
+    """Find the collective beside a site that made a value."""
+    made = made_by(value, _COPIES)
+    element = max(made.index, 0)
+    made = made_by(made, {"get-tuple-element", "all-reduce-done"})
+    parts = [] if made.fused else site.program.parts(made.instruction)
+    return next((p for p in parts if p.whole and p.operand == element), None)
+
+
+ADD_FIRST = Kind(
+    "add first",
+    "an all-reduce whose result is only added to that of another one over the same devices",
+    "add the operands and psum the sum",
+    f"in both, {WITHIN_SHARDS}, add these, and reduce over the shards once",
+    _add_first,
+)

@@ -1,1 +1,0 @@
-"""What the kinds of waste look up: where values come from and go to, loops, overlap."""

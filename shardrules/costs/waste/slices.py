@@ -1,0 +1,237 @@
+"""Collectives of whose results each device reads a part, at an index made of its number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardrules import hlo
+from shardrules.costs import accounts
+from shardrules.costs.waste.graph import BARRIERS, UNARY, Node, Use
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.hlo.known import exact
+from shardrules.hlo.known.ranges import Exact
+
+_DONE = frozenset(["all-reduce-done", "all-gather-done"])
+_COPIES = _DONE | BARRIERS | frozenset(["copy", "copy-start", "copy-done"])
+
+
+def array_uses(site: Site) -> list[Use]:
+    """List what takes a result as it is, or the same memory as another array; else nothing.
+
+    Of an all-gather's result also what takes a function of each of its elements: that of a shard
+    is a shard of that.
+    """
+    # Copies keep the array and bitcasts keep the memory; both together could transpose it.
+    each = UNARY if site.collective.kind == "all-gather" else frozenset()
+    uses = site.uses(_COPIES | each)
+    if all(use.user.opcode != "bitcast" for use in uses):
+        return uses
+    uses = site.uses(_DONE | {"bitcast"})
+    shapes = [site.result, *(use.taken.shape for use in uses)]
+    return uses if all(shape and _has_default_order(shape) for shape in shapes) else []
+
+
+def _has_default_order(shape: hlo.Shape) -> bool:
+    default = ",".join(str(d) for d in reversed(range(len(shape.dimensions))))
+    return shape.layout.partition(":")[0] == default
+
+
+class _Part(NamedTuple):
+    """The only part of a result that each device reads.
+
+    Attributes:
+      dimension: along which it is sliced; the others are read whole.
+      size: of the slice.
+      starts: where each device's slice begins.
+    """
+
+    dimension: int
+    size: int
+    starts: tuple[int, ...]
+
+    def follows(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Tell whether each device's slice is at its own place in its group."""
+        return all(
+            self.starts[device] == place * self.size
+            for group in groups
+            for place, device in enumerate(group)
+        )
+
+
+def _read(site: Site) -> _Part | None:
+    """Give the one part of a result that each device reads; None if it reads several, or all."""
+    if site.result is None:
+        return None
+    parts = {_part(site.program, use, site.result.dimensions) for use in array_uses(site)}
+    return parts.pop() if len(parts) == 1 else None
+
+
+def _part(program: Program, use: Use, sizes: tuple[int, ...]) -> _Part | None:
+    taker, taken = use
+    if taker.opcode != "dynamic-slice" or taken.shape.dimensions != sizes:
+        return None
+    if taken is not taker.operands[0] or taken in taker.operands[1:]:
+        return None
+    cut = [d for d, size in enumerate(taker.shape.dimensions) if size != sizes[d]]
+    if len(cut) != 1:
+        return None
+    (dimension,) = cut
+    size = taker.shape.dimensions[dimension]
+    index = _device_rows(program, taker.operands[1 + dimension])
+    starts = None if index is None else exact.clamped_index(index, sizes[dimension] - size)
+    if starts is None:
+        return None
+    devices = program.device_count
+    return _Part(dimension, size, tuple(int(n) for n in np.broadcast_to(starts, (devices,))))
+
+
+def _device_rows(program: Program, node: Node, depth: int = 0) -> Exact | None:
+    """Evaluate an integer for each device, out of loops that pass it on."""
+    if depth > 64:
+        return None
+    if node.opcode == "constant":
+        rows = exact.literal(node.instruction.literal, node.shape)
+        return None if rows is None else Exact(0, rows, False)
+    if node.opcode in ("partition-id", "replica-id"):
+        ids = np.arange(program.device_count, dtype=np.uint32)
+        partition = node.opcode == "partition-id"
+        rows = ids % program.partitions if partition else ids // program.partitions
+        return Exact(0, rows, False)
+    if node.opcode == "get-tuple-element":
+        before = program.before_loop(node)
+        return None if before is None else _device_rows(program, before, depth + 1)
+    if node.opcode not in exact.OPCODES or not node.operands:
+        return None
+    given = []
+    for operand in node.operands:
+        rows = _device_rows(program, operand, depth + 1)
+        if rows is None:
+            return None
+        given.append(rows)
+    shapes = [operand.shape for operand in node.operands]
+    result = exact.evaluate(node.instruction, given, shapes, program.device_count)
+    return None if result is None else Exact(0, np.ascontiguousarray(result[0]), result[1])
+
+
+# -- a slice of a sum -----------------------------------------------------------------------------
+
+# XLA for TPUs turns a smaller reduce-scatter into an all-reduce (JAX 0.10.2: 64 KiB, not 1 MiB).
+_LEAST_ON_TPU = 2**20
+
+
+def _only_a_slice(site: Site) -> Hint | None:
+    entry, size = site.entry, site.collective.group_size
+    if site.program.platform == "tpu" and entry.bytes < _LEAST_ON_TPU:
+        return None
+    if site.program.platform is None and not site.in_shard_map:
+        return None  # XLA for TPUs and GPUs makes the reduce-scatter by itself
+    part = _read(site) if site.adds and site.whole and size > 1 else None
+    if part is None or site.result is None or not part.follows(site.collective.groups):
+        return None
+    if site.result.dimensions[part.dimension] != size * part.size:
+        return None
+    sent = accounts.wire_bytes("reduce-scatter", entry.bytes, size)
+    change = (
+        f"jax.lax.psum_scatter(x, {site.over}, scatter_dimension={part.dimension}, tiled=True) "
+        "instead of the psum and the dynamic_slice"
+        if site.in_shard_map
+        else "XLA's partitioner made it: under jax.shard_map, jax.lax.psum_scatter of each "
+        "device's own sum"
+    )
+    if site.in_shard_map and entry.phase != "forward":
+        change = (
+            "where it is the gradient of an array that the shard_map takes whole, give it that "
+            "array sharded, by its in_specs, and jax.lax.all_gather it inside, whose gradient"
+        )
+    advice = (
+        f"each device reads only its own 1/{size} of the result: {change} sends {sent} B where it "
+        f"sends {entry.wire_bytes} B"
+    )
+    return site.smaller(ONLY_A_SLICE.name, advice, entry.bytes, sent)
+
+
+ONLY_A_SLICE = Kind(
+    "only a slice",
+    "an all-reduce of which each device reads only its own slice",
+    "psum_scatter instead of the psum and the dynamic_slice",
+    "a shard_map around it, with psum_scatter: on TPU and GPU XLA often makes one itself",
+    _only_a_slice,
+)
+
+# -- a part of what is gathered -------------------------------------------------------------------
+
+
+def _one_part(site: Site) -> Hint | None:
+    entry, size = site.entry, site.collective.group_size
+    if site.collective.kind != "all-gather" or size < 2 or not site.whole:
+        return None
+    part, along = _read(site), site.collective.dimension
+    if part is None or site.result is None or not along.isdecimal():
+        return None
+    groups = site.collective.groups
+    if part.dimension == int(along):
+        if part.size != site.taken.dimensions[part.dimension]:
+            return None
+        brought = _sources(groups, part)
+        if brought is None:
+            return None
+        own = all(a == b for a, b in brought)
+        sent = 0 if own else entry.bytes
+        change = (
+            "which is its own shard: read that"
+            if own
+            else f"which one permute brings: jax.lax.ppermute(x, {site.over}, perm) with perm="
+            f"{_permutation(groups, part)}"
+        )
+    elif part.size * size == site.result.dimensions[part.dimension] and part.follows(groups):
+        sent = accounts.wire_bytes("all-to-all", entry.bytes, size)
+        change = (
+            f"its own slice of dimension {part.dimension} of each shard, which one all-to-all "
+            f"brings: jax.lax.all_to_all(x, {site.over}, {part.dimension}, {along}, tiled=True)"
+        )
+    else:
+        return None
+    if not site.in_shard_map:
+        change += (
+            " (XLA's partitioner gathered it: give both sides one layout, or write a shard_map)"
+        )
+    advice = (
+        f"each device reads only 1/{size} of the result, {change}, and sends {sent} B of "
+        f"{entry.wire_bytes} B"
+    )
+    if not sent:
+        return site.without(ONE_PART.name, advice)
+    return site.smaller(ONE_PART.name, advice, entry.bytes, sent)
+
+
+def _sources(groups, part: _Part) -> list[tuple[int, int]] | None:
+    """List each shard's owner and its reader; None if no permute brings the shards."""
+    pairs = []
+    for group in groups:
+        for device in group:
+            place, rest = divmod(part.starts[device], part.size)
+            if rest:
+                return None
+            pairs.append((group[place], device))
+    return pairs if len({source for source, _ in pairs}) == len(pairs) else None
+
+
+def _permutation(groups, part: _Part) -> str:
+    """Write the permutation within a group, if it is the same in all; else a placeholder."""
+    places = {tuple(part.starts[d] // part.size for d in group) for group in groups}
+    if len(places) != 1:
+        return "[...]"
+    pairs = [(source, target) for target, source in enumerate(places.pop())]
+    return str(sorted(pairs)) if len(pairs) <= 8 else "[...]"
+
+
+ONE_PART = Kind(
+    "one part",
+    "an all-gather of which each device reads only one shard, or its own slice of every shard",
+    "ppermute for one shard, all_to_all for a slice of each",
+    "give what makes the array and what reads it one layout, or write a shard_map",
+    _one_part,
+)

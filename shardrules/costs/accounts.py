@@ -87,12 +87,10 @@ class Entry:
 
     @property
     def what(self) -> str:
-        """Name phase, kind and axes as expectations do."""
         return f"{self.phase} {self.kind}({self.over})"
 
     @property
     def source(self) -> str:
-        """Give ``file:line (function)``."""
         return str(hlo.Frame(self.file, self.line, self.function)) if self.file else ""
 
 
@@ -117,22 +115,15 @@ class Totals:
     unknown_bytes: int = 0
 
     def plus(self, entry: Entry) -> Totals:
-        """Add an entry."""
-        if entry.runs is None:
-            return dataclasses.replace(
-                self,
-                sites=self.sites + 1,
-                unknown=self.unknown + 1,
-                unknown_bytes=self.unknown_bytes + entry.each * entry.bytes,
-            )
+        runs, unknown = entry.runs or 0, entry.runs is None
         return Totals(
             self.sites + 1,
-            self.count + entry.runs,
-            self.bytes + entry.runs * entry.bytes,
-            self.wire_bytes + entry.runs * entry.wire_bytes,
-            self.unknown,
-            self.at_most + entry.at_most,
-            self.unknown_bytes,
+            self.count + runs,
+            self.bytes + runs * entry.bytes,
+            self.wire_bytes + runs * entry.wire_bytes,
+            self.unknown + unknown,
+            self.at_most + (entry.at_most and not unknown),
+            self.unknown_bytes + unknown * entry.each * entry.bytes,
         )
 
     def __str__(self) -> str:
@@ -181,14 +172,11 @@ class Account:
 
     @property
     def total(self) -> Totals:
-        """Sum up everything."""
         return self.by().get((), Totals())
 
     def __str__(self) -> str:
-        return (
-            "\n".join(f"{what}: {totals}" for (what,), totals in self.by("what").items())
-            or "no collectives"
-        )
+        lines = [f"{what}: {totals}" for (what,), totals in self.by("what").items()]
+        return "\n".join(lines) or "no collectives"
 
 
 def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
@@ -200,14 +188,12 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
         over = ", ".join(collective.axes or ())
         if collective.axes is None:
             count = len(collective.groups)
-            over = f"{count} group{'s' if count != 1 else ''} of {collective.group_size}: {groups}"
-        elif (
-            judgement.mesh is None
-        ):  # the axis names are the notation's own: another program may mean others
-            over += f": {groups}"
+            over = f"{count} group{'s' if count != 1 else ''} of {collective.group_size}"
+        if collective.axes is None or judgement.mesh is None:
+            over += f": {groups}"  # another program may mean others by the notation's axis names
         moves = collective.connections.moves
         frame = collective.source or hlo.Frame("", 0)
-        compiled = level == "compiled"
+        said = (verdict.verdict, verdict.reason) if level == "compiled" else ("", "")
         entries.append(
             Entry(
                 collective.kind,
@@ -219,11 +205,8 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
                 wire_bytes(collective.kind, verdict.bytes, collective.group_size, moves),
                 collective.trip_count,
                 collective.loop_depth,
-                frame.file,
-                frame.line,
-                frame.function,
-                verdict.verdict if compiled else "",
-                verdict.reason if compiled else "",
+                *frame,
+                *said,
                 groups,
                 collective.at_most,
                 collective.each,
@@ -232,9 +215,6 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
             )
         )
     return Account(level, tuple(entries), judgement.mesh, judgement.partitions * judgement.replicas)
-
-
-# -- what names collectives -----------------------------------------------------------------------
 
 
 _SELECTOR = re.compile(
@@ -270,12 +250,13 @@ class Selector(NamedTuple):
     def read(cls, text: Any) -> Selector:
         """Read ``"redundant backward all-reduce(data, model) at model.py:12"``."""
         match = _SELECTOR.fullmatch(text) if isinstance(text, str) else None
-        wrong: str | None = ""
-        if match is not None and match[2] and match[2] not in PHASES:
-            wrong = near(match[2], PHASES if match[1] else [*hlo.VERDICTS, *PHASES])
-        elif match is not None:
-            wrong = None if match[3] in KINDS else near(match[3], KINDS)
-        if match is None or wrong is not None:
+        is_phase = match is not None and match[2] in (None, *PHASES)
+        if match is None or not is_phase or match[3] not in KINDS:
+            wrong = ""
+            if match is not None and not is_phase:
+                wrong = near(match[2], PHASES if match[1] else [*hlo.VERDICTS, *PHASES])
+            elif match is not None:
+                wrong = near(match[3], KINDS)
             raise ShardrulesError(
                 f"{text!r} names no collectives{wrong}{' Write' if wrong else '; write'} the kind "
                 "and its mesh axes, such as "
@@ -299,7 +280,6 @@ class Selector(NamedTuple):
                 )
 
     def matches(self, entry: Entry) -> bool:
-        """Tell whether an entry is meant."""
         return (
             self.verdict in ("", entry.verdict)
             and self.phase in ("", entry.phase)

@@ -29,10 +29,9 @@ class Change:
     after: Totals
 
     def __str__(self) -> str:
-        if self.status == "came":
-            return f"+ {self.what}: {self.after}"
-        if self.status == "went":
-            return f"- {self.what}: {self.before}"
+        if self.status in ("came", "went"):
+            sign, total = ("+", self.after) if self.status == "came" else ("-", self.before)
+            return f"{sign} {self.what}: {total}"
         if self.status == "moved":
             return (
                 f"~ {self.what}: {self.before} at {self.before.sites} sites before, "
@@ -47,12 +46,10 @@ def relative_file(file: str, root: str) -> str:
     if not path.startswith("/") and not re.match(r"[A-Za-z]:/", path):
         return path
     base = os.path.abspath(root).replace("\\", "/").rstrip("/") + "/"
-    for marker in ("/site-packages/", "/dist-packages/"):
-        if marker in path:
-            return path.rpartition(marker)[2]
-    if path.startswith(base):
-        return path[len(base) :]
-    return path.rpartition("/")[2]
+    installed = re.split("/(?:site|dist)-packages/", path)
+    if len(installed) > 1:
+        return installed[-1]
+    return path.removeprefix(base) if path.startswith(base) else path.rpartition("/")[2]
 
 
 def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, str]:
@@ -116,7 +113,6 @@ def grouped(
 def key_of(
     entry: Entry, root: str = ".", groups: bool = False, names: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Return the key by which ``grouped`` sums an entry up."""
     source = (names or {}).get(entry.file) or relative_file(entry.file, root)
     if source and entry.function:
         source += f" ({entry.function})"

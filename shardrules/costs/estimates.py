@@ -72,13 +72,11 @@ class Target:
     @property
     def send_bytes_per_s(self) -> float:
         """Give what one device sends in a ring."""
-        return (
-            2 * self.link_bytes_per_s if self.link_bytes_per_s else self.both_ways_bytes_per_s / 2
-        )
+        link = self.link_bytes_per_s
+        return self.both_ways_bytes_per_s / 2 if link is None else 2 * link
 
     @property
     def source(self) -> str:
-        """Say where the figures stand."""
         return f"{self.bandwidth_source}; {self.latency_source}"
 
 
@@ -89,11 +87,6 @@ TARGETS: dict[str, Target] = {
 
 
 def target(name: str) -> Target:
-    """Find an accelerator by name.
-
-    Raises:
-      ShardrulesError: there is none of that name.
-    """
     found = TARGETS.get(str(name).lower())
     if found is None:
         from shardrules.costs import accounts
@@ -106,31 +99,20 @@ def target(name: str) -> Target:
     return found
 
 
-def seconds(verdict: hlo.Verdict, wire_bytes: int, on: Target) -> float:
-    """Estimate one run of a collective, of which one device sends ``wire_bytes``."""
-    return max(transfer(verdict, wire_bytes, on), latency(verdict.collective, on))
-
-
 def latency(collective: hlo.Collective, on: Target) -> float:
     """Estimate one run of a collective that moves next to nothing."""
     count = collective.group_size
     if count < 2 or not collective.connections.moves:
         return 0.0
     twice = 2 if collective.kind == "all-reduce" else 1
-    if collective.pairs is not None:
-        hops = 1
-    elif on.links is not None:
+    alone = collective.pairs is not None or "all-to-all" in collective.kind
+    hops, across = 1 if alone else twice * (count - 1), 0
+    if on.links is not None and collective.pairs is None:
         hops = twice * (count // 2)
-    elif "all-to-all" in collective.kind:
-        hops = 1
-    else:
-        hops = twice * (count - 1)
-    across = 0
     if on.host_device_count is not None:
-        groups = collective.groups if collective.pairs is None else collective.pairs
+        groups = collective.pairs or collective.groups
         hosts = max(len({d // on.host_device_count for d in group}) for group in groups)
         if hosts > 1:
-            alone = collective.pairs is not None or "all-to-all" in collective.kind
             across = 1 if alone else twice * (hosts - 1).bit_length()
             hops = 0 if alone else twice * (-(-count // hosts) - 1)
     return on.start_latency_s + hops * on.hop_latency_s + across * on.across_hop_latency_s
@@ -139,25 +121,23 @@ def latency(collective: hlo.Collective, on: Target) -> float:
 def transfer(verdict: hlo.Verdict, wire_bytes: int, on: Target) -> float:
     """Estimate one run without latency."""
     collective = verdict.collective
-    own = collective.pairs is not None or "all-to-all" in collective.kind
-    if on.link_bytes_per_s is not None:
-        if collective.pairs is not None:
-            return wire_bytes / on.link_bytes_per_s
-        if own:
-            n = collective.group_size
-            return verdict.bytes / n * (n * n // 4) / on.send_bytes_per_s
-        return wire_bytes / on.send_bytes_per_s
+    exchanges = "all-to-all" in collective.kind
     took = wire_bytes / on.send_bytes_per_s
+    if on.link_bytes_per_s is not None and collective.pairs is not None:
+        return wire_bytes / on.link_bytes_per_s
+    if on.link_bytes_per_s is not None and exchanges:
+        n = collective.group_size
+        return verdict.bytes / n * (n * n // 4) / on.send_bytes_per_s
     if on.across_bytes_per_s is None or on.host_device_count is None:
         return took
-    for group in collective.groups if collective.pairs is None else collective.pairs:
+    for group in collective.pairs or collective.groups:
         hosts = collections.Counter(device // on.host_device_count for device in group)
         if len(hosts) > 1:
             inside = min(hosts.values())
             sent = wire_bytes / inside
             if collective.pairs is not None:
                 sent = wire_bytes
-            elif own:
+            elif exchanges:
                 sent = verdict.bytes * (len(group) - inside) / len(group)
             took = max(took, sent / on.across_bytes_per_s)
     return took

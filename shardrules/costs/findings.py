@@ -16,8 +16,6 @@ from shardrules.errors import ShardrulesError
 if TYPE_CHECKING:  # it finds what this module's findings are made of
     from shardrules.costs.waste.program import Hint
 
-__all__ = ["Allowances", "Finding", "advice", "alike", "allowance", "find", "unaudited"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -40,6 +38,8 @@ class Finding:
 
 
 _HANGS = "may hang"
+_OUTPUT = re.compile(r"(?:differs|unproven) output.*")
+F = TypeVar("F", "Finding", outputs.Unequal)
 
 
 def unaudited(supports: Iterable[hlo.Support]) -> list[hlo.Support]:
@@ -56,22 +56,20 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
     """
     found = []
     for verdict, entry in zip(judgement.verdicts, accounts.of(judgement).entries):
+        kind, change = verdict.verdict, ""
         if verdict.divergent:
-            found.append(Finding(_HANGS, verdict, entry, advice(verdict)))
-        elif verdict.verdict != "needed":
-            found.append(Finding(verdict.verdict, verdict, entry, advice(verdict)))
-        elif strict and unaudited(verdict.rests_on):
-            names = ", ".join(dict.fromkeys(s.what for s in unaudited(verdict.rests_on)))
-            found.append(
-                Finding(
-                    "declared",
-                    verdict,
-                    entry,
-                    f"it rests on a declaration for {names}, and strict takes proofs alone: let "
-                    "the audit prove the kernel (what needs no registration is proven), or allow "
-                    "it with a reason",
-                )
+            kind = _HANGS
+        elif kind == "needed":
+            weak = unaudited(verdict.rests_on) if strict else []
+            if not weak:
+                continue
+            kind = "declared"
+            change = (
+                f"it rests on a declaration for {', '.join(dict.fromkeys(s.what for s in weak))}, "
+                "and strict takes proofs alone: let the audit prove the kernel (what needs no "
+                "registration is proven), or allow it with a reason"
             )
+        found.append(Finding(kind, verdict, entry, change or advice(verdict)))
     return found
 
 
@@ -91,12 +89,6 @@ def allowance(finding: Finding) -> str:
     axes = "?" if entry.axes is None else ", ".join(entry.axes)
     what = _HANGS if finding.kind == _HANGS else finding.verdict.verdict
     return f"{what} {entry.phase} {entry.kind}({axes})"
-
-
-_OUTPUT = re.compile(r"(?:differs|unproven) output.*")
-F = TypeVar("F", "Finding", outputs.Unequal)
-
-# -- what is known --------------------------------------------------------------------------------
 
 
 class Allowances:
@@ -132,7 +124,6 @@ class Allowances:
         }
 
     def check_axes(self, mesh: Mapping[str, int] | None) -> None:
-        """Raise where one names axes that are not of the mesh."""
         for what, selector in self.selectors.items():
             selector.check_axes(what, mesh)
 
@@ -157,13 +148,8 @@ class Allowances:
         if isinstance(finding, outputs.Unequal):
             # What is said to differ may be unproven as well.
             return what in (f"differs {finding.name}", f"{finding.kind} {finding.name}")
-        return what in self.selectors and _meant(self.selectors[what], finding)
-
-
-def _meant(selector: accounts.Selector, finding: Finding) -> bool:
-    """Whether a finding is allowed: a hang by its own name alone, as nobody means it by another."""
-    if (selector.verdict == _HANGS) != (finding.kind == _HANGS):
-        return False
-    return (selector._replace(verdict="") if finding.kind == _HANGS else selector).matches(
-        finding.entry
-    )
+        selector = self.selectors.get(what)
+        hangs = finding.kind == _HANGS  # nobody means it by another name
+        if selector is None or hangs != (selector.verdict == _HANGS):
+            return False
+        return (selector._replace(verdict="") if hangs else selector).matches(finding.entry)

@@ -44,7 +44,6 @@ class Unequal:
 
     @property
     def what(self) -> str:
-        """Give its name, its shape and what its sharding says."""
         return f"{self.name}, {self.shape}: called {self.over}, not proven equal"
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,7 +35,6 @@ class Worth(NamedTuple):
     exposed_seconds: float = 0.0
 
     def plus(self, other: Worth) -> Worth:
-        """Add what another one saves."""
         return Worth(
             self.bytes + other.bytes,
             self.seconds + other.seconds,
@@ -73,25 +73,16 @@ class Ledger:
             place = verdict.collective.computation, verdict.collective.name
             parts.setdefault(place, []).append(n)
         self._parts = {n: numbers for numbers in parts.values() for n in numbers}
-        if on is not None:
-            for numbers in parts.values():
-                self._estimate(judgement, numbers, on)
-        self.total = Worth()
-        for n in range(len(self.entries)):
-            self.total = self.total.plus(self.cost(n))
-
-    def _estimate(self, judgement: hlo.Judgement, numbers: list[int], on: estimates.Target) -> None:
-        each = [
-            estimates.transfer(judgement.verdicts[n], self.entries[n].wire_bytes, on)
-            for n in numbers
-        ]
-        latency = estimates.latency(judgement.verdicts[numbers[0]].collective, on)
-        whole = max(sum(each), latency)
-        for n, own in zip(numbers, each):
-            self.seconds[n] = whole * (own / sum(each) if sum(each) else 1 / len(numbers))
+        for numbers in parts.values() if on is not None else ():
+            verdicts = [judgement.verdicts[n] for n in numbers]
+            wires = (self.entries[n].wire_bytes for n in numbers)
+            each = [estimates.transfer(v, wire, on) for v, wire in zip(verdicts, wires)]
+            whole = max(sum(each), estimates.latency(verdicts[0].collective, on))
+            for n, own in zip(numbers, each):
+                self.seconds[n] = whole * (own / sum(each) if sum(each) else 1 / len(numbers))
+        self.total = functools.reduce(Worth.plus, map(self.cost, range(len(self.entries))), Worth())
 
     def cost(self, number: int) -> Worth:
-        """Give what all runs of a collective cost."""
         entry = self.entries[number]
         runs = entry.each if entry.runs is None else entry.runs
         seconds = runs * self.seconds[number]
@@ -110,7 +101,6 @@ class Ledger:
         return timing.exposed_seconds if timing else 0.0
 
     def worth(self, one: Finding | Hint) -> Worth:
-        """Give what a finding or a hint saves."""
         number = self._numbers[id(one.verdict)]
         cost = self.cost(number)
         hint = one if isinstance(one, Hint) else one.hint
@@ -118,9 +108,9 @@ class Ledger:
             return self._cheaper(hint, cost, number)
         if one.kind == "unproven":
             return cost._replace(is_sure=False)
-        share = timings.avoidable(one.verdict, one.entry) if one.kind != "declared" else 0.0
-        if one.kind == "may hang":  # what it saves is not why it should go
-            share = 0.0
+        # What it saves is not why one that may hang should go.
+        sure = one.kind not in ("declared", "may hang")
+        share = timings.avoidable(one.verdict, one.entry) if sure else 0.0
         return cost._replace(
             bytes=round(share * cost.bytes),
             seconds=share * cost.seconds,
@@ -160,10 +150,8 @@ class Ledger:
         """Give what a run takes however few its bytes: its own time or another small one's."""
         each = [numbers for numbers in self._parts.values() if self._run(numbers[0])]
         small = [p for p in each if sum(self.entries[n].wire_bytes for n in p) <= SMALL]
-        own = self._parts[number]
-        return min(
-            (sum(map(self._run, p)) for p in ([own] if own in small else small)), default=0.0
-        )
+        own = [self._parts[number]] if self._parts[number] in small else small
+        return min((sum(map(self._run, p)) for p in own), default=0.0)
 
     def share(self, worth: Worth) -> float:
         """Give a worth's share of the program's cost: of the time where it is estimated."""

@@ -73,7 +73,9 @@ class Ledger:
             place = verdict.collective.computation, verdict.collective.name
             parts.setdefault(place, []).append(n)
         self._parts = {n: numbers for numbers in parts.values() for n in numbers}
-        for numbers in parts.values() if on is not None else ():
+        for numbers in parts.values():
+            if on is None:
+                break
             verdicts = [judgement.verdicts[n] for n in numbers]
             wires = (self.entries[n].wire_bytes for n in numbers)
             each = [estimates.transfer(v, wire, on) for v, wire in zip(verdicts, wires)]

@@ -121,7 +121,7 @@ def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: boo
 def _sums(module: hlo.Module) -> dict[str, _Sum]:
     """Count what one run of each computation launches, with all that it calls."""
     sums: dict[str, _Sum] = {}
-    for name in module.order:  # callees first
+    for name in module.computations:  # callees first
         sums[name] = _sum(module, module.computations[name], sums)
     return sums
 

@@ -59,21 +59,6 @@ ENTRY e {
     %d)
 }
 """,
-    "shapes left out": """HloModule m
-ENTRY e {
-  p = f32[4,2]{1,0} parameter(0)
-  n = negate(p)
-  m = add(n, p)
-  t = tuple(m, n)
-  g = get-tuple-element(t), index=1
-  c = compare(g, p), direction=LT
-  s = select(c, g, p)
-  r = transpose(s), dimensions={1,0}
-  d = dot(p, r), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  x = concatenate(r, r), dimensions={1}
-  ROOT o = tuple(d, x)
-}
-""",
     "spaces in shapes": """HloModule m
 ENTRY e {
   p = f32[4, 2] {1, 0} parameter(0)
@@ -128,20 +113,6 @@ NESTED = """HloModule m
 ENTRY e {
   p = f32[4] parameter(0)
   q = f32[4] parameter(1)
-  ROOT r = f32[4] add(f32[4] negate(p), multiply(%q, f32[4] negate(f32[4] constant({1, 2, 3, 4}))))
-}
-"""
-
-INLINE = """HloModule m, num_partitions=8
-ENTRY e {
-  p = f32[8] parameter(0), sharding={replicated}
-  i = s32[] parameter(1), sharding={replicated}
-  c = f32[8] conditional(i, p, p), branch_computations={{ a = f32[8] parameter(0)
-    ROOT b = f32[8] negate(a) }, { a = f32[8] parameter(0)
-    ROOT b = f32[8] all-reduce(a), to_apply={ x = f32[] parameter(0)
-      y = f32[] parameter(1)
-      ROOT z = f32[] add(x, y) }, replica_groups={{0,1,2,3,4,5,6,7}}, channel_id=1,
-      use_global_device_ids=true }}
-  ROOT f = f32[8] fusion(c), calls={ ROOT a = f32[8] parameter(0) }, kind=kLoop
+  ROOT r = f32[4] add(f32[4] negate(p), f32[4] multiply(%q, f32[4] negate(f32[4] constant({1, 2, 3, 4}))))
 }
 """

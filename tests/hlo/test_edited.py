@@ -3,7 +3,6 @@
 import pytest
 
 from shardrules import errors, hlo
-from shardrules.costs import launches
 
 from . import text as T
 
@@ -392,34 +391,3 @@ def test_what_lost_its_computations_is_an_error(made):
         %y = f32[8] {made}"""
     with pytest.raises(errors.HloSyntaxError, match="names no computation|no condition or no body"):
         judged(entry)
-
-
-def test_a_loop_whose_computations_stand_inside_of_it():
-    """As XLA prints its canonical form."""
-    carry = "(s32[], f32[8])"
-    taken = f"""%i = {carry} parameter(0)
-    %n = s32[] get-tuple-element(%i), index=0"""
-    text = T.module(
-        f"""{T.parameter("{replicated}")}
-        %z = s32[] constant(0)
-        %w = {carry} tuple(%z, %x)
-        %l = {carry} LOOP"""
-    ).replace(
-        "LOOP",
-        f"""while(%w), condition={{
-    {taken}
-    %three = s32[] constant(3)
-    ROOT %p = pred[] compare(%n, %three), direction=LT
-  }}, body={{
-    {taken}
-    %v = f32[8] get-tuple-element(%i), index=1
-    {T.all_reduce("%v")}
-    %one = s32[] constant(1)
-    %next = s32[] add(%n, %one)
-    ROOT %o = {carry} tuple(%next, %r)
-  }}""",
-    )
-    judgement = hlo.judge(text)
-    (found,) = judgement.verdicts
-    assert (found.verdict, found.collective.trip_count) == ("redundant", 3)
-    assert [one.trip_count for one in launches.read(judgement.module)] == [3]

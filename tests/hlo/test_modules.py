@@ -9,8 +9,8 @@ from shardrules import errors
 from shardrules.hlo.known import exact, ranges, values
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import collectives, control, customcalls, loops, reach
-from shardrules.hlo.reader import instructions
 from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import parser
 
 from .modules import coverage, run
 from .modules.generate import Generator
@@ -136,9 +136,7 @@ def devices_take_the_same_branch(monkeypatch):
 def branches_swap(monkeypatch):
     first, second = "true_computation", "false_computation"
     swapped = {first: second, second: first}
-    monkeypatch.setattr(
-        instructions, "_CALL_KEYS", [swapped.get(k, k) for k in instructions._CALL_KEYS]
-    )
+    monkeypatch.setattr(parser, "_CALL_KEYS", [swapped.get(k, k) for k in parser._CALL_KEYS])
 
 
 def loops_stop_together(monkeypatch):

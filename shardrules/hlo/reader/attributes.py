@@ -1,4 +1,4 @@
-"""The notation of HLO text: brackets, quotes, comments, and ``key=value`` attributes.
+"""The notation of HLO text: comments, brackets, quotes, and ``key=value`` attributes.
 
 A newline counts as a space (XLA's hlo_lexer.cc): an instruction ends where no comma and attribute
 follow, and a value ends with its own brackets.
@@ -12,11 +12,6 @@ from collections.abc import Iterator
 
 from shardrules import errors
 
-# No part of a comment matches on its own, so backtracking can't split a comment.
-_COMMENT = r"/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*(?:\n|\Z)"
-_SPACE = rf"(?:\s|{_COMMENT})*"
-COMMENT = re.compile(_COMMENT, re.DOTALL)
-_SKIP = re.compile(_SPACE, re.DOTALL)
 # Attributes of instructions that XLA's parser knows (hlo_parser.cc, JAX 0.4.28 to 0.12) or that
 # only its printer writes. Any other may have a meaning that the proof does not know.
 KNOWN = frozenset(
@@ -40,31 +35,30 @@ KNOWN = frozenset(
 )
 
 
-def spaced(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern in which each space matches any spaces and comments, or nothing."""
-    return re.compile(pattern.replace(" ", _SPACE), re.DOTALL)
-
-
-_KEY = spaced(r"([\w\-]+) =")
+_KEY = re.compile(r"([\w\-]+)\s*=")
 _QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 # The most common attributes: the value is a string, a word, or in braces.
-_PLAIN = rf'[^{{}}()\[\]"/]++|{_QUOTED}|\[[^{{}}()\[\]"/]*+\]|\([^{{}}()\[\]"/]*+\)'
+_PLAIN = rf'[^{{}}()\[\]"]++|{_QUOTED}|\[[^{{}}()\[\]"]*+\]|\([^{{}}()\[\]"]*+\)'
 _BRACED = rf"\{{(?:{_PLAIN})*+\}}"
 _PRINTED = re.compile(
-    rf", ([\w\-]+)=(\{{[^{{}}\"/]*+\}}|\{{(?:{_PLAIN}|{_BRACED})*+\}}|{_QUOTED}"
+    rf", ([\w\-]+)=(\{{[^{{}}\"]*+\}}|\{{(?:{_PLAIN}|{_BRACED})*+\}}|{_QUOTED}"
     r"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$))",
     re.DOTALL,
 )
-_BRACKET = re.compile(rf'{_QUOTED}|{_COMMENT}|[{{}}()\[\]"]', re.DOTALL)
+_BRACKET = re.compile(rf'{_QUOTED}|[{{}}()\[\]"]', re.DOTALL)
 _BRACE = re.compile(rf'{_QUOTED}|[{{}}"]', re.DOTALL)
-_KEPT = re.compile(rf"({_QUOTED})|{_COMMENT}", re.DOTALL)
-_UNPRINTED = re.compile(r"/(?:/|\*(?:(?<!, /\*)|(?!index=)))")  # a comment that XLA doesn't print
+_SPACES = re.compile(r"\s*")
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
-_WORD = re.compile(r"[^\s\"{}()\[\],/]+")
+_WORD = re.compile(r"[^\s\"{}()\[\],]+")
 # A value may continue after its first bracket: <=[8], T(1,0), a shape's layout, the axes of
 # mesh['a'=4] {'a'} and its device ids.
-_MORE = spaced(r" <= (?=\[)| T(?=\()|(?=[\[{(])")
-_MESH_MORE = spaced(r" , device_ids= (?=\()| (?:, )?(?=\{)")
+_MORE = re.compile(r"\s*<=\s*(?=\[)|\s*T(?=\()|(?=[\[{(])")
+_MESH_MORE = re.compile(r"\s*,\s*device_ids=\s*(?=\()|\s*(?:,\s*)?(?=\{)")
+
+# XLA prints only this comment. Its parser takes others too, even inside a parameter's number.
+_PRINTED_COMMENT = re.compile(r", /\*index=\d+\*/")
+_BEGINS_COMMENT = re.compile(r"/[/*]")
+_COMMENT = re.compile(rf"({_QUOTED})|/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*", re.DOTALL)
 
 
 def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
@@ -82,17 +76,16 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
 
 
 def blanked(text: str) -> str:
-    """Replace comments by spaces if the text has one that XLA would not print."""
-    # XLA prints only `, /*index=5*/`. Its parser accepts comments anywhere, even inside a
-    # parameter's number.
-    if not _UNPRINTED.search(text):
+    """Replace comments by spaces, so that no offset changes."""
+    text = _PRINTED_COMMENT.sub(lambda match: ", " + " " * (len(match[0]) - 2), text)
+    if not _BEGINS_COMMENT.search(text):
         return text
-    return _KEPT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
+    return _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def skip(text: str, position: int, end: int = sys.maxsize) -> int:
-    """Find the next position after spaces and comments."""
-    match = _SKIP.match(text, position, end)
+    """Find the next position after spaces."""
+    match = _SPACES.match(text, position, end)
     return match.end() if match else position
 
 

@@ -1,7 +1,8 @@
 """Reads HLO text into a ``Module``.
 
-This module reads the header, the tables and the frames of computations; ``instructions`` reads the
-instructions. Nothing is skipped silently: unreadable text is an ``HloSyntaxError`` with its place.
+One regular expression reads an instruction as XLA prints it. Any other (nested tuples, attributes
+over several lines, text written by hand) is read piece by piece: shape, operands, attributes.
+Nothing is skipped silently: unreadable text is an ``HloSyntaxError`` with its place.
 """
 
 from __future__ import annotations
@@ -15,177 +16,424 @@ from shardrules.arguments import checked
 from shardrules.errors import ArgumentError, HloSyntaxError
 from shardrules.hlo.reader import attributes, shapes
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader.attributes import skip, spaced
-from shardrules.hlo.reader.instructions import Reader, Scope
+from shardrules.hlo.reader.attributes import skip
 
-_CUT = ": is the text cut?"
-_PRINTED_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \([^={}\"\n]*\) -> [^={}\"\n]*\{\n")
-_HEADER = spaced(r"(ENTRY(?=[\s/]) )?%?([\w.\-]+) (?=[({])")
+_SHAPE = (
+    r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
+    r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)"
+)
+# The rest of a line that holds one whole instruction: quotes close on it, and spaces occur only
+# after commas and in metadata, windows and shardings; any other may precede an instruction.
+_INNER = "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
+_REST = (
+    r'(?:, [^ \t-\r"]*+(?:(?:"[^"\\\n]*+(?:"|\\.[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")'
+    r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^ \t-\r\"]*+)*+"
+    r"(?<![,={(\[]))?+\n"
+)
+# The computation that most calls name in their first attribute.
+_CALLEE = r"(?:, (?:kind=\w+, |dimensions=\{[\d,]*\}, )?(?:calls|to_apply)=%([\w.\-]+)(?=[,\n]))?"
+# The start of a line that does not continue the instruction before it.
+_FRESH = r"(?=  %|  ROOT %|\}\n|[ \t]+(?:ROOT )?[\w.\-]+ = )"
+_LINE = re.compile(
+    r"[ \t]*+(ROOT )?%?([\w.\-]++) = ((?>"
+    + _SHAPE
+    + r")) ([a-z][\w\-]*+)\(([^()\n]*+)\)"
+    + _CALLEE
+    + _REST
+    + _FRESH
+)
+# Opcodes whose attributes may name computations.
+_CALLERS = frozenset(
+    "fusion fusion-start call call-start while conditional async-start async-update async-done "
+    "custom-call map reduce reduce-window scatter select-and-scatter sort all-reduce "
+    "all-reduce-start reduce-scatter reduce-scatter-start scan custom-call-start topk "
+    "composite".split()
+)
+# Opcodes that call one computation, in their first attribute.
+_FAST_CALLERS = frozenset("fusion call map reduce".split())
+# Attributes that name computations, in the order in which ``Instruction.calls`` lists them.
+_CALL_KEYS = (
+    "condition body true_computation false_computation branch_computations calls to_apply "
+    "called_computations select scatter".split()
+)
+_LITERAL = ("parameter", "constant")  # their parentheses hold no operands
+_MAX_DEPTH = 100  # nesting of operands
+
+_MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
 _TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n((?:[ \t]*\d+[ \t][^\n]*\n)+)")
-_MODULE = spaced(r"HloModule(?=[\s/]) (\"[^\"\n]*\"|[^\s,/]+)")
-_ALONE = re.compile(r"(?:ROOT\s+)?(?:%?[\w.\-]+\s*=\s*)?(?:\(|b\(|\w+\[|[a-z][\w\-]*\()")
-_PRINTED_KEY = re.compile(r", ?([\w\-]++)=")
+_PRINTED_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \([^={}\"\n]*\) -> [^={}\"\n]*\{\n")
+_HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
+_HEAD = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_OPCODE = re.compile(r"\s*([A-Za-z][\w\-]*)\s*\(")
+_NAME = re.compile(r"%?([\w.\-]+(?:#\d+)*)")
+_NAMES = re.compile(r"\s*%?[\w.\-]+\s*(?:,\s*%?[\w.\-]+\s*)*(?=\))")
+_CALLEES = re.compile(r"%?[\w.\-]+|\{\s*(?:%?[\w.\-]+\s*(?:,\s*%?[\w.\-]+\s*)*)?\}")
+_KEY = re.compile(r",\s*([\w\-]++)\s*=")
+_CUT = ": is the text cut?"
+_make = tuple.__new__
 
 
-def _module(reader: Reader, source: str) -> hm.Module:
-    text = reader.text
-    position = skip(text, 0)
-    if position >= len(text):
-        raise reader.error(
-            0,
-            f"{source} is empty: expected HLO text, which begins with "
-            "'HloModule NAME'; pass what compiled.as_text() returns",
+class _Reader:
+    """Reads one text: holds its computations, and the one that is being read."""
+
+    def __init__(self, text: str, source: str):
+        self.text = text
+        self.source = source
+        self.computations: dict[str, hm.Computation] = {}  # those read so far, by name
+        self._shapes: dict[str, hm.Shape] = {}
+        self._opcodes: dict[str, str] = {}
+        self._depth = 0
+        # Of the computation that is being read.
+        self._name = ""
+        self._instructions: list[hm.Instruction] = []
+        self._places: dict[str, int] = {}  # in ``_instructions``, by name
+        self._parameters: dict[int, int] = {}  # where each parameter starts, by its number
+        self._root = -1  # the place of ROOT, negative until it is read
+
+    def error(self, offset: int, message: str) -> HloSyntaxError:
+        return attributes.syntax_error(self.text, offset, message)
+
+    # -- the module ---------------------------------------------------------------------------
+
+    def module(self) -> hm.Module:
+        text = self.text
+        position = skip(text, 0)
+        head = _MODULE.match(text, position)
+        header: dict[str, str] = {}
+        tables: dict[str, str] = {}
+        if head:
+            position = head.end()
+            for key, value, position in attributes.iter_attributes(text, position, len(text)):
+                header[key] = text[value:position]
+        elif not _HEADER.match(text, position):
+            raise self._not_hlo(position)
+        entry: hm.Computation | None = None
+        while (position := skip(text, position)) < len(text):
+            table = _TABLE.match(text, position)
+            if table:
+                position = table.end()
+                tables[table[1]] = tables.get(table[1], "") + table[2]
+                continue
+            if text.startswith("HloModule", position):
+                raise self.error(position, "a second module begins here; pass one module at a time")
+            is_entry, name, body = self._header(position)
+            if name in self.computations:
+                raise self.error(position, f"computation {name!r} is defined twice")
+            if is_entry and entry is not None:
+                raise self.error(position, "a second ENTRY computation")
+            position = skip(text, self._computation(name, is_entry, body))
+            if text.startswith(",", position):
+                for _, _, position in attributes.iter_attributes(text, position, len(text)):
+                    pass  # its execution thread
+            if is_entry:
+                entry = self.computations[name]
+        if entry is None:
+            # As in XLA, the last one of text by hand; what XLA prints has ENTRY and a layout.
+            if not self.computations or "entry_computation_layout" in header:
+                raise self.error(len(text), f"{self.source} has no ENTRY computation{_CUT}")
+            entry = self.computations[name] = self.computations[name]._replace(is_entry=True)
+        return hm.Module(
+            name=head[1].strip('"') if head else f"module_{entry.name}",
+            text=text,
+            source=self.source,
+            computations=self.computations,
+            entry=entry,
+            num_partitions=self._count(header, "num_partitions"),
+            replica_count=self._count(header, "replica_count"),
+            header=header,
+            frames=hm.FrameTable(tables),
+            strange=self._strange(),
         )
-    head = _MODULE.match(text, position)
-    header: dict[str, str] = {}
-    tables: dict[str, str] = {}
-    if head:
-        position = head.end()
-        for key, value, position in attributes.iter_attributes(text, position, len(text)):
-            header[key] = text[value:position]
-    elif not _HEADER.match(text, position):
-        return _alone(reader, source, position)
-    entry: hm.Computation | None = None
-    last: str | None = None
-    while True:
-        position = skip(text, position)
-        if position >= len(text):
-            break
-        table = _TABLE.match(text, position)
-        if table:
-            position = table.end()
-            tables[table[1]] = tables.get(table[1], "") + table[2]
-            continue
-        if text.startswith("HloModule", position):
-            raise reader.error(position, "a second module begins here; pass one module at a time")
-        is_entry, last, body = _header(reader, position)
-        if last in reader.computations:
-            raise reader.error(position, f"computation {last!r} is defined twice")
-        if is_entry and entry is not None:
-            raise reader.error(position, "a second ENTRY computation")
-        position = skip(text, reader.computation(last, is_entry, body))
-        if text.startswith(",", position):
-            for _, _, position in attributes.iter_attributes(text, position, len(text)):
-                pass  # its execution thread
-        if is_entry:
-            entry = reader.computations[last]
-    if entry is None:
-        entry = _entry_of(reader, source, reader.computations.get(last or ""), header)
-    name = head[1].strip('"') if head else f"module_{entry.name}"
-    return _made(reader, source, name, entry, header, tables)
 
-
-def _made(reader: Reader, source, name, entry, header, tables) -> hm.Module:
-    _find_strange(reader)
-    return hm.Module(
-        name,
-        reader.text,
-        source,
-        reader.computations,
-        entry,
-        _count(reader, header, "num_partitions"),
-        _count(reader, header, "replica_count"),
-        header,
-        hm.FrameTable(tables),
-        hm.callees_first(reader.error, reader.computations),
-        reader.strange,
-    )
-
-
-def _alone(reader: Reader, source: str, position: int) -> hm.Module:
-    text = reader.text
-    if not _ALONE.match(text, position):
+    def _not_hlo(self, position: int) -> HloSyntaxError:
+        if position >= len(self.text):
+            return self.error(
+                0,
+                f"{self.source} is empty: expected HLO text, which begins with "
+                "'HloModule NAME'; pass what compiled.as_text() returns",
+            )
         hint = ""
-        if re.compile(r"#|module\b|func\.").match(text, position):
+        if re.compile(r"#|module\b|func\.").match(self.text, position):
             hint = " (this looks like StableHLO: compile it first)"
-        elif re.compile(r"\S+\.(hlo|txt|gz)\s*").fullmatch(text, position):
+        elif re.compile(r"\S+\.(hlo|txt|gz)\s*").fullmatch(self.text, position):
             hint = " (this looks like a file's name: pass the text that the file holds)"
-        raise reader.error(
+        return self.error(
             position,
-            f"{source} is not HLO text: expected 'HloModule NAME', as "
-            f"compiled.as_text() prints it{hint}",
+            f"{self.source} is not HLO text: expected 'HloModule NAME', as compiled.as_text() "
+            f"prints it{hint}",
         )
-    scope = Scope("main", alone=True)
-    end = skip(text, reader.instruction(scope, position))
-    if end < len(text):
-        raise reader.error(
-            end,
-            "expected the end after one instruction, or 'HloModule NAME' "
-            "before several computations",
-        )
-    return _made(reader, source, "main", reader.finish(scope, True, position), {}, {})
 
+    def _header(self, position: int) -> tuple[bool, str, int]:
+        """Read a computation up to its opening brace: is it ENTRY, its name, where its body is."""
+        text = self.text
+        printed = _PRINTED_HEADER.match(text, position)
+        if printed:
+            return bool(printed[1]), printed[2], printed.end()
+        head = _HEADER.match(text, position)
+        if not head:
+            raise self.error(
+                position,
+                "expected a computation, '%name (parameters) -> shape {', a table or the end",
+            )
+        at = head.end()
+        if text.startswith("(", at):
+            at = skip(text, attributes.match_bracket(text, at, len(text)))
+            if not text.startswith("->", at):
+                raise self.error(at, "expected '->' after the computation's parameters")
+            at = skip(text, shapes.read(text, at + 2)[1])
+        if not text.startswith("{", at):
+            raise self.error(at, "expected '{' before the computation's instructions")
+        return bool(head[1]), head[2], at + 1
 
-def _entry_of(
-    reader: Reader, source: str, last: hm.Computation | None, header: dict[str, str]
-) -> hm.Computation:
-    """Give the entry of a text without ENTRY: the last computation, as in XLA."""
-    # XLA always prints ENTRY. The layout in the header shows whether the text was cut.
-    layout = header.get("entry_computation_layout")
-    if last is not None and layout is not None:
-        arguments, at = shapes.read(layout, 1)
-        arrow = skip(layout, at)
-        result = shapes.read(layout, arrow + 2)[0] if layout[arrow : arrow + 2] == "->" else None
-        printed = [str(p.shape) for p in last.parameters]
-        if printed != [str(e) for e in arguments.elements or ()] or str(
-            last.instructions[last.root].shape
-        ) != str(result):
-            last = None
-    if last is None:
-        raise reader.error(len(reader.text), f"{source} has no ENTRY computation{_CUT}")
-    return last._replace(is_entry=True)
+    def _count(self, header: dict[str, str], key: str) -> int | None:
+        value = header.get(key)
+        if value is None:
+            return None
+        if not re.fullmatch(r"\d{1,9}", value) or not int(value):
+            raise self.error(self.text.find(value), f"{key} is {value!r}, not a positive count")
+        return int(value)
 
+    def _strange(self) -> dict[int, str]:
+        """Find attributes that the proof does not know, by the offset of their instruction."""
+        strange: dict[int, str] = {}
+        first = min(c.instructions[0].start for c in self.computations.values())
+        if not set(_KEY.findall(self.text, first)) - attributes.KNOWN:
+            return strange
+        own = (i for c in self.computations.values() for i in c.instructions)
+        instructions = sorted((i for i in own if i.text is self.text), key=lambda i: i.start)
+        starts = [i.start for i in instructions]
+        read, names = -1, {}
+        for key in _KEY.finditer(self.text, first):
+            place = bisect.bisect_right(starts, key.start()) - 1
+            if key[1] not in attributes.KNOWN and place >= 0:
+                if place != read:  # read its attributes: strings may hold what looks like a key
+                    read = place
+                    names = {value: name for name, value, _ in instructions[place].attributes()}
+                if skip(self.text, key.end()) in names:
+                    strange[starts[place]] = key[1]
+        return strange
 
-def _header(reader: Reader, position: int) -> tuple[bool, str, int]:
-    text = reader.text
-    printed = _PRINTED_HEADER.match(text, position)
-    if printed:
-        return bool(printed[1]), printed[2], printed.end()
-    name = _HEADER.match(text, position)
-    if not name:
-        raise reader.error(
-            position, "expected a computation, '%name (parameters) -> shape {', a table or the end"
-        )
-    at = name.end()
-    if text.startswith("(", at):
-        at = skip(text, attributes.match_bracket(text, at, len(text)))
-        if not text.startswith("->", at):
-            raise reader.error(at, "expected '->' after the computation's parameters")
-        _, at = shapes.read(text, at + 2)
-        at = skip(text, at)
-    if not text.startswith("{", at):
-        raise reader.error(at, "expected '{' before the computation's instructions")
-    return bool(name[1]), name[2], at + 1
+    # -- instructions -------------------------------------------------------------------------
 
+    def _computation(self, name: str, is_entry: bool, position: int) -> int:
+        """Read instructions from after the opening brace to after the closing one."""
+        text, opening = self.text, position - 1
+        self._name, self._instructions, self._places = name, [], {}
+        self._parameters, self._root = {}, -1
+        match, add = _LINE.match, self._add
+        intern, shape_of = self._opcodes.setdefault, self._shapes.get
+        place_of = self._places.__getitem__
+        if text.startswith("\n", position):
+            position += 1
+        while True:
+            line = match(text, position)
+            if not line:
+                position = skip(text, position)
+                if text.startswith("}", position):
+                    break
+                if position >= len(text):
+                    raise self.error(
+                        position, f"the text ends inside computation {name!r}: '}}' is missing"
+                    )
+                position = self._instruction(position)
+                if text.startswith("\n", position):
+                    position += 1
+                continue
+            is_root, label, shape_text, opcode, inside, callee = line.groups()
+            shape = shape_of(shape_text) or self._shape(shape_text, line.start(3))
+            inner = line.span(5)
+            start, position = position, line.end()
+            operands: tuple[int, ...] = ()
+            if inside and opcode not in _LITERAL:
+                printed = inside[0] == "%"  # %a, %b, as XLA does now
+                try:
+                    operands = tuple(map(place_of, inside[1:].split(", %"))) if printed else ()
+                except KeyError:
+                    printed = False
+                if not printed:
+                    operands = self._operands(inner[0], label, start)[0]
+            calls: tuple[str, ...] = ()
+            if callee and opcode in _FAST_CALLERS:
+                calls = (callee,)
+            elif opcode in _CALLERS:
+                calls = self._calls(attributes.iter_attributes(text, inner[1] + 1, position - 1))
+            opcode = intern(opcode, opcode)
+            add(label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
+        self._finish(is_entry, opening)
+        return position + 1
 
-def _find_strange(reader: Reader) -> None:
-    """Find unknown attributes in instructions that the fast path read."""
-    first = min(c.instructions[0].start for c in reader.computations.values())
-    if not set(_PRINTED_KEY.findall(reader.text, first)) - attributes.KNOWN:
-        return
-    instructions = sorted(
-        (i for c in reader.computations.values() for i in c.instructions if i.text is reader.text),
-        key=lambda i: i.start,
-    )
-    starts = [i.start for i in instructions]
-    read, names = -1, {}
-    for key in _PRINTED_KEY.finditer(reader.text, first):
-        place = bisect.bisect_right(starts, key.start()) - 1
-        if key[1] not in attributes.KNOWN and place >= 0:
-            if place != read:  # read its attributes once: strings may hold what looks like a key
-                read = place
-                names = {value: name for name, value, _ in instructions[place].attributes()}
-            if key.end() in names:
-                reader.strange[starts[place]] = names[key.end()]
+    def _add(self, label, opcode, shape, operands, calls, start, inner, end, is_root) -> None:
+        """Add an instruction; the arguments are the fields of ``Instruction``."""
+        if opcode == "parameter":
+            self._parameter(start, inner)
+        for called in calls:
+            if called not in self.computations:
+                raise self.error(
+                    start, f"{label!r} calls computation {called!r}, which is not defined before it"
+                )
+        place = len(self._instructions)
+        if self._places.setdefault(label, place) != place:
+            raise self.error(
+                start, f"instruction {label!r} is defined twice in computation {self._name!r}"
+            )
+        if is_root:
+            if self._root >= 0:
+                raise self.error(start, f"computation {self._name!r} has a second ROOT")
+            self._root = place
+        fields = (label, opcode, shape, operands, calls, self.text, start, inner, inner[1] + 1, end)
+        self._instructions.append(_make(hm.Instruction, fields))
 
+    def _finish(self, is_entry: bool, opening: int) -> None:
+        name, instructions, numbers = self._name, tuple(self._instructions), self._parameters
+        if not instructions:
+            raise self.error(opening, f"computation {name!r} holds no instruction")
+        if numbers and max(numbers) >= len(numbers):
+            raise self.error(
+                numbers[max(numbers)],
+                f"parameter {max(numbers)} of computation {name!r}: it has "
+                f"only {len(numbers)} parameters",
+            )
+        root = self._root if self._root >= 0 else len(instructions) - 1  # as in XLA
+        calling = tuple([place for place, i in enumerate(instructions) if i.calls])
+        self.computations[name] = hm.Computation(name, instructions, root, is_entry, calling)
 
-def _count(reader: Reader, header: dict[str, str], key: str) -> int | None:
-    value = header.get(key)
-    if value is None:
-        return None
-    if not re.fullmatch(r"\d{1,9}", value) or not int(value):
-        raise reader.error(reader.text.find(value), f"{key} is {value!r}, not a positive count")
-    return int(value)
+    def _shape(self, text: str, offset: int) -> hm.Shape:
+        shape, end = shapes.read(self.text, offset)
+        if end != offset + len(text):
+            raise self.error(end, "expected an opcode after the shape")
+        self._shapes[text] = shape
+        return shape
+
+    def _parameter(self, start: int, inner: tuple[int, int]) -> None:
+        number = self.text[inner[0] : inner[1]].strip()
+        if not number.isdecimal() or len(number) > 9:
+            raise self.error(inner[0], "expected the parameter's number")
+        if int(number) in self._parameters:
+            raise self.error(start, f"computation {self._name!r} has two parameters {number}")
+        self._parameters[int(number)] = start
+
+    def _instruction(self, position: int) -> int:
+        """Read an instruction in any form; give its end."""
+        head = _HEAD.match(self.text, position)
+        if not head:
+            raise self.error(
+                position, "expected an instruction, '%name = shape opcode(operands)', or '}'"
+            )
+        return self._right_side(head.end(), head[2], position, bool(head[1]))
+
+    def _right_side(
+        self, position: int, label: str, start: int, is_root=False, nested=False
+    ) -> int:
+        """Read the right side of the '=', or an instruction that is written as an operand."""
+        text = self.text
+        if _OPCODE.match(text, position) and not shapes.begins(text, position):
+            name = text[position : text.find("(", position)].strip()
+            raise self.error(
+                position, f"the shape of {label!r} is left out; write it before {name!r}"
+            )
+        shape, at = shapes.read(text, position)
+        opcode = _OPCODE.match(text, at)
+        if not opcode:
+            raise self.error(skip(text, at), "expected an opcode and '('")
+        opening = opcode.end()
+        operands: tuple[int, ...] = ()
+        if opcode[1] in _LITERAL:
+            end = attributes.match_bracket(text, opening - 1, len(text))
+        else:
+            operands, end = self._operands(opening, label, start)
+        inner = (opening, end - 1)
+        calls: tuple[str, ...] = ()
+        if not nested:
+            spans = list(attributes.iter_attributes(text, end, len(text)))
+            calls = self._calls(spans)
+            end = spans[-1][2] if spans else end
+        self._add(label, opcode[1], shape, operands, calls, start, inner, end, is_root)
+        return end
+
+    def _calls(self, spans) -> tuple[str, ...]:
+        """List the computations that attributes name."""
+        named = {key: span for key, *span in spans if key in _CALL_KEYS}
+        names: list[str] = []
+        for key in _CALL_KEYS if named else ():
+            if key in named:
+                start, end = named[key]
+                if not _CALLEES.fullmatch(self.text, start, end):
+                    raise self.error(
+                        start, "expected the name of a computation, as compiled.as_text() prints it"
+                    )
+                names += _NAME.findall(self.text, start, end)
+        return tuple(names)
+
+    # -- operands -----------------------------------------------------------------------------
+
+    def _operands(self, position: int, user: str, start: int) -> tuple[tuple[int, ...], int]:
+        """Read operands from after the '('; give their places and the end, after the ')'."""
+        # An operand may be an instruction without name and attributes, or the element of a tuple
+        # (%t#0#1); both are added as instructions before their user.
+        text = self.text
+        plain = _NAMES.match(text, position)
+        if plain:
+            names = [name.strip().lstrip("%") for name in plain[0].split(",")]
+            return tuple([self._place(name, user, start) for name in names]), plain.end() + 1
+        places: list[int] = []
+        at = skip(text, position)
+        while not text.startswith(")", at):
+            begin = at
+            if shapes.begins(text, at):
+                at = skip(text, shapes.read(text, at)[1])
+            name = _NAME.match(text, at)
+            if name and text.startswith("(", skip(text, name.end())):
+                if self._depth >= _MAX_DEPTH:
+                    raise self.error(begin, "operands are nested too deep")
+                self._depth += 1
+                at = self._right_side(begin, f"{name[1]}.anon.{begin}", begin, nested=True)
+                self._depth -= 1
+                places.append(len(self._instructions) - 1)
+            elif name:
+                self._add_element(name[1], begin)
+                places.append(self._place(name[1], user, start))
+                at = name.end()
+            elif at < len(text) and text[at] not in "}])":
+                raise self.error(at, "expected an operand's name")
+            at = skip(text, at)
+            if text.startswith(",", at):
+                at = skip(text, at + 1)
+                if text.startswith(")", at):
+                    raise self.error(at, "expected an operand's name")
+            elif not text.startswith(")", at):
+                if at >= len(text) or text[at] in "}])":
+                    raise self.error(position - 1, "this '(' is never closed")
+                raise self.error(at, "expected ',' between operands")
+        return tuple(places), at + 1
+
+    def _place(self, name: str, user: str, start: int) -> int:
+        if name not in self._places:
+            raise self.error(
+                start,
+                f"operand {name!r} of {user!r} is not defined before it in computation "
+                f"{self._name!r}",
+            )
+        return self._places[name]
+
+    def _add_element(self, label: str, start: int) -> None:
+        """Add a get-tuple-element for ``%tuple#1``, which dumps of JAX 0.12 leave out."""
+        name, *numbers = label.split("#")
+        place = self._places.get(name)
+        if label in self._places or place is None:
+            return
+        for number in numbers:
+            elements = self._instructions[place].shape.elements or ()
+            if len(number) > 9 or int(number) >= len(elements):
+                whole = self._instructions[place].shape
+                raise self.error(start, f"operand {label!r} takes element {number[:20]} of {whole}")
+            name = f"{name}#{number}"
+            if name not in self._places:
+                text = f", index={number}"
+                self._places[name] = len(self._instructions)
+                shape, end = elements[int(number)], len(text)
+                fields = (name, "get-tuple-element", shape, (place,), (), text, 0, (0, 0), 0, end)
+                self._instructions.append(_make(hm.Instruction, fields))
+            place = self._places[name]
 
 
 @contextlib.contextmanager
@@ -227,19 +475,19 @@ def parse(text: str, *, name: str = "<text>") -> hm.Module:
     text = text.removeprefix("\ufeff")  # a byte-order mark, which editors put before UTF-8
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    reader = Reader(attributes.blanked(text))
+    reader = _Reader(attributes.blanked(text), name)
     with uncollected():
         try:
-            return _module(reader, name)
+            return reader.module()
         except HloSyntaxError as error:
-            raise _placed(error, reader, name) from None
+            raise _placed(error, reader) from None
 
 
-def _placed(error: HloSyntaxError, reader: Reader, name: str) -> HloSyntaxError:
+def _placed(error: HloSyntaxError, reader: _Reader) -> HloSyntaxError:
     """Name the text in an error, and say that it is cut off if it ends before ENTRY does."""
+    name, message = reader.source, str(error.reason)
     last = reader.text.rstrip().count("\n") + 1
     whole = any(computation.is_entry for computation in reader.computations.values())
-    message = str(error.reason)
     if not whole and error.line >= last > 1:
         message = f"{name} is cut off: {message.removeprefix(name).removesuffix(_CUT).strip()}"
     elif name not in message and not name.startswith("<"):

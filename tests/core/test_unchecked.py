@@ -389,10 +389,9 @@ def test_a_shard_map_in_one_that_is_left_is_left(cpu_mesh):
             plain = program_text(jax.make_jaxpr(f)(X))
         _, text, sites = traced(f, X)
         assert plain == text and [site.switched for site in sites] == [False] * count
-    reasons = {
-        site.reason.partition(" of line")[0].partition(": Tuple subset")[0] for site in sites
-    }
-    assert "inside" in reasons and len(reasons) == 2  # JAX 0.7 refuses the derivative itself
+    # JAX 0.6 and 0.7 refuse the derivative themselves, in words of their own.
+    reasons = {re.split(" of line|(?<=in the derivative): ", site.reason)[0] for site in sites}
+    assert "inside" in reasons and len(reasons) == 2
     assert reasons - {"inside"} < {"its body holds another shard_map", "in the derivative"}
     both(around(False), X)
 

@@ -36,11 +36,11 @@ class PytestWatch:
         """Judge the programs; findings turn a success into exit code 1."""
         self._seen.__exit__()
         if len(self._seen):
-            from shardrules.report import several
+            from shardrules.report import WRITERS
 
             judged = self._seen.judged()
             report = {
-                "text": several.WRITERS[self._format](judged),
+                "text": WRITERS[self._format](judged),
                 "headline": judged.headline,
                 "clean": judged.clean,
                 "process": "",

@@ -133,7 +133,7 @@ class _Report:
 
     def _written(self) -> int:
         from shardrules.migration.sites import decided
-        from shardrules.report import several
+        from shardrules.report import WRITERS
 
         output = self.arguments.output
         # Register rules only now: the script's programs must be traced without them.
@@ -151,7 +151,7 @@ class _Report:
         results = _judged(self.seen)
         for line in registry.unused(content.judgement for content in results.contents):
             flags.say(line)
-        text = several.WRITERS[self.arguments.format](results)
+        text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":
             text = json.dumps({**json.loads(text), "profile": measured.as_dict()}, indent=1) + "\n"
         flags.write(text, output, sys.stderr)

@@ -84,10 +84,10 @@ def _written(
     """Write a report of one program, or of several; return its exit code too."""
     if contents and not is_several:
         (content,) = contents
-        return several.ONE[format](content), flags.CLEAN if content.clean else flags.FOUND
+        return report.WRITERS[format](content), flags.CLEAN if content.clean else flags.FOUND
     all_of_them = several.gather(contents, [1] * len(contents), failures, of_process=False)
     code = flags.UNUSABLE if failures else flags.CLEAN if all_of_them.clean else flags.FOUND
-    return several.WRITERS[format](all_of_them), code
+    return report.WRITERS[format](all_of_them), code
 
 
 def _say_of(measured: Profile) -> None:

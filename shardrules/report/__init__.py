@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from shardrules.report.annotations import github, sarif
-from shardrules.report.blocks import Block, Item
 from shardrules.report.content import Content, content
 from shardrules.report.data import as_json
 from shardrules.report.differences import DIFFS, compared
 from shardrules.report.grouping import Row, size
 from shardrules.report.page import page
+from shardrules.report.sections import Block, Item
+from shardrules.report.several import Several
+from shardrules.report.several import as_json as _as_json
 from shardrules.report.text import describe_finding, listed, markdown, over, plain, table
 
 __all__ = [
@@ -31,3 +35,18 @@ __all__ = [
     "size",
     "table",
 ]
+
+
+def _contents(of: Content | Several) -> Sequence[Content]:
+    return [of] if isinstance(of, Content) else of.contents
+
+
+# From a format to what writes the report of one program, or of several.
+WRITERS: dict[str, Callable[[Content | Several], str]] = {
+    "text": plain,
+    "markdown": markdown,
+    "json": _as_json,
+    "html": page,
+    "github": lambda of: github(_contents(of)),
+    "sarif": lambda of: sarif(_contents(of)),
+}

@@ -15,8 +15,8 @@ from shardrules.arguments import checked
 from shardrules.costs import findings
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
-from shardrules.report.blocks import Item
 from shardrules.report.content import Content, alike_hints, item
+from shardrules.report.sections import Item
 
 _PACKAGE = os.path.join(os.path.dirname(shardrules.__file__), "")
 _ROOT = "%SRCROOT%"  # of the repository, as GitHub reads it

@@ -15,10 +15,22 @@ from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
 from shardrules.costs.worth import Ledger, Worth
-from shardrules.report import grouping
-from shardrules.report.blocks import Block, Item
-from shardrules.report.grouping import Row, alike, counted, here, percent, size, spread
-from shardrules.report.sections import sections
+from shardrules.report.grouping import (
+    Row,
+    alike,
+    counted,
+    duration,
+    here,
+    milliseconds,
+    of_step,
+    percent,
+    rows,
+    size,
+    sizes,
+    spread,
+    took,
+)
+from shardrules.report.sections import Block, Item, filled, listed, sections
 
 UNEQUAL = "Outputs called replicated that are not proven equal"
 NOTE = (
@@ -109,22 +121,20 @@ class Content:
     @functools.cached_property
     def avoidable(self) -> Worth:
         """Add up what findings and hints save for sure."""
-        return self._worth((*self.findings, *self.hints), is_sure=True)
+        worths = self._worths((*self.findings, *self.hints))
+        return _sum(worth for worth in worths if worth.is_sure)
 
     @functools.cached_property
     def in_doubt(self) -> Worth:
         """Add up what is saved at most, if all that is unproven is redundant."""
-        return self._worth((*self.findings, *self.hints), is_sure=False)
+        worths = self._worths((*self.findings, *self.hints))
+        return _sum(worth for worth in worths if not worth.is_sure)._replace(is_sure=False)
 
-    def _worth(self, group: Sequence[Finding | Hint], is_sure: bool | None = None) -> Worth:
-        """Add up what findings and hints save: all of them, or the sure or the unsure ones."""
-        worths = [
-            worth for worth in map(self.ledger.worth, group) if is_sure in (None, worth.is_sure)
-        ]
-        return functools.reduce(Worth.plus, worths, Worth(is_sure=is_sure is not False))
+    def _worths(self, group: Iterable[Finding | Hint]) -> Iterable[Worth]:
+        return map(self.ledger.worth, group)
 
     def _cost(self, row: Row) -> Worth:
-        return functools.reduce(Worth.plus, map(self.ledger.cost, row.numbers), Worth())
+        return _sum(map(self.ledger.cost, row.numbers))
 
     def _share(self, worth: Worth) -> str:
         """Write a worth's share of the bytes and of the times, in brackets; empty for none."""
@@ -132,10 +142,10 @@ class Content:
         parts = [percent(worth.bytes, total.bytes)] if worth.bytes else []
         if self.target is not None:
             of = percent(worth.seconds, total.seconds)
-            parts.append(f"~{grouping.duration(worth.seconds)} of communication, {of}")
+            parts.append(f"~{duration(worth.seconds)} of communication, {of}")
         if self.timings is not None and worth.exposed_seconds:
             of = percent(worth.exposed_seconds, self.timings.step_seconds)
-            parts.append(f"measured: {grouping.milliseconds(worth.exposed_seconds)} a step, {of}")
+            parts.append(f"measured: {milliseconds(worth.exposed_seconds)} a step, {of}")
         return f" ({'; '.join(parts)})" if parts else ""
 
     @property
@@ -154,7 +164,7 @@ class Content:
 
     def saves(self, group: Sequence[Finding | Hint]) -> str:
         """Say what is saved by following the advice on findings or hints that are alike."""
-        worth = self._worth(group)
+        worth = _sum(self._worths(group))
         if group[0].kind in _NEVER_FOLDED or not (worth.bytes or worth.round_trips):
             return ""
         parts = [size(worth.bytes)] if worth.bytes else []
@@ -171,7 +181,7 @@ class Content:
         """Say which part of a measured step can be avoided; empty without a profile."""
         if self.timings is None:
             return ""
-        return grouping.of_step(self.avoidable.exposed_seconds, self.timings.step_seconds)
+        return of_step(self.avoidable.exposed_seconds, self.timings.step_seconds)
 
     @property
     def headline(self) -> str:
@@ -225,7 +235,7 @@ class Content:
             cost = self._cost(row)
             return -cost.exposed_seconds, -cost.seconds, -cost.bytes
 
-        return tuple(sorted(grouping.rows(self.account), key=key))
+        return tuple(sorted(rows(self.account), key=key))
 
     def cells(self, row: Row) -> list[Cell]:
         """Write a row's cells; every row has the same columns."""
@@ -246,8 +256,8 @@ class Content:
             cells += self._measured_cells(row, self.timings)
         if self.target is not None:
             each = max(self.ledger.seconds[number] for number in row.numbers)
-            in_all = f"~{grouping.duration(cost.seconds)}" if is_known else "?"
-            cells.append(Cell("est. a run", f"~{grouping.duration(each)}", each))
+            in_all = f"~{duration(cost.seconds)}" if is_known else "?"
+            cells.append(Cell("est. a run", f"~{duration(each)}", each))
             cells.append(Cell("est. in all", in_all, cost.seconds))
         return [*cells, Cell("source", here(entry.source))]
 
@@ -260,8 +270,8 @@ class Content:
         sent = sum(entry.wire_bytes * each.runs for entry, each in pairs if each)
         speed = sent / timing.seconds if timing.seconds else 0.0
         texts = (
-            grouping.milliseconds(timing.seconds) + spread(timing),
-            grouping.milliseconds(timing.exposed_seconds),
+            milliseconds(timing.seconds) + spread(timing),
+            milliseconds(timing.exposed_seconds),
             f"{size(speed)}/s" if speed else "?",
         )
         keys = timing.seconds, timing.exposed_seconds, speed
@@ -288,13 +298,12 @@ class Content:
         cells = [self.cells(row) for row in self.rows]
         columns = tuple(cell.column for cell in cells[0]) if cells else ()
         texts = [tuple(cell.text for cell in row) for row in cells]
-        made = (
+        return filled(
             *self.changes,
             Block("", self.note, columns, texts, len(columns) - 3),
             *self.costs,
-            Block("Allowances that match nothing", items=tuple(map(line, self.unused))),
+            listed("Allowances that match nothing", self.unused),
         )
-        return tuple(block for block in made if block.rows or block.items)
 
     @functools.cached_property
     def costs(self) -> tuple[Block, ...]:
@@ -311,52 +320,51 @@ class Content:
             for pairs in alike(self.allowed, lambda pair: pair[1])
             for same in findings.alike(finding for finding, _ in pairs)
         ]
-        made = (
+        return filled(
             Block(UNEQUAL, items=tuple(todo)),
             Block(f"{UNEQUAL}, allowed", items=tuple(stays)),
             self._ranked("Findings", findings.alike(self.findings)),
             self._ranked("Could be cheaper", alike_hints(self.hints)),
             Block("Allowed", items=tuple(allowed)),
         )
-        return tuple(block for block in made if block.items)
 
     def _ranked(self, title: str, groups: Iterable[Sequence[Finding | Hint]]) -> Block:
         """List groups, the costliest first, and fold those below 1% together into one line."""
 
-        def rank(group: Sequence[Finding | Hint]) -> tuple[float, ...]:
-            worth, first = self._worth(group), _NEVER_FOLDED.get(group[0].kind, 1)
-            exposed = self.ledger.exposed_seconds(group)
+        def rank(pair: tuple[Sequence[Finding | Hint], Worth]) -> tuple[float, ...]:
+            (group, worth), exposed = pair, self.ledger.exposed_seconds(pair[0])
+            first = _NEVER_FOLDED.get(group[0].kind, 1)
             return first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips
 
-        ranked = sorted(groups, key=rank)
-        movable = [group for group in ranked if group[0].kind not in _NEVER_FOLDED]
-        folded = movable[len(movable) - self.ledger.folded([*map(self._worth, movable)]) :]
-        shown = [group for group in ranked if not any(group is other for other in folded)]
-        rest = ""
-        if folded:
-            worth = self._worth([change for group in folded for change in group])
-            firsts = [(group[0].kind, group[0].entry) for group in folded[:_LISTED]]
-            names = [
-                f"{kind} {entry.what}" + (f" at {here(entry.source)}" if entry.source else "")
-                for kind, entry in firsts
-            ]
-            more = f" and {len(folded) - _LISTED} more" if len(folded) > _LISTED else ""
-            part = percent(worth.bytes, self.ledger.total.bytes)
-            rest = f"below 1% together: {', '.join(names)}{more} ({size(worth.bytes)}, {part})"
-        return Block(title, items=tuple(map(self.item, shown)), rest=rest)
+        ranked = sorted(((group, _sum(self._worths(group))) for group in groups), key=rank)
+        movable = [n for n, (group, _) in enumerate(ranked) if group[0].kind not in _NEVER_FOLDED]
+        count = self.ledger.folded([ranked[n][1] for n in movable])
+        folded = movable[len(movable) - count :]
+        shown = (group for n, (group, _) in enumerate(ranked) if n not in folded)
+        items = tuple(map(self.item, shown))
+        if not folded:
+            return Block(title, items=items)
+        names = []
+        for first, *_ in (ranked[n][0] for n in folded[:_LISTED]):
+            where = f" at {here(first.entry.source)}" if first.entry.source else ""
+            names.append(f"{first.kind} {first.entry.what}{where}")
+        more = f" and {count - _LISTED} more" if count > _LISTED else ""
+        saved = sum(ranked[n][1].bytes for n in folded)
+        part = f"{size(saved)}, {percent(saved, self.ledger.total.bytes)}"
+        rest = f"below 1% together: {', '.join(names)}{more} ({part})"
+        return Block(title, items=items, rest=rest)
 
     def item(self, group: Sequence[Finding | Hint]) -> Item:
         """Say all of findings or hints that are alike, with what they save and took."""
         time = ""
         if self.timings is not None:
             timing = self.ledger.timing(group)
-            time = grouping.took(timing, self.timings.step_seconds) + spread(timing)
-        return item(group, self.saves(group), took=time)
+            time = took(timing, self.timings.step_seconds) + spread(timing)
+        return item(group, self.saves(group), time=time)
 
 
-def line(text: str) -> Item:
-    """Make an item of one line."""
-    return Item("", text, "", ())
+def _sum(worths: Iterable[Worth]) -> Worth:
+    return functools.reduce(Worth.plus, worths, Worth())
 
 
 def _output(output: outputs.Unequal, label: str, text: str) -> Item:
@@ -369,32 +377,26 @@ def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
 
 
 @checked
-def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", took: str = "") -> Item:
+def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time: str = "") -> Item:
     """Say all of findings or hints that are alike; ``reason``: why they stay, if allowed."""
     first, count = same[0], len(same)
     verdict, entry = first.verdict, first.entry
-    each, name, part = (
-        grouping.sizes([each.entry.bytes for each in same]),
-        verdict.collective.name,
-        "",
-    )
+    each, name, part = sizes([one.entry.bytes for one in same]), verdict.collective.name, ""
     if count > 1:
         name += f" and {count - 1} like it"
     elif verdict.range is not None:
         part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
     what = f"{f'{count} x ' if count > 1 else ''}{entry.what}, {each}{part} ({name})"
-    lines = [("saves", saves), ("took", took)]
+    lines = [("saves", saves), ("took", time)]
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
         lines.append(("resting on:", resting_on(verdict)))
     lines.append(("allowed:", reason) if reason else ("to do:", here(first.advice)))
-    return Item(
-        first.kind, what, here(entry.source), tuple(pair for pair in lines if pair[1]), entry
-    )
+    said = tuple((label, text) for label, text in lines if text)
+    return Item(first.kind, what, here(entry.source), said, entry)
 
 
 def resting_on(verdict: hlo.Verdict) -> str:
-    """List what a verdict rests on; empty for nothing."""
     return "; ".join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
 
 

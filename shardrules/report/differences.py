@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 from shardrules.arguments import checked
 from shardrules.costs.comparing import Change
-from shardrules.report.blocks import Block
 from shardrules.report.content import Content
 from shardrules.report.data import SCHEMA
 from shardrules.report.drawn import escaped
 from shardrules.report.grouping import size
-from shardrules.report.page import html_table, meshes, tiles, timeline, titled, whole, wide
-from shardrules.report.text import as_markdown
+from shardrules.report.page import badge, html_table, meshes, tiles, timeline, titled, whole, wide
+from shardrules.report.text import markdown_table
 
 # From what a change is called to the colour that it has elsewhere on such pages.
 _COLOURS = {
@@ -49,8 +48,7 @@ def _markdown(before: Content, after: Content, changes: Sequence[Change]) -> str
         was = "" if change.status == "came" else str(change.before)
         now = "" if change.status == "went" else str(change.after)
         rows.append((f"{change.status}: {change.what}", was, now))
-    block = Block("", columns=("", "before", "after"), rows=rows)
-    return "\n".join([*lines, *as_markdown([block])]).rstrip() + "\n"
+    return "\n".join([*lines, *markdown_table(("", "before", "after"), rows)]) + "\n"
 
 
 @checked
@@ -113,7 +111,7 @@ def _table(changes: Sequence[Change]) -> str:
         more = change.after.wire_bytes - change.before.wire_bytes
         sign = "+" if more > 0 else "-" if more < 0 else ""
         rows.append(
-            f'<tr><td><span class="badge {_COLOURS[change.status]}">{change.status}</span></td>'
+            f"<tr><td>{badge(_COLOURS[change.status], change.status)}</td>"
             f"<td>{escaped(change.what)}</td>"
             f'<td class="n less">{escaped(change.before)}</td>'
             f'<td class="n less">{escaped(change.after)}</td>'

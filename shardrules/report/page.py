@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import html
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.report import drawn
-from shardrules.report.blocks import Block, Item
 from shardrules.report.content import Content, resting_on
 from shardrules.report.drawn import Mark, escaped
 from shardrules.report.grouping import (
@@ -26,6 +26,8 @@ from shardrules.report.grouping import (
     size,
     sizes,
 )
+from shardrules.report.sections import Block, Item
+from shardrules.report.several import Several
 
 VERDICTS = ("needed", "overwide", "redundant", "unproven")
 _BARS = 12  # source lines that are drawn
@@ -39,7 +41,7 @@ _HIDDEN = ("sites", "runs", "bytes", "wire bytes", "est. a run", "bandwidth", "s
 
 
 @checked
-def page(content: Content) -> str:
+def page(content: Content | Several) -> str:
     """Return a report as an HTML page: what to change, a timeline, the collectives, their groups.
 
     Source lines are quoted where a Python file stands at the path that the program names.
@@ -52,6 +54,8 @@ def page(content: Content) -> str:
       >>> report.page(content).startswith("<!doctype html>")
       True
     """
+    if isinstance(content, Several):
+        return _of_several(content)
     total, avoidable, cost = content.account.total, content.avoidable, content.ledger.total
     figures = [
         ("avoidable", f"{size(avoidable.bytes)}, {percent(avoidable.bytes, cost.bytes)}"),
@@ -70,20 +74,33 @@ def page(content: Content) -> str:
         tiles(figures),
         f'<p class="dim">{escaped(content.about)}.</p>',
         "</header><main>",
-        *map(section, content.changes),
-        _pictures(content),
-        *(
-            section(block)
-            for block in content.blocks
-            if block not in content.changes and block.title
-        ),
+        *map(_section, content.changes),
+        *(_pictures(content) if content.account.entries else _dim(["No collectives."])),
+        *(_section(b) for b in content.blocks if b.title and b not in content.changes),
         "</main>",
     ]
     return whole(f"{content.title}: collectives", body)
 
 
+def _of_several(several: Several) -> str:
+    """Write a table of the programs, and each one's own page."""
+    first = f"<p><b>{escaped(several.measured)}.</b></p>" if several.measured else ""
+    body = [f"<header><h1>Programs</h1>{first}<p>{escaped(several.headline)}.</p></header><main>"]
+    body += map(_section, (several.programs, *several.ends))
+    for content in several.detailed:
+        # A frame of its own keeps each page's names and styles apart. Its links to #row would be
+        # links to this page, which a frame in it may not load; the base makes them its own.
+        own = page(content).replace("<head>", '<head><base href="about:srcdoc">', 1)
+        title = escaped(content.headline)
+        body.append(
+            f"<details open><summary>{title}</summary>"
+            f'<iframe title="{title}" srcdoc="{html.escape(own)}"></iframe></details>'
+        )
+    return whole("Programs", [*body, "</main>"])
+
+
 def whole(title: str, body: Iterable[str]) -> str:
-    """Return a page of this look: one style and one script, both inside of it."""
+    """Write a page of this look: one style and one script, both inside of it."""
     # No other script runs, whatever a program's names hold.
     style, script = _asset("page.css"), _asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -107,7 +124,6 @@ def _asset(name: str) -> str:
 
 
 def titled(title: str, *parts: str) -> str:
-    """Write a section under its title."""
     heading = f"<h2>{escaped(title)}</h2>" if title else ""
     return f"<section>{heading}{''.join(parts)}</section>"
 
@@ -148,46 +164,39 @@ def _dim(lines: Iterable[str]) -> str:
     return "".join(f'<p class="dim">{escaped(line)}</p>' for line in lines)
 
 
-def _badge(verdict: str, kind: str = "") -> str:
-    return f'<span class="badge {verdict}">{escaped(kind or verdict)}</span>'
+def badge(verdict: str, kind: str) -> str:
+    return f'<span class="badge {verdict}">{escaped(kind)}</span>'
 
 
 # -- what is drawn --------------------------------------------------------------------------------
 
 
-def _pictures(content: Content) -> str:
-    if not content.account.entries:
-        return '<p class="dim">No collectives.</p>'
+def _pictures(content: Content) -> Iterator[str]:
     entries = list(enumerate(content.account.entries))
     axes = ((entry.over or "one device", n) for n, entry in entries)
     lines = ((_where(entry) or "(no source line)", n) for n, entry in entries)
-    parts = [
-        _tools(content),
-        timeline(content, "In program order", True),
-        _timed(content),
-        '<div class="side">',
-        _bars("By mesh axes (wire bytes per device)", _sums(content, axes)),
-        _bars("Costly source lines (wire bytes per device)", _sums(content, lines)),
-        "</div>",
-        _table(content),
-        meshes({"": content}),
-    ]
-    return "\n".join(parts)
-
-
-def _tools(content: Content) -> str:
-    """Write what filters the timeline and the table together."""
-    present = {row.first.verdict for row in content.rows}
     boxes = "".join(
         f'<label><input type="checkbox" class="verdict" checked value="{v}"> {v}</label>'
-        for v in VERDICTS
-        if v in present
+        for v in _present(content)
     )
-    return (
+    # The tools filter the timeline and the table together.
+    yield (
         '<div class="tools" role="search"><input type="search" placeholder="kind, axis, file ..." '
         f'aria-label="search the collectives">{boxes}'
         '<label><input type="checkbox" class="log"> logarithmic bars</label><output></output></div>'
     )
+    yield timeline(content, "In program order", True)
+    yield _timed(content)
+    yield '<div class="side">'
+    yield _bars("By mesh axes (wire bytes per device)", _sums(content, axes))
+    yield _bars("Costly source lines (wire bytes per device)", _sums(content, lines))
+    yield "</div>"
+    yield _table(content)
+    yield meshes({"": content})
+
+
+def _present(content: Content) -> list[str]:
+    return [v for v in VERDICTS if any(entry.verdict == v for entry in content.account.entries)]
 
 
 def _where(entry: accounts.Entry) -> str:
@@ -241,7 +250,6 @@ def meshes(programs: dict[str, Content]) -> str:
 
 
 def _caption(called: str, content: Content, numbers: Sequence[int]) -> str:
-    """Say what a program runs over some groups."""
     head = f"{'<br>' if called else ''}{escaped(called)}: "
     if not numbers:
         return f"{head}none"
@@ -276,8 +284,7 @@ def timeline(content: Content, title: str, linked: bool) -> str:
     marks = _marks(content, enumerate(amounts), linked)
     phases = [entry.phase for entry in content.account]
     picture = drawn.strip(drawn.events(content.judgement), marks, moved, phases)
-    present = {entry.verdict for entry in content.account}
-    key = "".join(f'<li><i class="{v}"></i>{v}</li>' for v in VERDICTS if v in present)
+    key = "".join(f'<li><i class="{v}"></i>{v}</li>' for v in _present(content))
     note = (
         "Heights are wire bytes of all runs; below stand the phases, or their first letters "
         f"({', '.join(dict.fromkeys(phases))})."
@@ -289,14 +296,10 @@ def _timed(content: Content) -> str:
     """Draw the step that a profile measured, its collectives linked to their rows."""
     if content.timings is None or not content.timings.ran:
         return ""
-    marks = _marks(
-        content,
-        (
-            (number, f"{milliseconds(end - start)} from {milliseconds(start)} on")
-            for number, start, end in content.timings.ran
-        ),
-    )
-    runs = [(mark, start, end) for mark, (_, start, end) in zip(marks, content.timings.ran)]
+    ran = content.timings.ran
+    took = [f"{milliseconds(b - a)} from {milliseconds(a)} on" for _, a, b in ran]
+    marks = _marks(content, [(number, each) for (number, *_), each in zip(ran, took)])
+    runs = [(mark, start, end) for mark, (_, start, end) in zip(marks, ran)]
     note = (
         f"Measured on {content.timings.device}, whose collectives took longest. The grey line "
         "shows when it ran anything else, which hides that part of a collective."
@@ -341,21 +344,17 @@ def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
 # -- what is written ------------------------------------------------------------------------------
 
 
-def section(block: Block) -> str:
-    """Write a part of a report: a list, or a table."""
-    if not block.rows and not block.items:
-        return _dim([block.note] if block.note else [])
-    parts = []
+def _section(block: Block) -> str:
     if block.items:
         items = "".join(_item(item, len(block.items) <= _OPEN) for item in block.items)
         rest = f'<li class="dim">{escaped(block.rest)}</li>' if block.rest else ""
-        parts.append(f'<ul class="remarks">{items}{rest}</ul>')
-    if block.rows:
-        name = block.title or "programs"
-        rows = ("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)
-        table = html_table(name, dict.fromkeys(block.columns, ""), rows)
-        parts.append(wide(name, table))
-    return titled(block.title, *parts, _dim(block.notes))
+        return titled(block.title, f'<ul class="remarks">{items}{rest}</ul>')
+    if not block.rows:
+        return _dim([block.note] if block.note else [])
+    rows = ("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)
+    name = block.title or "programs"
+    table = html_table(name, dict.fromkeys(block.columns, ""), rows)
+    return titled(block.title, wide(name, table), _dim(block.notes))
 
 
 def _cell(cell: object) -> str:
@@ -375,7 +374,7 @@ def _item(item: Item, is_open: bool) -> str:
         for label, text in sorted(lines.items(), key=lambda line: line[0] == "resting on:")
     )
     return (
-        f"<li><details{' open' if is_open else ''}><summary>{_badge(verdict, item.kind)} "
+        f"<li><details{' open' if is_open else ''}><summary>{badge(verdict, item.kind)} "
         f'{saves}{escaped(item.what)}{where}</summary><div class="fold">'
         f"{_excerpt(item.entry) if item.entry else ''}{written}</div></details></li>"
     )
@@ -394,12 +393,11 @@ def _table(content: Content) -> str:
         "Not proven equal is not proven different. Source lines are quoted from the files as they "
         "are now."
     )
-    notes = Block("", content.note).notes
     return titled(
         "Collectives",
         '<button type="button" class="unfold">Unfold all</button>',
         wide("collectives", html_table(caption, columns, rows, "collectives")),
-        _dim([*notes, note]),
+        _dim([*Block("", content.note).notes, note]),
     )
 
 
@@ -421,7 +419,7 @@ def _row(
         f'<tr id="row{number}" data-groups="{groups}" data-verdict="{first.verdict}" '
         f'data-says="{escaped(says)}"><td data-key="{escaped(first.what)}"><details><summary>'
         f"{escaped(first.what)} {escaped(first.element_type)}</summary>{fold}"
-        f"</details></td><td>{_badge(first.verdict)}</td>"
+        f"</details></td><td>{badge(first.verdict, first.verdict)}</td>"
         + "".join(
             f'<td class="{columns[c.column]}" data-key="{c.key}">{escaped(c.text)}</td>'
             for c in numbers

@@ -1,37 +1,90 @@
-"""The silent costs that a report shows beside the collectives, each as a small table."""
+"""What a report is made of, tables and lists; and those of the other silent costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from shardrules import hlo
-from shardrules.costs import donation, launches, offloading, placement, transfers, walk
+from shardrules.costs import accounts, donation, launches, offloading, placement, transfers, walk
 from shardrules.hlo.proof.customcalls import frontend_attributes
-from shardrules.report.blocks import Block
 
 LOOPS = "Loops"
 _LARGE_BYTES = 1 << 20  # of a constant that is shown
 _Rows = Iterable[tuple[Any, ...]]
 
 
+class Item(NamedTuple):
+    """One thing that a report says: a finding, a hint, an output.
+
+    Attributes:
+      kind: ``redundant`` and so on; empty where ``what`` is all there is.
+      what: what it is about.
+      source: ``file:line (function)``, empty where the text has none.
+      lines: more to say, each with its label: ``("because", ...)``, ``("to do:", ...)``.
+      entry: the collective's line in the account, None where it is about something else.
+    """
+
+    kind: str
+    what: str
+    source: str = ""
+    lines: tuple[tuple[str, str], ...] = ()
+    entry: accounts.Entry | None = None
+
+
+class Block(NamedTuple):
+    """A part of a report under its own title: a table, or a list.
+
+    Attributes:
+      title: what it is about.
+      note: how to read it, a sentence a line, each without a full stop.
+      columns: the names of a table's cells.
+      rows: the cells; None is not known.
+      numbers: how many columns before the last one hold numbers.
+      items: of a list.
+      rest: one sentence on the items that are left out.
+    """
+
+    title: str
+    note: str = ""
+    columns: tuple[str, ...] = ()
+    rows: Sequence[Sequence[Any]] = ()
+    numbers: int = 0
+    items: tuple[Item, ...] = ()
+    rest: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """Write the note as sentences."""
+        return [f"{note[0].upper()}{note[1:]}." for note in self.note.splitlines()]
+
+
+def listed(title: str, lines: Iterable[str]) -> Block:
+    return Block(title, items=tuple(Item("", line) for line in lines))
+
+
+def filled(*blocks: Block) -> tuple[Block, ...]:
+    """Leave out those that hold nothing."""
+    return tuple(block for block in blocks if block.rows or block.items)
+
+
 def sections(module: hlo.Module) -> tuple[Block, ...]:
-    """List the sections of a module that hold anything."""
+    """List the tables of a module's silent costs that hold anything."""
+    return filled(
+        _donated(module),
+        *(Block(title, note, columns, [*rows(module)]) for title, note, columns, rows in _SECTIONS),
+    )
+
+
+def _donated(module: hlo.Module) -> Block:
     leaves = [leaf for leaf in donation.read(module) if leaf.donated]
     wasted = [leaf for leaf in leaves if leaf.status != "aliased"]
     note = "by the module's alias table; before JAX 0.8 it lacks donations that are not used"
     if len(leaves) > len(wasted):
         note += f"; the memory of {len(leaves) - len(wasted)} more is reused"
-    donated = Block(
-        "Donated memory",
-        note,
-        ("argument", "shape", "bytes", "output", "not reused because"),
-        [(leaf.path, leaf.shape, leaf.bytes, leaf.output, leaf.reason) for leaf in wasted],
-    )
-    others = (
-        Block(title, note, columns, tuple(rows(module))) for title, note, columns, rows in _SECTIONS
-    )
-    return tuple(block for block in (donated, *others) if block.rows)
+    columns = ("argument", "shape", "bytes", "output", "not reused because")
+    rows = [(leaf.path, leaf.shape, leaf.bytes, leaf.output, leaf.reason) for leaf in wasted]
+    return Block("Donated memory", note, columns, rows)
 
 
 def _moved(accesses: Iterable[offloading.Access]) -> int | None:

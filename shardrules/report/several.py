@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from shardrules.report import data, text
-from shardrules.report.annotations import github, sarif
-from shardrules.report.blocks import Block
-from shardrules.report.content import Content, line
-from shardrules.report.drawn import escaped
+from shardrules.report import data
+from shardrules.report.content import Content
 from shardrules.report.grouping import counted, duration, of_step, percent, size
-from shardrules.report.page import page, section, whole
-from shardrules.report.sections import LOOPS
+from shardrules.report.sections import LOOPS, Block, filled, listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +24,10 @@ class Several:
     of_process: bool = True  # they are what a process compiled; else they were read from files
     notes: tuple[str, ...] = ()  # more on how the programs came to be
 
+    title = "Programs"
+
     @property
     def findings(self) -> int:
-        """Count the findings of all programs."""
         return sum(content.failing for content in self.contents)
 
     @property
@@ -54,7 +50,7 @@ class Several:
         return [
             dataclasses.replace(content, unused=())  # these are listed below all programs
             for content, _ in self.shown
-            if content.changes or _costs(content)
+            if content.changes or content.costs
         ]
 
     @property
@@ -68,7 +64,7 @@ class Several:
         return of_step(sum(c.avoidable.exposed_seconds for c in each), step_seconds)
 
     @property
-    def headline(self) -> str:
+    def about(self) -> str:
         """Say in one line what it comes to."""
         total = sum(self.counts) + len(self.failures)
         worst = max(self.contents, key=lambda c: c.avoidable[1::-1], default=None)
@@ -81,6 +77,8 @@ class Several:
             f"interrupted: {self.missing} not judged" if self.missing else "",
         ]
         return ", ".join(filter(None, parts))
+
+    headline = about
 
     @property
     def programs(self) -> Block:
@@ -100,18 +98,19 @@ class Several:
         return Block("", "\n".join(filter(None, notes)), columns, cells)
 
     @property
-    def ends(self) -> list[Block]:
+    def blocks(self) -> tuple[Block, ...]:
+        return (self.programs,)
+
+    @property
+    def ends(self) -> tuple[Block, ...]:
         """List what stands below the programs."""
-        why = tuple(line(f"{name}: {why}") for name, why in self.failures)
-        made = (
-            Block("Can't be judged", items=why),
-            Block("Allowances that match nothing", items=tuple(map(line, self.unused))),
+        return filled(
+            listed("Can't be judged", (f"{name}: {why}" for name, why in self.failures)),
+            listed("Allowances that match nothing", self.unused),
         )
-        return [block for block in made if block.items]
 
 
 def _costs(content: Content) -> list[str]:
-    """Name the other costs of a program."""
     return [block.title for block in content.costs]
 
 
@@ -178,84 +177,19 @@ def gather(
     )
 
 
-def plain(report: Several) -> str:
-    """Return the report as text."""
-    lines = [
-        *filter(None, (report.measured, report.headline)),
-        "",
-        *text.as_text([report.programs]),
-    ]
-    for content in report.detailed:
-        lines += ["=" * 72, text.plain(content)]
-    return "\n".join([*lines, *text.as_text(report.ends)]).rstrip() + "\n"
-
-
-def markdown(report: Several) -> str:
-    """Return the report as GitHub's Markdown."""
-    first = [f"{report.measured}.", ""] if report.measured else []
-    lines = [
-        "# Programs",
-        "",
-        *first,
-        f"{report.headline}.",
-        "",
-        *text.as_markdown([report.programs]),
-    ]
-    for content in report.detailed:
-        # Its headings go one level down.
-        own = text.markdown(content).splitlines()
-        lines += [*(f"#{line}" if line.startswith("#") else line for line in own), ""]
-    return "\n".join([*lines, *text.as_markdown(report.ends)]).rstrip() + "\n"
-
-
-def as_json(report: Several) -> str:
-    """Return the report as one JSON object, in which each program's own stands."""
-    programs = [
-        {**data.as_dict(content), "times": count}
-        for content, count in zip(report.contents, report.counts)
-    ]
+def as_json(content: Content | Several) -> str:
+    """Write one object; of several programs, it holds each one's own."""
+    if isinstance(content, Content):
+        return data.as_json(content)
     whole = {
         "schema": data.SCHEMA,
-        "clean": report.clean,
-        "programs": programs,
-        "failures": [{"program": name, "reason": why} for name, why in report.failures],
-        "unused_allowances": list(report.unused),
-        "not_judged": report.missing,
+        "clean": content.clean,
+        "programs": [
+            {**data.as_dict(each), "times": count}
+            for each, count in zip(content.contents, content.counts)
+        ],
+        "failures": [{"program": name, "reason": why} for name, why in content.failures],
+        "unused_allowances": list(content.unused),
+        "not_judged": content.missing,
     }
     return json.dumps(whole, indent=1) + "\n"
-
-
-def as_page(report: Several) -> str:
-    """Return the report as one self-contained HTML page: a table, and each program's own page."""
-    first = f"<p><b>{escaped(report.measured)}.</b></p>" if report.measured else ""
-    body = [f"<header><h1>Programs</h1>{first}<p>{escaped(report.headline)}.</p></header><main>"]
-    body += map(section, (report.programs, *report.ends))
-    for content in report.detailed:
-        # A frame of its own keeps each page's names and styles apart. Its links to #row would be
-        # links to this page, which a frame in it may not load; the base makes them its own.
-        own = page(content).replace("<head>", '<head><base href="about:srcdoc">', 1)
-        title = escaped(content.headline)
-        body.append(
-            f"<details open><summary>{title}</summary>"
-            f'<iframe title="{title}" srcdoc="{html.escape(own)}"></iframe></details>'
-        )
-    return whole("Programs", [*body, "</main>"])
-
-
-# From a format to what writes one program's report, and to what writes several.
-ONE: dict[str, Callable[[Content], str]] = {
-    "text": text.plain,
-    "markdown": text.markdown,
-    "json": data.as_json,
-    "html": page,
-    "github": lambda content: github([content]),
-    "sarif": lambda content: sarif([content]),
-}
-WRITERS: dict[str, Callable[[Several], str]] = {
-    "text": plain,
-    "markdown": markdown,
-    "json": as_json,
-    "html": as_page,
-    "github": lambda report: github(report.contents),
-    "sarif": lambda report: sarif(report.contents),
-}

@@ -9,10 +9,10 @@ from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
 from shardrules.hlo import Verdict
-from shardrules.report.blocks import Block, Item
-from shardrules.report.content import Content
-from shardrules.report.content import item as item_of
+from shardrules.report.content import Content, item
 from shardrules.report.grouping import alike, here, sizes
+from shardrules.report.sections import Block, Item
+from shardrules.report.several import Several
 
 _BLOCKS, _LINES = 3, 12  # of the collectives that a failing test's message is about
 
@@ -39,18 +39,16 @@ def table(rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 
-def shown(cell: object) -> str:
-    """Write a cell; None is not known."""
+def _shown(cell: object) -> str:
     return "?" if cell is None else here(str(cell))
 
 
-def as_text(blocks: Iterable[Block]) -> list[str]:
-    """Write blocks as lines of text."""
+def _as_text(blocks: Iterable[Block]) -> list[str]:
     lines: list[str] = []
     for block in blocks:
         lines += [f"{block.title.lower()}:"] if block.title else []
         if block.rows:
-            lines.append(table([block.columns, *([*map(shown, row)] for row in block.rows)]))
+            lines.append(table([block.columns, *([*map(_shown, row)] for row in block.rows)]))
         lines += map(_text_of, block.items)
         lines += [f"  {block.rest}"] if block.rest else []
         lines += [f"({note})" for note in block.note.splitlines()]
@@ -58,53 +56,67 @@ def as_text(blocks: Iterable[Block]) -> list[str]:
     return lines
 
 
-def _text_of(item: Item) -> str:
-    """Write an item as an indented block of text."""
-    lines = [f"{item.kind}: {item.what}" if item.kind else item.what]
-    lines += [f"at {item.source}"] if item.source else []
-    lines += [f"{label} {text}" for label, text in item.lines]
+def _text_of(said: Item) -> str:
+    lines = [f"{said.kind}: {said.what}" if said.kind else said.what]
+    lines += [f"at {said.source}"] if said.source else []
+    lines += [f"{label} {text}" for label, text in said.lines]
     return "  " + "\n    ".join(lines)
 
 
-def _markdown_row(cells: Iterable[object]) -> str:
-    written = (shown(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
-    return f"| {' | '.join(written)} |"
+def markdown_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: int = 0
+) -> list[str]:
+    """Write a table whose last column but one, and others before it, hold numbers."""
+    lines = []
+    for row in (columns, *rows):
+        cells = [_shown(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, "|---" * (len(columns) - numbers - 1) + "|--:" * numbers + "|---|")
+    return lines
 
 
-def as_markdown(blocks: Iterable[Block], level: str = "##") -> list[str]:
-    """Write blocks as lines of GitHub's Markdown, with headings of a level."""
+def _as_markdown(blocks: Iterable[Block], level: str) -> list[str]:
     lines: list[str] = []
     for block in blocks:
         lines += [f"{level} {block.title}", ""] if block.title else []
         if block.rows:
-            words = len(block.columns) - block.numbers - 1
-            lines.append(_markdown_row(block.columns))
-            lines.append("|---" * words + "|--:" * block.numbers + "|---|")
-            lines += map(_markdown_row, block.rows)
+            lines += markdown_table(block.columns, block.rows, block.numbers)
             lines += [""] if block.note else []
-        for item in block.items:
-            kind = f"**{item.kind}**: " if item.kind else ""
-            where = f", `{item.source}`" if item.source else ""
-            lines.append(f"- {kind}{item.what}{where}")
-            lines += [f"  - {label} {text}" for label, text in item.lines]
+        for each in block.items:
+            kind = f"**{each.kind}**: " if each.kind else ""
+            where = f", `{each.source}`" if each.source else ""
+            lines.append(f"- {kind}{each.what}{where}")
+            lines += [f"  - {label} {text}" for label, text in each.lines]
         lines += [f"- {block.rest}"] if block.rest else []
         lines += [*block.notes, ""]
     return lines
 
 
 @checked
-def plain(content: Content) -> str:
+def plain(content: Content | Several) -> str:
     """Return a whole report as text."""
-    first = filter(None, (content.measured, content.headline))
-    return "\n".join([*first, "", *as_text(content.blocks)]).rstrip() + "\n"
+    lines = [*filter(None, (content.measured, content.headline)), "", *_as_text(content.blocks)]
+    if isinstance(content, Several):
+        for each in content.detailed:
+            lines += ["=" * 72, plain(each)]
+        lines += _as_text(content.ends)
+    return "\n".join(lines).rstrip() + "\n"
 
 
 @checked
-def markdown(content: Content) -> str:
+def markdown(content: Content | Several) -> str:
     """Return a report as GitHub's Markdown."""
-    first = [f"{content.measured}.", ""] if content.measured else []
-    lines = [f"# {content.title}", "", *first, f"{content.about}.", ""]
-    return "\n".join([*lines, *as_markdown(content.blocks)]).rstrip() + "\n"
+    return _markdown(content, "#")
+
+
+def _markdown(content: Content | Several, level: str) -> str:
+    lines = [f"{level} {content.title}", ""]
+    lines += [f"{content.measured}.", ""] if content.measured else []
+    lines += [f"{content.about}.", "", *_as_markdown(content.blocks, f"{level}#")]
+    if isinstance(content, Several):
+        lines += [_markdown(each, f"{level}#") for each in content.detailed]
+        lines += _as_markdown(content.ends, f"{level}#")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 # -- verdicts, for a failing test ------------------------------------------------------------------
@@ -124,7 +136,7 @@ def over(verdict: Verdict) -> str:
 @checked
 def describe_finding(*same: Finding) -> str:
     """Return findings that are alike as an indented block."""
-    return _text_of(item_of(same))
+    return _text_of(item(same))
 
 
 @checked

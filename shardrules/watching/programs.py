@@ -234,9 +234,9 @@ class Watched:
         return self.judged().clean
 
     def __str__(self) -> str:
-        from shardrules.report import several
+        from shardrules.report import plain
 
-        return several.plain(self.judged())
+        return plain(self.judged())
 
     def __repr__(self) -> str:
         return f"<Watched: {len(self)} programs>"

@@ -77,7 +77,8 @@ def _parser(given: str) -> Any:
         description="Find the collectives that a JAX program doesn't need.",
         **options,
     )
-    _add_help(parser)
+    help_flag: dict[str, Any] = {"action": "help", "help": "show this and exit"}
+    parser.add_argument("-h", "--help", **help_flag)
     parser.add_argument(
         "--version", action="version", version=f"shardrules {shardrules.__version__}"
     )
@@ -87,15 +88,18 @@ def _parser(given: str) -> Any:
     for name in [given] if given in COMMANDS else COMMANDS:
         module = importlib.import_module(f"shardrules.commands.{name}")
         text = module.__doc__ or ""
-        command = commands.add_parser(name, help=text.splitlines()[0], description=text, **options)
-        _add_help(command)
-        module.add_arguments(command)
+        command = commands.add_parser(
+            name,
+            help=text.splitlines()[0],
+            description=text,
+            usage=getattr(module, "USAGE", None),
+            **options,
+        )
+        command.add_argument("-h", "--help", **help_flag)
+        for argument, how in module.ARGUMENTS.items():
+            command.add_argument(argument, **how)
         command.set_defaults(run=module.run)
     return parser
-
-
-def _add_help(parser: Any) -> None:
-    parser.add_argument("-h", "--help", action="help", help="show this and exit")
 
 
 if __name__ == "__main__":

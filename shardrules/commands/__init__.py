@@ -1,6 +1,5 @@
 """The command line's commands, one module each.
 
-A command is a module with a docstring (its help, the first line in the list of all), a function
-``add_arguments(parser)`` and a function ``run(arguments)`` that returns the exit code; ``__main__``
-lists them.
+A command is a module with a docstring (its help, the first line in the list of all), ARGUMENTS,
+and a function ``run(arguments)`` that returns the exit code; ``__main__`` lists them.
 """

@@ -15,23 +15,15 @@ from shardrules.costs import comparing
 from shardrules.errors import ShardrulesError
 from shardrules.watching.profiles import compared, profile
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``diff``."""
-    parser.add_argument("before", metavar="A", help="compiled HLO text, or - for stdin")
-    parser.add_argument("after", metavar="B", help="the other program")
-    reading.add_arguments(parser)
-    parser.add_argument(
-        "--format",
-        action=flags.Once,
-        choices=list(report.DIFFS),
-        default="text",
-        help="how the differences are written",
-    )
+ARGUMENTS: flags.Arguments = {
+    "before": {"metavar": "A", "help": "compiled HLO text, or - for stdin"},
+    "after": {"metavar": "B", "help": "the other program"},
+    **flags.READING,
+    "--format": flags.format_of(report.DIFFS, "how the differences are written"),
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the differences, and return whether there are any."""
     given = arguments.before, arguments.after
     if given.count("-") > 1:
         raise ShardrulesError("only one of the two programs can be read from stdin")

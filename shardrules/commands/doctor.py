@@ -14,13 +14,13 @@ from collections.abc import Iterator
 
 import shardrules
 from shardrules import aot, registry
-from shardrules.commands import rules
+from shardrules.commands import flags, rules
 from shardrules.door import internals, places
 from shardrules.errors import AotError, RegistrationError, UnsupportedJaxError
 from shardrules.hooks import selftest
 from shardrules.hooks.install import install, state
 
-add_arguments = rules.add_arguments
+ARGUMENTS = flags.RULES
 _OURS = "shardrules' table"  # the prefix of ``where`` for rules that this package ships
 _ABSENT = {  # absent devices to try each compiler with
     "tpu": ("v5e:2x4", lambda: aot.tpu("v5e:2x4")),
@@ -29,7 +29,6 @@ _ABSENT = {  # absent devices to try each compiler with
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print all of it, and return 0 if the hooks can be used."""
     try:
         internals.load()
     except UnsupportedJaxError as error:

@@ -14,11 +14,11 @@ from typing import IO, Any
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
 
-FORMATS = ("text", "markdown", "json", "html", "github", "sarif")
 CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
+Arguments = dict[str, dict[str, Any]]  # from an argument's name to argparse's options for it
 
 
-class Once(argparse.Action):
+class _Once(argparse.Action):
     """Store a flag's value; a second one would silently replace the first."""
 
     def __call__(
@@ -28,64 +28,86 @@ class Once(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Store it, or say that it is there already."""
         if self.dest in vars(namespace).setdefault("given", set()):
             parser.error(f"{option_string} was given twice; give it once")
         namespace.given.add(self.dest)
         setattr(namespace, self.dest, values)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what a report is to hold, and how it is written."""
-    parser.add_argument(
-        "--format",
-        action=Once,
-        choices=FORMATS,
-        default="text",
-        help="how the report is written; github: workflow annotations; sarif: for code scanning",
-    )
-    parser.add_argument(
-        "--target",
-        action=Once,
+def once(metavar: str | None, help: str, **options: Any) -> dict[str, Any]:
+    return {"action": _Once, "metavar": metavar, "help": help, **options}
+
+
+def switch(help: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": help}
+
+
+def repeated(metavar: str, help: str) -> dict[str, Any]:
+    help += "; may be repeated"
+    return {"action": "append", "metavar": metavar, "default": [], "help": help}
+
+
+def format_of(choices: Any, help: str) -> dict[str, Any]:
+    return once(None, help, choices=list(choices), default="text")
+
+
+JUDGING: Arguments = {
+    "--strict": switch("accept proofs alone: verdicts that rest on declared rules are findings"),
+    "--allow": repeated(
+        "'FINDING: REASON'",
+        "a known finding and why it stays, 'redundant all-reduce(model) at model.py: issue 12'",
+    ),
+}
+REPORT: Arguments = {
+    "--format": format_of(
+        ("text", "markdown", "json", "html", "github", "sarif"),
+        "how the report is written; github: workflow annotations; sarif: for code scanning",
+    ),
+    "--target": once(
+        None,
+        "estimate times from bandwidth and latency of this accelerator's links",
         choices=list(TARGETS),
-        help="estimate times from bandwidth and latency of this accelerator's links",
-    )
-    parser.add_argument(
-        "--cheapest",
-        action="store_true",
-        help="each needed all-reduce that would move fewer bytes at another place is a finding; "
+    ),
+    "--cheapest": switch(
+        "each needed all-reduce that would move fewer bytes at another place is a finding; "
         "without this flag only one in a loop that a single one outside of the loop replaces, "
-        "above 1%% of the program's bytes",
-    )
-    add_judging(parser)
-
-
-def add_judging(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what a finding is."""
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="accept proofs alone: verdicts that rest on declared rules are findings",
-    )
-    parser.add_argument(
-        "--allow",
-        metavar="'FINDING: REASON'",
-        action="append",
-        default=[],
-        help="a known finding and why it stays, 'redundant all-reduce(model) at model.py: issue "
-        "12'; may be repeated",
-    )
-
-
-def add_output(parser: argparse.ArgumentParser, what: str, stream: str) -> None:
-    """Add the flag that names the file for what goes to a stream otherwise."""
-    where = "" if stream == "stdout" else "; - is stdout"
-    parser.add_argument(
-        "--output",
-        action=Once,
-        metavar="FILE",
-        help=f"write {what} there instead of to {stream}{where}",
-    )
+        "above 1%% of the program's bytes"
+    ),
+    **JUDGING,
+}
+RULES: Arguments = {
+    "--rules": repeated("MODULE", "a module to import that registers rules for kernels"),
+    "--rule": repeated(
+        "NAME=RULE",
+        "the rule of a kernel, 'flash*=no_communication' or 'ring=all_gather(model)'; where "
+        "the text has no name of a kernel, NAME is its op_name, a pattern of it, or the scope "
+        "nearest to the call",
+    ),
+}
+READING: Arguments = {
+    "--mesh": once(
+        "AXES",
+        "axis names and sizes in the order of the devices: data=4,model=2; taken from the "
+        "text's tags or mesh notation if it has any",
+    ),
+    "--outputs": once(
+        "SHARDINGS",
+        "the HLO sharding of each output, '{replicated}; {devices=[8]<=[8]}', or one for all: "
+        "an output that is called replicated and differs is a finding",
+    ),
+    **RULES,
+    "--output": once("FILE", "write the report there instead of to stdout"),
+}
+SCRIPT: Arguments = {
+    "-m": {
+        "dest": "module",
+        "nargs": argparse.REMAINDER,
+        "metavar": "MODULE",
+        "help": "run a module",
+    },
+    "script": {"nargs": argparse.REMAINDER, "metavar": "SCRIPT [ARGS ...]", "help": "run a script"},
+}
+SCRIPT_USAGE = "%(prog)s [FLAGS] (SCRIPT | -m MODULE) [ARGS ...]"
 
 
 def allowances(arguments: argparse.Namespace) -> dict[str, str]:
@@ -102,9 +124,10 @@ def allowances(arguments: argparse.Namespace) -> dict[str, str]:
     return reasons
 
 
-def say(message: str) -> None:
-    """Write a line beside the report, to stderr."""
-    print(f"shardrules: {message}", file=sys.stderr, flush=True)
+def say(*messages: str) -> None:
+    """Write lines beside the report, to stderr."""
+    for message in messages:
+        print(f"shardrules: {message}", file=sys.stderr, flush=True)
 
 
 def check_writable(*files: str | None) -> None:

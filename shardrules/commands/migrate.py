@@ -27,26 +27,19 @@ if TYPE_CHECKING:
     from shardrules.migration import edits, sites
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``migrate``."""
-    rules.add_arguments(parser)
-    parser.add_argument(
-        "--diff",
-        action=flags.Once,
-        metavar="FILE",
-        help="write a patch there (patch -p1 < FILE) that switches on what can be; - is stdout",
-    )
-    flags.add_output(parser, "the table", "stderr")
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="do not run the script a second time with the patch: no site is tried",
-    )
-    script.add_arguments(parser)
+USAGE = flags.SCRIPT_USAGE
+ARGUMENTS: flags.Arguments = {
+    **flags.RULES,
+    "--diff": flags.once(
+        "FILE", "write a patch there (patch -p1 < FILE) that switches on what can be; - is stdout"
+    ),
+    "--output": flags.once("FILE", "write the table there instead of to stderr; - is stdout"),
+    "--once": flags.switch("do not run the script a second time with the patch: no site is tried"),
+    **flags.SCRIPT,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, then with its patch, write the table, and return the exit code."""
     target = script.find(arguments)
     flags.check_writable(arguments.diff, arguments.output)
     if arguments.diff is not None and arguments.diff == arguments.output:
@@ -64,8 +57,7 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     from shardrules.migration import edits, sites
     from shardrules.report.grouping import counted
 
-    for note in before.notes:
-        flags.say(note)
+    flags.say(*before.notes)
     lines = [rules.to_write(flag) for flag in before.used]
 
     def edit(rows: Sequence[sites.Row]) -> edits.Edits:

@@ -10,29 +10,18 @@ import argparse
 
 from shardrules.commands import flags, reading, rules
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``profile``."""
-    parser.add_argument("directory", metavar="DIR", help="a profile that JAX wrote")
-    parser.add_argument(
-        "--hlo",
-        action=flags.Once,
-        metavar="DIR",
-        help="a folder of --xla_dump_to, for programs whose HLO the profile lacks",
-    )
-    flags.add_judging(parser)
-    parser.add_argument(
-        "--format",
-        action=flags.Once,
-        choices=["text", "json"],
-        default="text",
-        help="how the report is written",
-    )
-    reading.add_arguments(parser)
+ARGUMENTS: flags.Arguments = {
+    "directory": {"metavar": "DIR", "help": "a profile that JAX wrote"},
+    "--hlo": flags.once(
+        "DIR", "a folder of --xla_dump_to, for programs whose HLO the profile lacks"
+    ),
+    **flags.JUDGING,
+    "--format": flags.format_of(["text", "json"], "how the report is written"),
+    **flags.READING,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report, and return whether there are findings."""
     from shardrules.watching.profiles.profile import profile
 
     measured = profile(

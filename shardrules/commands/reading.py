@@ -17,26 +17,6 @@ from shardrules.errors import HloError, ShardrulesError
 from shardrules.hlo.reader.files import decode
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every command that reads compiled programs."""
-    parser.add_argument(
-        "--mesh",
-        action=flags.Once,
-        metavar="AXES",
-        help="axis names and sizes in the order of the devices: data=4,model=2; taken from the "
-        "text's tags or mesh notation if it has any",
-    )
-    parser.add_argument(
-        "--outputs",
-        action=flags.Once,
-        metavar="SHARDINGS",
-        help="the HLO sharding of each output, '{replicated}; {devices=[8]<=[8]}', or one for all: "
-        "an output that is called replicated and differs is a finding",
-    )
-    rules.add_arguments(parser)
-    flags.add_output(parser, "the report", "stdout")
-
-
 def judged(
     given: Sequence[str], arguments: argparse.Namespace, each_alone: bool = False
 ) -> tuple[list[tuple[str, hlo.Judgement]], list[tuple[str, str]]]:
@@ -52,8 +32,7 @@ def judged(
                 f"{names[0]} holds {len(chosen)} programs; give one of them: {', '.join(chosen)}"
             )
         paths += chosen
-        for note in notes:
-            flags.say(note)
+        flags.say(*notes)
     titles = ["stdin" if path == "-" else os.path.basename(path) for path in paths]
     if len(set(titles)) < len(titles):
         titles = paths
@@ -74,8 +53,7 @@ def judged(
         with contextlib.suppress(HloError):  # it has other devices, or another mesh
             again = program.judged(programs[number], registry, meshes[1 - number])
             results[number] = titles[number], again
-    for line in registry.unused([judgement for _, judgement in results]):
-        flags.say(line)
+    flags.say(*registry.unused([judgement for _, judgement in results]))
     return results, failures
 
 

@@ -11,11 +11,9 @@ import argparse
 
 from shardrules.commands import flags, verify
 
-add_arguments = verify.add_arguments
+ARGUMENTS = verify.ARGUMENTS
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report."""
-    text, code = verify.judged(arguments)
-    flags.write(text, arguments.output)
+    code = verify.run(arguments)
     return flags.UNUSABLE if code == flags.UNUSABLE else flags.CLEAN

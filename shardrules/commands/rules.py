@@ -40,26 +40,6 @@ _RULE_FLAG = "--rule="
 _RULE = re.compile(r"(?:shardrules\.|sr\.)?(\w+)\s*(?:\(([^()]*)\))?")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that give rules."""
-    parser.add_argument(
-        "--rules",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="a module to import that registers rules for kernels; may be repeated",
-    )
-    parser.add_argument(
-        "--rule",
-        metavar="NAME=RULE",
-        action="append",
-        default=[],
-        help="the rule of a kernel, 'flash*=no_communication' or 'ring=all_gather(model)'; where "
-        "the text has no name of a kernel, NAME is its op_name, a pattern of it, or the scope "
-        "nearest to the call; may be repeated",
-    )
-
-
 def check(arguments: argparse.Namespace) -> None:
     """Raise the errors of ``Rules`` before a long run, without registering or importing."""
     for text in arguments.rule:

@@ -34,45 +34,35 @@ if TYPE_CHECKING:
 _MANY = 20  # without a terminal, report progress for more programs than this
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``run``."""
-    flags.add_arguments(parser)
-    rules.add_arguments(parser)
-    flags.add_output(parser, "the report", "stderr")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="install the hooks when JAX is imported; shard_maps that say check_vma=False run with "
-        "their check on where values and gradients are equal and no more bytes move; a table "
-        "tells which",
-    )
-    parser.add_argument(
-        "--install",
-        action="store_true",
-        help="install the hooks when JAX is imported, as shardrules.install() in the script would",
-    )
-    parser.add_argument(
-        "--keep",
-        action=flags.Once,
-        metavar="DIR",
-        help="write the HLO of each program there, for verify, report and diff",
-    )
-    parser.add_argument(
-        "--profile",
-        action=flags.Once,
-        type=_count,
-        metavar="STEPS",
-        help="record that many steps with jax.profiler once the script has warmed up, and say what "
-        "each collective took; a step is what jax.profiler.StepTraceAnnotation marks, else a call "
-        "of the first program with collectives that is called again",
-    )
-    script.add_arguments(parser)
-
-
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a count of steps; write --profile 3")
     return int(text)
+
+
+USAGE = flags.SCRIPT_USAGE
+ARGUMENTS: flags.Arguments = {
+    **flags.REPORT,
+    **flags.RULES,
+    "--output": flags.once("FILE", "write the report there instead of to stderr; - is stdout"),
+    "--check": flags.switch(
+        "install the hooks when JAX is imported; shard_maps that say check_vma=False run with "
+        "their check on where values and gradients are equal and no more bytes move; a table "
+        "tells which"
+    ),
+    "--install": flags.switch(
+        "install the hooks when JAX is imported, as shardrules.install() in the script would"
+    ),
+    "--keep": flags.once("DIR", "write the HLO of each program there, for verify, report and diff"),
+    "--profile": flags.once(
+        "STEPS",
+        "record that many steps with jax.profiler once the script has warmed up, and say what "
+        "each collective took; a step is what jax.profiler.StepTraceAnnotation marks, else a call "
+        "of the first program with collectives that is called again",
+        type=_count,
+    ),
+    **flags.SCRIPT,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -29,17 +29,6 @@ class Target(NamedTuple):
     folder: str  # the first entry of its ``sys.path``
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the script or module and its arguments, which end the command's own flags."""
-    parser.usage = f"{parser.prog} [FLAGS] (SCRIPT | -m MODULE) [ARGS ...]"
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module"
-    )
-    parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS ...]", help="run a script"
-    )
-
-
 def find(arguments: argparse.Namespace) -> Target:
     """Read and compile the script or module that the arguments name."""
     if arguments.module:

@@ -75,7 +75,7 @@ def page(content: Content | Several) -> str:
         f'<p class="dim">{escaped(content.about)}.</p>',
         "</header><main>",
         *map(_section, content.changes),
-        *(_pictures(content) if content.account.entries else _dim(["No collectives."])),
+        *(_pictures(content) if content.account.entries else [_dim(["No collectives."])]),
         *(_section(b) for b in content.blocks if b.title and b not in content.changes),
         "</main>",
     ]

@@ -23,112 +23,57 @@ if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
     from shardrules import registry as registry
     from shardrules import report as report
     from shardrules import testing as testing
-    from shardrules.errors import ShardrulesError
-    from shardrules.hooks.explain.explain import explain, scan_calls
-    from shardrules.hooks.install import install
-    from shardrules.hooks.processes import assert_same_rules
-    from shardrules.hooks.user_casts import already_summed, place_casts, vary
-    from shardrules.registry.axistypes import AxisType, Effect, RuleContext
-    from shardrules.registry.builtin import (
-        all_gather,
-        all_gather_invariant,
-        all_reduce,
-        all_to_all,
-        linear,
-        no_communication,
-        outputs,
-        per_device,
-        permute,
-        reduce_scatter,
-        unreduced,
-    )
-    from shardrules.registry.rule import Rule
-    from shardrules.registry.table import Registration, Registry, register, rules
-    from shardrules.watching.profiles.profile import profile
-    from shardrules.watching.programs import watch
+    from shardrules.errors import ShardrulesError as ShardrulesError
+    from shardrules.hooks.explain.explain import explain as explain
+    from shardrules.hooks.explain.explain import scan_calls as scan_calls
+    from shardrules.hooks.install import install as install
+    from shardrules.hooks.processes import assert_same_rules as assert_same_rules
+    from shardrules.hooks.user_casts import already_summed as already_summed
+    from shardrules.hooks.user_casts import place_casts as place_casts
+    from shardrules.hooks.user_casts import vary as vary
+    from shardrules.registry.axistypes import AxisType as AxisType
+    from shardrules.registry.axistypes import Effect as Effect
+    from shardrules.registry.axistypes import RuleContext as RuleContext
+    from shardrules.registry.builtin import all_gather as all_gather
+    from shardrules.registry.builtin import all_gather_invariant as all_gather_invariant
+    from shardrules.registry.builtin import all_reduce as all_reduce
+    from shardrules.registry.builtin import all_to_all as all_to_all
+    from shardrules.registry.builtin import linear as linear
+    from shardrules.registry.builtin import no_communication as no_communication
+    from shardrules.registry.builtin import outputs as outputs
+    from shardrules.registry.builtin import per_device as per_device
+    from shardrules.registry.builtin import permute as permute
+    from shardrules.registry.builtin import reduce_scatter as reduce_scatter
+    from shardrules.registry.builtin import unreduced as unreduced
+    from shardrules.registry.rule import Rule as Rule
+    from shardrules.registry.table import Registration as Registration
+    from shardrules.registry.table import Registry as Registry
+    from shardrules.registry.table import register as register
+    from shardrules.registry.table import rules as rules
+    from shardrules.watching.profiles.profile import profile as profile
+    from shardrules.watching.programs import watch as watch
 
 # The version is written here and nowhere else; setup.cfg reads it from this file.
 __version__ = "0.1.0"
 
-_RULES = (
-    "all_gather",
-    "all_gather_invariant",
-    "all_reduce",
-    "all_to_all",
-    "linear",
-    "no_communication",
-    "outputs",
-    "per_device",
-    "permute",
-    "reduce_scatter",
-    "unreduced",
-)
-_HOME = {
-    **dict.fromkeys(_RULES, "registry.builtin"),
-    "AxisType": "registry.axistypes",
-    "Effect": "registry.axistypes",
-    "RuleContext": "registry.axistypes",
-    "Rule": "registry.rule",
-    "Registration": "registry.table",
-    "Registry": "registry.table",
-    "register": "registry.table",
-    "rules": "registry.table",
-    "install": "hooks",
-    "assert_same_rules": "hooks.processes",
-    "already_summed": "hooks.user_casts",
-    "explain": "hooks.explain.explain",
-    "place_casts": "hooks.user_casts",
-    "scan_calls": "hooks.explain.explain",
-    "vary": "hooks.user_casts",
-    "profile": "watching.profiles.profile",
-    "watch": "watching.programs",
-    "ShardrulesError": "errors",
+# From modules to their public names.
+_NAMES = {
+    "errors": "ShardrulesError",
+    "hooks": "install",
+    "hooks.explain.explain": "explain scan_calls",
+    "hooks.processes": "assert_same_rules",
+    "hooks.user_casts": "already_summed place_casts vary",
+    "registry.axistypes": "AxisType Effect RuleContext",
+    "registry.builtin": "all_gather all_gather_invariant all_reduce all_to_all linear "
+    "no_communication outputs per_device permute reduce_scatter unreduced",
+    "registry.rule": "Rule",
+    "registry.table": "Registration Registry register rules",
+    "watching.profiles.profile": "profile",
+    "watching.programs": "watch",
 }
-_MODULES = (
-    "aot",
-    "checks",
-    "costs",
-    "errors",
-    "hlo",
-    "hooks",
-    "pallas",
-    "registry",
-    "report",
-    "testing",
-)
-
-__all__ = [
-    "__version__",
-    "AxisType",
-    "Effect",
-    "Registration",
-    "Registry",
-    "Rule",
-    "RuleContext",
-    "ShardrulesError",
-    "all_gather",
-    "all_gather_invariant",
-    "all_reduce",
-    "all_to_all",
-    "already_summed",
-    "assert_same_rules",
-    "explain",
-    "install",
-    "linear",
-    "no_communication",
-    "outputs",
-    "per_device",
-    "permute",
-    "place_casts",
-    "profile",
-    "reduce_scatter",
-    "register",
-    "rules",
-    "scan_calls",
-    "unreduced",
-    "vary",
-    "watch",
-]
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = "aot checks costs errors hlo hooks pallas registry report testing".split()
+__all__ = ["__version__", *sorted(_HOME)]
 
 
 if not TYPE_CHECKING:  # with it, checkers would take any name for one of the package

@@ -6,34 +6,7 @@ values are attributes too, so that a caller need not parse the text.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-__all__ = [
-    "AnnotationWarning",
-    "AotError",
-    "ArgumentError",
-    "AxisError",
-    "BudgetError",
-    "CollectiveAssertionError",
-    "CostAssertionError",
-    "CotangentError",
-    "HloError",
-    "HloSyntaxError",
-    "MissingProcessError",
-    "NotInstalledError",
-    "ProfileError",
-    "RefError",
-    "RegistrationError",
-    "ReplicationAssertionError",
-    "RuleCheckError",
-    "RuleError",
-    "RulesDifferError",
-    "ShardrulesError",
-    "SteadyStateError",
-    "UnknownKernelError",
-    "UnsupportedJaxError",
-    "UntestedJaxWarning",
-]
+import typing
 
 
 class ShardrulesError(Exception):
@@ -44,15 +17,15 @@ class ShardrulesError(Exception):
       **data: the values in the text; each becomes an attribute.
     """
 
-    def __init__(self, message: str, **data: Any):
+    def __init__(self, message: str, **data: typing.Any):
         super().__init__(message)
         self.message = message
         for key, value in data.items():
             setattr(self, key, value)
 
-    if TYPE_CHECKING:  # the data
+    if typing.TYPE_CHECKING:  # the data
 
-        def __getattr__(self, name: str) -> Any: ...
+        def __getattr__(self, name: str) -> typing.Any: ...
 
     def __str__(self) -> str:
         return self.message
@@ -169,3 +142,6 @@ class CostAssertionError(ShardrulesError, AssertionError):
 
 class SteadyStateError(CostAssertionError):
     """A loop on the host that compiles, talks to the host, keeps donated memory, or grows."""
+
+
+__all__ = [name for name, value in list(globals().items()) if isinstance(value, type)]

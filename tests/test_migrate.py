@@ -12,7 +12,7 @@ import tokenize
 
 import pytest
 
-from shardrules.commands import trial
+from shardrules.commands import migrate, trial
 from shardrules.hooks.unchecked import Call, Site
 from shardrules.migration import edits, sites
 
@@ -169,7 +169,7 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     site = call(pathlib.Path("file.py"), "x = shard_map(f, check_vma=False)\n")
     # By a derivative that the script never takes, it would send more.
     found = [sites.Row(site, (), sites.MORE)]
-    rows, outcome = edits.tried(
+    rows, outcome = migrate.tried(
         found,
         trial.Outcome(sent={"jit_f": 10}),
         lambda some: edits.edited(some, "file.py"),

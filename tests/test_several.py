@@ -26,7 +26,7 @@ def found():
 
 
 def test_the_costliest_first_and_what_has_no_collective_in_one_line(found):
-    text = several.plain(found)
+    text = report.plain(found)
     assert text.startswith(
         "5 programs compiled, 1 with collectives or other costs, 1 finding, in jit_<step> 32 B of "
         "32 B on the wire per device can be avoided (100%), 1 can't be judged\n"
@@ -41,13 +41,13 @@ def test_formats_say_the_same(found):
     data = json.loads(several.as_json(found))
     assert [p["times"] for p in data["programs"]] == [1, 3] and not data["clean"]
     assert data["failures"] == [{"program": "jit_broken", "reason": "it can't be read"}]
-    markdown = several.markdown(found)
+    markdown = report.markdown(found)
     assert "\n## jit_<step>\n" in markdown and markdown.startswith("# Programs\n")
-    page = several.as_page(found)
+    page = report.page(found)
     assert "&lt;base href=&quot;about:srcdoc&quot;&gt;" in page  # without it #row leaves the frame
     assert page.count("<caption class") == page.count("<table>") == 1  # the frames' own are escaped
     assert "jit_&lt;step&gt;" in page and "<step>" not in page and page.count("<iframe") == 1
-    assert several.plain(several.gather([content("jit_one")], [1])).startswith("1 program compiled")
+    assert report.plain(several.gather([content("jit_one")], [1])).startswith("1 program compiled")
 
 
 def test_an_allowance_may_match_in_one_program_alone():
@@ -55,7 +55,7 @@ def test_an_allowance_may_match_in_one_program_alone():
     both = [content("a", T.all_reduce("%x"), allow=allow), content("b", allow=allow)]
     found = several.gather(both, [1, 1])
     assert found.unused == ("all-gather(data)",) and not found.clean
-    assert "all-gather(data)" in several.plain(found)
+    assert "all-gather(data)" in report.plain(found)
     assert several.gather(both, [1, 1], missing=2).unused == ()  # the others may hold it
 
 

@@ -17,15 +17,13 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from shardrules.commands import flags, rules, script, trial
 from shardrules.errors import ShardrulesError
-
-if TYPE_CHECKING:
-    from shardrules.migration import edits, sites
-
+from shardrules.hooks.unchecked import Site
+from shardrules.migration import edits, sites
+from shardrules.report.grouping import counted, size
 
 USAGE = flags.SCRIPT_USAGE
 ARGUMENTS: flags.Arguments = {
@@ -54,9 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> int:
-    from shardrules.migration import edits, sites
-    from shardrules.report.grouping import counted
-
     flags.say(*before.notes)
     lines = [rules.to_write(flag) for flag in before.used]
 
@@ -79,10 +74,10 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
 
     untried = sites.rows(before.calls)
     try:
-        rows, after = edits.tried(untried, before, edit, None if arguments.once else again)
+        rows, after = tried(untried, before, edit, None if arguments.once else again)
     except KeyboardInterrupt:
         flags.say("the run with the patch was interrupted: no site was tried")
-        rows, after = edits.tried(untried, before, edit, None)
+        rows, after = tried(untried, before, edit, None)
     text = sites.written(rows, before.sent, after.sent if after else None)
     if arguments.diff is not None:
         patch = edit(rows)
@@ -92,3 +87,55 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     flags.write(text, arguments.output, sys.stderr)
     accepted = sites.SWITCH, sites.BY_HAND
     return 0 if all(row.verdict in accepted for row in rows) else 1
+
+
+def tried(
+    rows: Sequence[sites.Row],
+    before: trial.Outcome,
+    edit: Callable[[Sequence[sites.Row]], edits.Edits],
+    run: Callable[[edits.Edits], trial.Outcome] | None,
+) -> tuple[list[sites.Row], trial.Outcome | None]:
+    """Run the script with its patch, and return the sites' verdicts and its last good run."""
+    # Try all sites at once. If that fails or sends more, try each with those before it that passed.
+    # MORE is tried too: the script may not differentiate as the retracing did.
+    hopeful = [r._replace(verdict=sites.SWITCH) if r.verdict == sites.MORE else r for r in rows]
+    patched = edit(hopeful).sites
+    switched = [row.site for row in rows if row.verdict == sites.SWITCH]
+    verdicts = {site: (sites.BY_HAND, "") for site in switched if site not in patched}
+    groups, passed, last = [list(patched)] if patched else [], set[Site](), None
+    if run is None or before.failure:
+        reason = f"the script as it is fails: {before.failure}" if before.failure else ""
+        verdicts |= {site: (sites.UNTRIED, reason) for site in switched if site in patched}
+        groups = []
+    while groups and run is not None:
+        group = groups.pop(0)
+        on = passed.union(group)
+        verdict_of = {site: sites.SWITCH if site in on else _NOT_TRIED for site in patched}
+        trial_rows = [row._replace(verdict=verdict_of.get(row.site, row.verdict)) for row in rows]
+        outcome = run(edit(trial_rows))
+        judged = _judged(before, outcome)
+        if judged[0] == sites.SWITCH:
+            passed, last = on, outcome
+        elif len(group) == len(patched) and len(parts := edits.joined(patched, rows)) > 1:
+            groups = parts
+            continue
+        verdicts |= dict.fromkeys(group, judged)
+    decided = []
+    for row in rows:
+        verdict, note = verdicts.get(row.site, (row.verdict, row.note))
+        decided.append(row._replace(verdict=verdict, note=note))
+    return decided, last
+
+
+_NOT_TRIED = "not in this trial"
+
+
+def _judged(before: trial.Outcome, after: trial.Outcome) -> tuple[str, str]:
+    """Return the verdict of a run with the patch, and the reason."""
+    if after.failure:
+        return sites.RAISES, f"with this switched on, the script fails: {after.failure}"
+    now, then = sum(before.sent.values()), sum(after.sent.values())
+    if then > now:
+        reason = f"the script's programs send {size(now)} now, and {size(then)} with this on"
+        return sites.MORE, reason
+    return sites.SWITCH, ""

@@ -45,7 +45,6 @@ def check(arguments: argparse.Namespace) -> None:
     for text in arguments.rule:
         _read(text)
     before = list(sys.path)  # the script that runs next gets its own path
-    _search_here(arguments)
     try:
         for name in arguments.rules:
             with _importable(name):
@@ -58,20 +57,34 @@ def check(arguments: argparse.Namespace) -> None:
 def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registration]]:
     """Register the rules of the flags, and return each flag's registrations."""
     given: dict[str, list[registry.Registration]] = {}
-    _search_here(arguments)
     for name in arguments.rules:
-        before = registry.default.own()
-        is_new = name not in sys.modules
+        before, is_new = registry.default.own(), name not in sys.modules
         with _importable(name):
             importlib.import_module(name)
-        given[f"--rules={name}"] = [e for e in registry.default.own() if e not in before]
-        if is_new and not given[f"--rules={name}"]:
+        entries = [entry for entry in registry.default.own() if entry not in before]
+        given[f"--rules={name}"] = entries
+        if is_new and not entries:
             flags.say(f"--rules={name} registers no rule")
     for text in arguments.rule:
         name, rule = _read(text)
         flag = _RULE_FLAG + text
         given[flag] = [registry.default.register(name, rule, where=flag, replace=True)]
     return given
+
+
+@contextlib.contextmanager
+def _importable(name: str) -> Iterator[None]:
+    """Find modules in the working directory too, and say which flag's can't be imported."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    except ShardrulesError:
+        raise
+    except Exception as error:  # the user's module may raise anything
+        raise ShardrulesError(
+            f"--rules={name} can't be imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 class Rules:
@@ -82,11 +95,9 @@ class Rules:
         self._used: list[registry.Registration] = []
 
     def find(self, name: str) -> registry.Registration | None:
-        """Look up a rule by kernel name in the default registry."""
         return self._record(registry.default.find(name))
 
     def find_by_op_name(self, op_name: str) -> registry.Registration | None:
-        """Look up a rule by op_name in the default registry."""
         patterns = [
             e.name for flag, es in self._given.items() if flag.startswith(_RULE_FLAG) for e in es
         ]
@@ -112,11 +123,8 @@ class Rules:
 def unmatched(flag: str, name: str, kernels: Sequence[str]) -> str:
     """Return the message for a flag that matched no kernel, with the kernels without a rule."""
     more = f" and {len(kernels) - 6} more" if kernels[6:] else ""
-    without = (
-        f"without a rule: {', '.join(kernels[:6])}{more}"
-        if kernels
-        else "no kernel is without a rule"
-    )
+    without = f"without a rule: {', '.join(kernels[:6])}{more}"
+    without = without if kernels else "no kernel is without a rule"
     return f"{flag} matches no kernel{_near(name, kernels)}; {without}"
 
 
@@ -142,36 +150,15 @@ def _read(text: str) -> tuple[str, Any]:
             f"--rule={text} is not a rule; write --rule='kernel=no_communication' or "
             "--rule='kernel=all_gather(model)'"
         )
-    if match[1] not in _RULES:
-        raise ShardrulesError(
-            f"--rule={text}: {match[1]!r} is not a rule{_near(match[1], _RULES)}; there are "
-            f"{', '.join(_RULES)}"
-        )
+    rule = match[1]
     axes = [axis.strip().strip("'\"") for axis in (match[2] or "").split(",") if axis.strip()]
-    rule = getattr(builtin, match[1])
-    if match[1] == "no_communication":
-        if axes:
-            raise ShardrulesError(f"--rule={text}: no_communication takes no mesh axes")
-        return name, rule
-    if not axes:
-        raise ShardrulesError(
-            f"--rule={text}: {match[1]} takes mesh axes, --rule='{name}={match[1]}(model)'"
-        )
-    return name, rule(*axes)
-
-
-def _search_here(arguments: argparse.Namespace) -> None:
-    if arguments.rules and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-
-
-@contextlib.contextmanager
-def _importable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ShardrulesError:
-        raise
-    except Exception as error:  # the user's module may raise anything
-        raise ShardrulesError(
-            f"--rules={name} can't be imported: {type(error).__name__}: {error}"
-        ) from error
+    takes_axes, wrong = rule != "no_communication", ""
+    if rule not in _RULES:
+        wrong = f"{rule!r} is not a rule{_near(rule, _RULES)}; there are {', '.join(_RULES)}"
+    elif axes and not takes_axes:
+        wrong = f"{rule} takes no mesh axes"
+    elif takes_axes and not axes:
+        wrong = f"{rule} takes mesh axes, --rule='{name}={rule}(model)'"
+    if wrong:
+        raise ShardrulesError(f"--rule={text}: {wrong}")
+    return name, getattr(builtin, rule)(*axes) if takes_axes else builtin.no_communication

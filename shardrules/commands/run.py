@@ -19,7 +19,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardrules.commands import flags, rules, script
 from shardrules.errors import HloError, ShardrulesError
@@ -66,7 +66,6 @@ ARGUMENTS: flags.Arguments = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, write the report, and return the exit code."""
     # Import neither jax nor numpy here: the script may set environment variables that they read.
     from shardrules.watching import check_off, programs
 
@@ -79,11 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise ShardrulesError(f"can't make the folder {keep}: {error.strerror}") from error
     flags.check_writable(arguments.output)
     rules.check(arguments)
-    seen = programs.watch(strict=arguments.strict, allow=flags.allowances(arguments))
+    options = {"strict": arguments.strict, "allow": flags.allowances(arguments)}
+    seen = programs.watch(**options)
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
+    options |= {"target": arguments.target, "cheapest": arguments.cheapest}
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
         contexts.enter_context(seen)
-        report = _Report(seen, arguments, keep)
+        report = _Report(seen, arguments, options, keep)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
             unchecked = "check" if arguments.check else "leave"
@@ -104,12 +105,12 @@ class _Report:
 
     seen: Watched
     arguments: argparse.Namespace
+    options: dict[str, Any]  # of ``report.content``
     keep: pathlib.Path | None
     recorder: Recorder | None = None
     handles: list[Handle] = dataclasses.field(default_factory=list)
 
     def write(self) -> int:
-        """Judge the compiled programs, write the report, and return the exit code."""
         if self.recorder is not None:
             self.recorder.end()
         if not len(self.seen):
@@ -139,8 +140,7 @@ class _Report:
             _keep(self.seen, self.keep)
         measured = self._profiled()
         results = _judged(self.seen)
-        for line in registry.unused(content.judgement for content in results.contents):
-            flags.say(line)
+        flags.say(*registry.unused(content.judgement for content in results.contents))
         text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":
             text = json.dumps({**json.loads(text), "profile": measured.as_dict()}, indent=1) + "\n"
@@ -164,16 +164,8 @@ class _Report:
             steps = self.arguments.profile
             recorded = steps - self.recorder.left
             flags.say(f"the script ended after {recorded} of --profile's {steps} steps")
-        measured = profile.of_watched(
-            self.recorder.folder,
-            self.seen,
-            strict=self.arguments.strict,
-            allow=flags.allowances(self.arguments),
-            target=self.arguments.target,
-            cheapest=self.arguments.cheapest,
-        )
-        for line in (measured.about, *measured.notes):
-            flags.say(line)
+        measured = profile.of_watched(self.recorder.folder, self.seen, **self.options)
+        flags.say(measured.about, *measured.notes)
         return measured
 
 
@@ -186,14 +178,12 @@ def _exit_code(results: Several) -> int:
 def _keep(seen: Watched, folder: pathlib.Path) -> None:
     for number, program in enumerate(seen, 1):
         name = re.sub(r"[^\w.-]", "_", program.name)[:100]
-        try:
+        with contextlib.suppress(ShardrulesError):  # the report lists it
             try:
                 text = program.annotated_text()
             except HloError:  # keep unreadable text for a bug report
                 text = program.text
-        except ShardrulesError:
-            continue  # the report lists it
-        (folder / f"{number:04}.{name}.hlo").write_text(text, encoding="utf-8")
+            (folder / f"{number:04}.{name}.hlo").write_text(text, encoding="utf-8")
 
 
 def _judged(seen: Watched) -> Several:

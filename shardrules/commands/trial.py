@@ -46,7 +46,6 @@ class Outcome:
 
     @property
     def failure(self) -> str:
-        """Describe the failure, empty if the run succeeded."""
         ended = f"exit code {self.code}" if self.code > 0 else f"signal {-self.code}"
         return (self.raised or ended) if self.code else ""
 
@@ -78,11 +77,8 @@ def run(
 
 def _wait(process: subprocess.Popen, look: bool) -> None:
     """Wait for a process and forward SIGTERM; the terminal sends it Ctrl-C."""
-
-    def terminated(number: int, frame: types.FrameType | None) -> None:
-        process.send_signal(number)
-
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminated)}
+    forward = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    before = {signal.SIGTERM: forward}
     if look:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -100,7 +96,6 @@ def _wait(process: subprocess.Popen, look: bool) -> None:
 
 
 def child(path: str) -> int:
-    """Run the job that a file holds, and return the script's exit code."""
     # Import neither jax nor numpy here: the script may set environment variables that they read.
     from shardrules.hooks import retrace
     from shardrules.watching import check_off, importing, programs
@@ -112,11 +107,11 @@ def child(path: str) -> int:
         target = target._replace(code=_compiled(texts, target.file))
     outcome = Outcome()
     registered: dict[str, list[registry.Registration]] = {}
-    seen = programs.watch()
 
     def register(*_: object) -> None:
         registered.update(rules.register(arguments))
 
+    seen = programs.watch()
     contexts = contextlib.ExitStack()
     contexts.enter_context(seen)
     if look:

@@ -1,4 +1,4 @@
-"""The patch that switches checks on, as edited files, and what a run with it shows."""
+"""The patch that switches checks on, as edited files."""
 
 from __future__ import annotations
 
@@ -8,29 +8,16 @@ import io
 import os
 import re
 import tokenize
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from shardrules.hooks.unchecked import Site
-from shardrules.migration.sites import (
-    BY_HAND,
-    MORE,
-    RAISES,
-    SWITCH,
-    UNTRIED,
-    Row,
-    is_here,
-    place,
-    short,
-)
-from shardrules.report.grouping import size
+from shardrules.migration.sites import BY_HAND, SWITCH, UNTRIED, Row, is_here, place, short
 
 _INSTALL = "import shardrules\n\nshardrules.install()\n"
 
 
 class Edits(NamedTuple):
-    """The files that the patch changes."""
-
     before: dict[str, list[str]]  # the lines of each file
     after: dict[str, list[str]]
     sites: tuple[Site, ...]  # the sites that are switched
@@ -38,7 +25,6 @@ class Edits(NamedTuple):
 
 
 def diff(edits: Edits) -> str:
-    """Write edits as a unified diff, empty if there are none."""
     lines: list[str] = []
     for file, before in edits.before.items():
         name = os.path.relpath(file).replace(os.sep, "/")
@@ -54,7 +40,7 @@ def edited(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edits
     reasons = {
         row.site: _by_hand(row.site) if row.site in candidates else row.verdict for row in rows
     }
-    for group in _joined(list(reasons), rows):
+    for group in joined(list(reasons), rows):
         blocked = next((site for site in group if reasons[site]), None)
         for site in group:
             if blocked is not None and not reasons[site]:
@@ -122,28 +108,27 @@ def _lines(file: str) -> list[str]:
     return io.StringIO(text, newline="").readlines()
 
 
-def _tree(file: str) -> ast.Module | None:
+def _tree(file: str) -> ast.Module:
+    """Parse a file; nothing stands in one that can't be read."""
     try:
         with open(file, "rb") as raw:
             return ast.parse(raw.read())
     except (OSError, SyntaxError, ValueError):
-        return None
+        return ast.Module([], [])
 
 
 def _flag(site: Site) -> tuple[int, int, int] | None:
     """Find line, first and last column of the False that switches the check off at a site."""
-    tree = _tree(site.file)
     spot = site.line, site.column, site.end_line, site.end_column
-    for node in ast.walk(tree) if tree is not None else ():
+    for node in ast.walk(_tree(site.file)):
         if not isinstance(node, ast.Call):
             continue
         if (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) != spot:
             continue
         for keyword in node.keywords:
             value = keyword.value
-            if keyword.arg in ("check_vma", "check_rep") and isinstance(value, ast.Constant):
-                if value.value is False and value.end_col_offset is not None:
-                    return value.lineno, value.col_offset, value.end_col_offset
+            if keyword.arg in ("check_vma", "check_rep") and ast.unparse(value) == "False":
+                return value.lineno, value.col_offset, value.col_offset + len("False")
     return None
 
 
@@ -180,8 +165,6 @@ def _place_to_install(
 ) -> tuple[int | None, list[tuple[int, str]]]:
     """Return the line to install after, None if the script installs, and calls with arguments."""
     tree = _tree(script)
-    if tree is None:
-        return None, []
     installs = _names_of_install(tree)
     calls = [
         (node.lineno, ast.unparse(node))
@@ -218,7 +201,6 @@ def _always_installs(node: ast.AST, installs: set[str]) -> bool:
 
 
 def _names_of_install(tree: ast.Module) -> set[str]:
-    """List a script's names for ``shardrules.install``."""
     names = {"shardrules.install"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -231,73 +213,13 @@ def _names_of_install(tree: ast.Module) -> set[str]:
 def _sets_variables(node: ast.stmt) -> bool:
     """Return whether a statement sets environment variables, which JAX may read at import."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        return re.match(r"(os\.)?environ\.", ast.unparse(node.value.func)) is not None
-    targets = node.targets if isinstance(node, ast.Assign) else ()
-    return any(re.match(r"(os\.)?environ\[", ast.unparse(target)) for target in targets)
+        targets = [node.value.func]
+    else:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+    return any(re.match(r"(os\.)?environ[.[]", ast.unparse(target)) for target in targets)
 
 
-# -- what a run with the patch shows ---------------------------------------------------------------
-
-
-class _Outcome(Protocol):
-    """The parts of ``commands.trial.Outcome`` that this module reads."""
-
-    @property
-    def failure(self) -> str: ...
-    @property
-    def sent(self) -> Mapping[str, int]: ...
-
-
-def tried(
-    rows: Sequence[Row],
-    before: _Outcome,
-    edit: Callable[[Sequence[Row]], Edits],
-    run: Callable[[Edits], _Outcome] | None,
-) -> tuple[list[Row], _Outcome | None]:
-    """Run the script with its patch, and return the sites' verdicts and its last good run."""
-    # Try all sites at once. If that fails or sends more, try each with those before it that passed.
-    # MORE is tried too: the script may not differentiate as the retracing did.
-    sites = edit([r._replace(verdict=SWITCH) if r.verdict == MORE else r for r in rows]).sites
-    switched = [row for row in rows if row.verdict == SWITCH]
-    verdicts = {row.site: (BY_HAND, "") for row in switched if row.site not in sites}
-    groups, passed, last = [list(sites)] if sites else [], set[Site](), None
-    if run is None or before.failure:
-        reason = f"the script as it is fails: {before.failure}" if before.failure else ""
-        verdicts |= {row.site: (UNTRIED, reason) for row in switched if row.site in sites}
-        groups = []
-    while groups and run is not None:
-        group = groups.pop(0)
-        verdict_of = {site: SWITCH if site in passed.union(group) else _NOT_TRIED for site in sites}
-        trial = [row._replace(verdict=verdict_of.get(row.site, row.verdict)) for row in rows]
-        outcome = run(edit(trial))
-        judged = _judged(before, outcome)
-        if judged[0] == SWITCH:
-            passed, last = passed.union(group), outcome
-        elif len(group) == len(sites) and len(parts := _joined(sites, rows)) > 1:
-            groups = parts
-            continue
-        verdicts |= dict.fromkeys(group, judged)
-    decided = []
-    for row in rows:
-        verdict, note = verdicts.get(row.site, (row.verdict, row.note))
-        decided.append(row._replace(verdict=verdict, note=note))
-    return decided, last
-
-
-_NOT_TRIED = "not in this trial"
-
-
-def _judged(before: _Outcome, after: _Outcome) -> tuple[str, str]:
-    """Return the verdict of a run with the patch, and the reason."""
-    if after.failure:
-        return RAISES, f"with this switched on, the script fails: {after.failure}"
-    now, then = sum(before.sent.values()), sum(after.sent.values())
-    if then > now:
-        return MORE, f"the script's programs send {size(now)} now, and {size(then)} with this on"
-    return SWITCH, ""
-
-
-def _joined(sites: Sequence[Site], rows: Sequence[Row]) -> list[list[Site]]:
+def joined(sites: Sequence[Site], rows: Sequence[Row]) -> list[list[Site]]:
     """Split sites into groups that are switched together."""
     groups = {site: [site] for site in sites}
     for first, second in _pairs(rows):

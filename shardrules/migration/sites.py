@@ -46,12 +46,7 @@ class Row(NamedTuple):
         """Format the wire bytes of the all-reduces, summed over argument signatures."""
         # Count a function that is traced again, for jit say, once.
         calls = {(c.kind, c.before, c.after): c for c in self.calls if c.inside is None}.values()
-        if not calls and self.calls[0].inside is not None:
-            return f"with line {self.calls[0].inside.line}"
-        sums = [call.after if after else call.before for call in calls]
-        if None in sums:
-            return "?"
-        entries = [entry for each in sums for entry in each or ()]
+        entries = [e for c in calls for e in (c.after if after else c.before) or ()]
         unknown = sum(entry.runs is None for entry in entries)
         return size(sent_bytes(entries)) + (f" and {unknown} in while loops" if unknown else "")
 
@@ -114,17 +109,12 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     sums = sorted((each for each in sums if max(each[1:])), key=lambda each: (-max(each[1:]), each))
     shown, rest = sums[:_SHOWN], sums[_SHOWN:]
     if rest:
-        shown.append(
-            (f"{len(rest)} more programs", sum(s[1] for s in rest), sum(s[2] for s in rest))
-        )
+        more = f"{len(rest)} more programs"
+        shown.append((more, sum(off for _, off, _ in rest), sum(on for *_, on in rest)))
     shown.append(("all programs", sum(before.values()), sum(after.values())))
+    cells = [(name, size(off), size(on)) for name, off, on in shown]
     return [
-        table(
-            [
-                ("compiled program", "bytes now", "bytes with the patch"),
-                *((name, size(off), size(on)) for name, off, on in shown),
-            ]
-        ),
+        table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
         "",
         "(bytes: what one device sends for the collectives of each program that the script\n"
         "compiled, run once; a while loop without a known count is one trip. The script ran\n"
@@ -139,23 +129,21 @@ def _details(row: Row) -> list[str]:
             f"  its call and its derivative by every float argument send {row.shown(False)} now, "
             f"and {row.shown(True)} with the check on"
         )
-    for missing in dict.fromkeys(m for call in row.calls for m in call.missing):
+    calls = row.calls
+    for missing in dict.fromkeys(m for call in calls for m in call.missing):
         lines.append(f"  {missing.kernel} has no rule; write one of")
         lines += [f"    {line}" for line in missing.lines]
-    for output in dict.fromkeys(o for call in row.calls for o in call.outputs):
+    for output in dict.fromkeys(o for call in calls for o in call.outputs):
         lines.append(
             f"  out_specs{output.path} is {output.spec}, and it varies over {output.axes}:\n"
             "    name the axes in its spec, or reduce it over them (jax.lax.psum, pmean)"
         )
-    for error in dict.fromkeys(c.error for c in row.calls if c.error and not c.outputs):
+    for error in dict.fromkeys(c.error for c in calls if c.error and not c.outputs):
         lines += [f"  {line}" for line in error.splitlines()]
-    lines += [
-        f"  {text}"
-        for text in dict.fromkeys(annotation for c in row.calls for annotation in c.annotations)
-    ]
-    if any(call.takes_gradients for call in row.calls):
+    lines += [f"  {text}" for text in dict.fromkeys(a for c in calls for a in c.annotations)]
+    if any(call.takes_gradients for call in calls):
         lines += _GRADIENTS_CHANGE
-    for why in dict.fromkeys(c.undifferentiated for c in row.calls if c.undifferentiated):
+    for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  its derivative was not traced ({why})")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
 
@@ -191,7 +179,6 @@ def decided(sites: Iterable[UncheckedSite]) -> str:
 
 
 def short(file: str) -> str:
-    """Return a path, relative to the current folder if below it."""
     return os.path.relpath(file) if is_here(file) else file
 
 

@@ -82,12 +82,11 @@ def groups_on_mesh(
         says = f"device {device}" + (_coordinates(device, axes) if mesh else "")
         colour, marks = "none", ""
         if group is not None:
-            members = groups[group]
+            members, marks = groups[group], f' data-g="{group}"'
+            shown_members = ", ".join(map(str, members[:_MEMBERS]))
             more = ", ..." if len(members) > _MEMBERS else ""
-            says += f": group {group} of {len(groups)}: "
-            says += ", ".join(map(str, members[:_MEMBERS])) + more
-            colour, marks = f"g{group % _COLOURS}", f' data-g="{group}"'
-            colour = "none" if len(members) < 2 else colour
+            says += f": group {group} of {len(groups)}: {shown_members}{more}"
+            colour = f"g{group % _COLOURS}" if len(members) > 1 else "none"
         parts.append(
             f'<rect class="cell {colour}"{marks} x="{x - side / 2:g}" y="{y - side / 2:g}" '
             f'width="{side}" height="{side}" rx="4"><title>{escaped(says)}</title></rect>'
@@ -108,7 +107,6 @@ def groups_on_mesh(
 
 
 def _coordinates(device: int, axes: Mapping[str, int]) -> str:
-    """Write a device's place on the mesh, `` (data=1, model=0)``."""
     parts: list[str] = []
     for name, count in reversed([*axes.items()]):
         parts.insert(0, f"{name}={device % count}")
@@ -170,51 +168,44 @@ _END = Event("end")
 
 def events(judgement: hlo.Judgement) -> list[Event]:
     """List what runs in program order, without loops and branches that hold no collective."""
-    kept: list[Event] = []
-    for event in _walk(judgement):
-        if event is _END and kept[-1].kind in ("loop", "branch"):
-            kept.pop()  # nothing stands between
-        else:
-            kept.append(event)
-    left = set(range(len(judgement.verdicts))) - {e.number for e in kept}
-    return [*kept, *(Event("collective", number) for number in sorted(left))]
-
-
-def _walk(judgement: hlo.Judgement) -> Iterator[Event]:
     module = judgement.module
     numbers: dict[tuple[str, str], list[int]] = {}
     for number, verdict in enumerate(judgement.verdicts):
         place = verdict.collective.computation, verdict.collective.name
         numbers.setdefault(place, []).append(number)
-
-    def steps(computation: hlo.Computation) -> Iterator[Event | str]:
-        """Give a computation's events, and the names of those that it calls where they stand."""
-        for instruction in computation.instructions:
-            for number in numbers.get((computation.name, instruction.name), ()):
-                yield Event("collective", number)
-            if instruction.opcode == "while":
-                trips = loops.trip_count(module, computation, instruction)
-                times = "? times" if trips is None else f"{trips:,} time{'s' if trips != 1 else ''}"
-                yield Event("loop", label=f"loop, {times}")
-                yield from instruction.calls
-                yield _END
-            elif instruction.opcode == "conditional":
-                for branch, callee in enumerate(instruction.calls):
-                    yield Event("branch", label=f"branch {branch}")
-                    yield callee
-                    yield _END
-            else:
-                yield from instruction.calls
-
+    kept: list[Event] = []
     seen = set()  # a computation with several callers stands at the first of them
-    stack: list[Event | str] = [module.entry.name]
-    while stack:
-        step = stack.pop()
-        if isinstance(step, Event):
-            yield step
-        elif step not in seen:
-            seen.add(step)
-            stack += reversed([*steps(module.computations[step])])
+
+    def inside(event: Event, callees: Iterable[str]) -> None:
+        kept.append(event)
+        walk(callees)
+        if kept[-1] is event:
+            kept.pop()  # nothing stands in it
+        else:
+            kept.append(_END)
+
+    def walk(names: Iterable[str]) -> None:
+        for name in names:
+            if name in seen:
+                continue
+            seen.add(name)
+            for instruction in module.computations[name].instructions:
+                held = numbers.pop((name, instruction.name), ())
+                kept.extend(Event("collective", number) for number in held)
+                if instruction.opcode == "while":
+                    trips = loops.trip_count(module, module.computations[name], instruction)
+                    count = "?" if trips is None else f"{trips:,}"
+                    times = f"{count} time{'' if trips == 1 else 's'}"
+                    inside(Event("loop", label=f"loop, {times}"), instruction.calls)
+                elif instruction.opcode == "conditional":
+                    for branch, callee in enumerate(instruction.calls):
+                        inside(Event("branch", label=f"branch {branch}"), [callee])
+                else:
+                    walk(instruction.calls)
+
+    walk([module.entry.name])
+    left = sorted(number for held in numbers.values() for number in held)
+    return [*kept, *(Event("collective", number) for number in left)]
 
 
 def strip(

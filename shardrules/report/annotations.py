@@ -15,7 +15,7 @@ from shardrules.arguments import checked
 from shardrules.costs import findings
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
-from shardrules.report.content import Content, alike_hints, item
+from shardrules.report.content import Content, alike_hints, item, of_output
 from shardrules.report.sections import Item
 
 _PACKAGE = os.path.join(os.path.dirname(shardrules.__file__), "")
@@ -33,8 +33,6 @@ _CHEAPER = "A collective that is needed and could be cheaper."
 
 
 class _Note(NamedTuple):
-    """A finding at its place."""
-
     level: str  # error or note
     item: Item
     frame: hlo.Frame | None
@@ -64,16 +62,14 @@ def _notes(contents: Sequence[Content]) -> list[_Note]:
     for content in contents:
         for output in content.unequal:
             level = "error" if content.strict or output.kind == "differs" else "note"
-            lines = (("because", output.because), ("to do:", output.advice))
-            item_of_output = Item(output.kind, output.what, "", lines)
-            notes.append(_Note(level, item_of_output, None, content.title, 1.0))
-        errors: list[Sequence[Finding | Hint]] = [*findings.alike(content.findings)]
-        hints: list[Sequence[Finding | Hint]] = [*alike_hints(content.hints)]
-        for level, groups in (("error", errors), ("note", hints)):
-            for same in groups:
-                share = sum(content.ledger.share(content.ledger.worth(each)) for each in same)
-                frame = _frame(same[0].verdict)
-                notes.append(_Note(level, content.item(same), frame, content.title, share))
+            said = of_output(output, "to do:", output.advice)
+            notes.append(_Note(level, said, None, content.title, 1.0))
+        groups: list[Sequence[Finding | Hint]] = [*findings.alike(content.findings)]
+        for same in [*groups, *alike_hints(content.hints)]:
+            level = "error" if isinstance(same[0], Finding) else "note"
+            share = sum(content.ledger.share(content.ledger.worth(each)) for each in same)
+            frame = _frame(same[0].verdict)
+            notes.append(_Note(level, content.item(same), frame, content.title, share))
         for finding, reason in content.allowed:
             frame = _frame(finding.verdict)
             notes.append(_Note("note", item([finding]), frame, content.title, 0.0, reason))
@@ -81,7 +77,6 @@ def _notes(contents: Sequence[Content]) -> list[_Note]:
 
 
 def _message(note: _Note) -> str:
-    """Say what it is, what it saves, why, and what to do, a line each."""
     lines = [f"{note.item.kind}: {note.item.what} in {note.program}"]
     lines += [f"{label} {text}" for label, text in note.item.lines if label != "resting on:"]
     return "\n".join(lines)
@@ -139,10 +134,8 @@ def _result(note: _Note, kinds: list[str]) -> dict[str, Any]:
         location = {"uri": urllib.parse.quote(path), "uriBaseId": _ROOT}
         if not path:
             location = {"uri": pathlib.Path(os.path.abspath(note.frame.file)).as_uri()}
-        region = {"startLine": note.frame.line}
-        result["locations"] = [
-            {"physicalLocation": {"artifactLocation": location, "region": region}}
-        ]
+        place = {"artifactLocation": location, "region": {"startLine": note.frame.line}}
+        result["locations"] = [{"physicalLocation": place}]
     return result
 
 

@@ -313,8 +313,8 @@ class Content:
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
-        todo = [_output(output, "to do:", output.advice) for output in self.unequal]
-        stays = [_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
+        todo = [of_output(output, "to do:", output.advice) for output in self.unequal]
+        stays = [of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
         allowed = [
             item(same, reason=pairs[0][1])
             for pairs in alike(self.allowed, lambda pair: pair[1])
@@ -367,7 +367,7 @@ def _sum(worths: Iterable[Worth]) -> Worth:
     return functools.reduce(Worth.plus, worths, Worth())
 
 
-def _output(output: outputs.Unequal, label: str, text: str) -> Item:
+def of_output(output: outputs.Unequal, label: str, text: str) -> Item:
     return Item(output.kind, output.what, "", (("because", output.because), (label, text)))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import asdict
 from typing import Any
 
 from shardrules.arguments import checked
@@ -25,17 +25,9 @@ def as_json(content: Content) -> str:
 
 
 def as_dict(content: Content) -> dict[str, Any]:
-    """Return a report as JSON's types."""
     target, timings, ledger = content.target, content.timings, content.ledger
     numbers = {id(verdict): n for n, verdict in enumerate(content.judgement.verdicts)}
     by_axes = content.account.by("over").items()
-    measured = timings and {
-        "step_seconds": timings.step_seconds,
-        "avoidable_seconds": content.avoidable.exposed_seconds,
-        "device": timings.device,
-        "ran": timings.ran,
-        "busy": timings.busy,
-    }
 
     def saves(change: Finding | Hint) -> dict[str, Any]:
         worth = ledger.worth(change)
@@ -49,54 +41,54 @@ def as_dict(content: Content) -> dict[str, Any]:
         "mesh": content.account.mesh,
         "device_count": content.account.device_count,
         "convention": accounts.CONVENTION,
-        "estimated_on": target and {"name": target.name, "source": target.source},
+        "estimated_on": target and _picked(target, "name source"),
         "clean": content.clean,
         "avoidable": {
             **content.avoidable._asdict(),
             "share": ledger.share(content.avoidable),
             "at_most_unproven": content.in_doubt._asdict(),
         },
-        "measured": measured,
-        "unequal_outputs": [dataclasses.asdict(output) for output in content.unequal],
+        "measured": timings
+        and {
+            "step_seconds": timings.step_seconds,
+            "avoidable_seconds": content.avoidable.exposed_seconds,
+            **_picked(timings, "device ran busy"),
+        },
+        "unequal_outputs": [asdict(output) for output in content.unequal],
         "unequal_outputs_allowed": [
-            {**dataclasses.asdict(output), "allowed_because": reason}
+            {**asdict(output), "allowed_because": reason}
             for output, reason in content.unequal_allowed
         ],
-        "total": dataclasses.asdict(content.account.total),
-        "by_axes": {over: dataclasses.asdict(total) for (over,), total in by_axes},
+        "total": asdict(content.account.total),
+        "by_axes": {over: asdict(total) for (over,), total in by_axes},
         "collectives": [_collective(content, n) for n in range(len(content.account.entries))],
-        "findings": [{"kind": f.kind, "advice": f.advice, **saves(f)} for f in content.findings],
+        "findings": [{**_picked(f, "kind advice"), **saves(f)} for f in content.findings],
         "allowed": [
             {"kind": f.kind, "reason": reason, **saves(f)} for f, reason in content.allowed
         ],
         "unused_allowances": list(content.unused),
         "hints": [
-            {
-                **{n: getattr(h, n) for n in ("kind", "bytes_before", "bytes_after", "advice")},
-                **saves(h),
-            }
+            {**_picked(h, "kind bytes_before bytes_after advice"), **saves(h)}
             for h in content.hints
         ],
         "outputs": _outputs(content),
-        "costs": [
-            {name: getattr(block, name) for name in ("title", "note", "columns", "rows")}
-            for block in content.costs
-        ],
+        "costs": [_picked(block, "title note columns rows") for block in content.costs],
     }
+
+
+def _picked(value: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names.split()}
 
 
 def _collective(content: Content, number: int) -> dict[str, Any]:
     verdict = content.judgement.verdicts[number]
     part = verdict.range
     data = {
-        **dataclasses.asdict(content.account.entries[number]),
+        **asdict(content.account.entries[number]),
         "group_size": verdict.collective.group_size,
         "needed_axes": verdict.needed_axes,
         "range": [part.start, part.stop] if part else None,
-        "rests_on": [
-            {name: getattr(support, name) for name in ("what", "source", "status", "detail")}
-            for support in verdict.rests_on
-        ],
+        "rests_on": [_picked(s, "what source status detail") for s in verdict.rests_on],
     }
     if content.target is not None:
         data["estimated_seconds"] = content.ledger.seconds[number]
@@ -115,9 +107,7 @@ def _outputs(content: Content) -> list[dict[str, Any]]:
             "name": promise and outputs.name(promise[0]),
             "sharding": promise and promise[1],
             "shape": str(output.shape),
-            "equal": output.equal,
-            "varying": output.varying,
-            "reason": output.reason,
+            **_picked(output, "equal varying reason"),
         }
         for output, promise in zip(content.judgement.outputs, promises)
     ]

@@ -20,6 +20,7 @@ from shardrules.report.grouping import (
     alike,
     counted,
     duration,
+    few,
     here,
     milliseconds,
     of_step,
@@ -213,17 +214,11 @@ class Content:
 
     def _unseen(self, devices: int) -> str:
         """Name the calls without a rule, which may communicate."""
-        names = list(
-            dict.fromkeys(
-                repr(call.kernel or call.target or "")
-                for call in self.judgement.opaque
-                if not transfers.CALLBACK.fullmatch(call.target or "")
-            )
-        )
+        calls = ((call.kernel, call.target or "") for call in self.judgement.opaque)
+        names = [repr(k or t) for k, t in calls if not transfers.CALLBACK.fullmatch(t)]
         if not names or devices == 1:
             return ""
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f", except perhaps in calls without a rule ({', '.join(names[:3])}{more})"
+        return f", except perhaps in calls without a rule ({few([*dict.fromkeys(names)], 3)})"
 
     # -- the table of collectives ------------------------------------------------------------
 
@@ -262,20 +257,18 @@ class Content:
         return [*cells, Cell("source", here(entry.source))]
 
     def _measured_cells(self, row: Row, timings: Timings) -> list[Cell]:
-        names = ("measured, a step", "exposed", "bandwidth")
+        took, exposed, bandwidth = "measured, a step", "exposed", "bandwidth"
         timing = timings.together(row.numbers)
         if timing is None:
-            return [Cell(name, "?", 0.0) for name in names]
+            return [Cell(name, "?", 0.0) for name in (took, exposed, bandwidth)]
         pairs = [(entry, timings.of[number]) for entry, number in zip(row.entries, row.numbers)]
         sent = sum(entry.wire_bytes * each.runs for entry, each in pairs if each)
         speed = sent / timing.seconds if timing.seconds else 0.0
-        texts = (
-            milliseconds(timing.seconds) + spread(timing),
-            milliseconds(timing.exposed_seconds),
-            f"{size(speed)}/s" if speed else "?",
-        )
-        keys = timing.seconds, timing.exposed_seconds, speed
-        return [Cell(*cell) for cell in zip(names, texts, keys)]
+        return [
+            Cell(took, milliseconds(timing.seconds) + spread(timing), timing.seconds),
+            Cell(exposed, milliseconds(timing.exposed_seconds), timing.exposed_seconds),
+            Cell(bandwidth, f"{size(speed)}/s" if speed else "?", speed),
+        ]
 
     @property
     def note(self) -> str:
@@ -345,13 +338,12 @@ class Content:
         if not folded:
             return Block(title, items=items)
         names = []
-        for first, *_ in (ranked[n][0] for n in folded[:_LISTED]):
+        for first in (ranked[n][0][0] for n in folded):
             where = f" at {here(first.entry.source)}" if first.entry.source else ""
             names.append(f"{first.kind} {first.entry.what}{where}")
-        more = f" and {count - _LISTED} more" if count > _LISTED else ""
         saved = sum(ranked[n][1].bytes for n in folded)
         part = f"{size(saved)}, {percent(saved, self.ledger.total.bytes)}"
-        rest = f"below 1% together: {', '.join(names)}{more} ({part})"
+        rest = f"below 1% together: {few(names, _LISTED)} ({part})"
         return Block(title, items=items, rest=rest)
 
     def item(self, group: Sequence[Finding | Hint]) -> Item:

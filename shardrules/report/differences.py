@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from shardrules.arguments import checked
 from shardrules.costs.comparing import Change
@@ -34,31 +34,28 @@ def _total(content: Content) -> str:
 def _plain(before: Content, after: Content, changes: Sequence[Change]) -> str:
     if not changes:
         return f"the same collectives: {before.account.total}\n"
-    lines = [f"- {before.title}: {_total(before)}", f"+ {after.title}: {_total(after)}", ""]
-    return "\n".join([*lines, *map(str, changes)]) + "\n"
+    sides = [f"{sign} {c.title}: {_total(c)}" for sign, c in (("-", before), ("+", after))]
+    return "\n".join([*sides, "", *map(str, changes)]) + "\n"
 
 
 @checked
 def _markdown(before: Content, after: Content, changes: Sequence[Change]) -> str:
-    lines = [f"# {before.title} and {after.title}", ""]
-    if not changes:
-        return "\n".join([*lines, f"The same collectives: {before.account.total}."]) + "\n"
     rows = [("**all**", _total(before), _total(after))]
     for change in changes:
         was = "" if change.status == "came" else str(change.before)
         now = "" if change.status == "went" else str(change.after)
         rows.append((f"{change.status}: {change.what}", was, now))
-    return "\n".join([*lines, *markdown_table(("", "before", "after"), rows)]) + "\n"
+    same = [f"The same collectives: {before.account.total}."]
+    lines = markdown_table(("", "before", "after"), rows) if changes else same
+    return "\n".join([f"# {before.title} and {after.title}", "", *lines]) + "\n"
 
 
 @checked
 def _json(before: Content, after: Content, changes: Sequence[Change]) -> str:
-    def side(content: Content) -> dict[str, object]:
-        return {"title": content.title, "total": dataclasses.asdict(content.account.total)}
-
-    differences = [dataclasses.asdict(change) for change in changes]
-    data = {"schema": SCHEMA, "before": side(before), "after": side(after), "changes": differences}
-    return json.dumps(data, indent=1) + "\n"
+    data: dict[str, object] = {"schema": SCHEMA}
+    for name, content in (("before", before), ("after", after)):
+        data[name] = {"title": content.title, "total": asdict(content.account.total)}
+    return json.dumps({**data, "changes": [*map(asdict, changes)]}, indent=1) + "\n"
 
 
 @checked

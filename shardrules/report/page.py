@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import functools
 import hashlib
 import html
@@ -14,12 +15,13 @@ from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.report import drawn
-from shardrules.report.content import Content, resting_on
+from shardrules.report.content import Cell, Content, resting_on
 from shardrules.report.drawn import Mark, escaped
 from shardrules.report.grouping import (
     Row,
     alike,
     duration,
+    few,
     here,
     milliseconds,
     percent,
@@ -57,6 +59,7 @@ def page(content: Content | Several) -> str:
     if isinstance(content, Several):
         return _of_several(content)
     total, avoidable, cost = content.account.total, content.avoidable, content.ledger.total
+    changes, others = content.changes, content.blocks[len(content.changes) :]
     figures = [
         ("avoidable", f"{size(avoidable.bytes)}, {percent(avoidable.bytes, cost.bytes)}"),
         ("on the wire, per device", size(cost.bytes)),
@@ -74,16 +77,15 @@ def page(content: Content | Several) -> str:
         tiles(figures),
         f'<p class="dim">{escaped(content.about)}.</p>',
         "</header><main>",
-        *map(_section, content.changes),
+        *map(_section, changes),
         *(_pictures(content) if content.account.entries else [_dim(["No collectives."])]),
-        *(_section(b) for b in content.blocks if b.title and b not in content.changes),
+        *(_section(block) for block in others if block.title),
         "</main>",
     ]
     return whole(f"{content.title}: collectives", body)
 
 
 def _of_several(several: Several) -> str:
-    """Write a table of the programs, and each one's own page."""
     first = f"<p><b>{escaped(several.measured)}.</b></p>" if several.measured else ""
     body = [f"<header><h1>Programs</h1>{first}<p>{escaped(several.headline)}.</p></header><main>"]
     body += map(_section, (several.programs, *several.ends))
@@ -222,11 +224,10 @@ def meshes(programs: dict[str, Content]) -> str:
     figures = []
     for groups, figure_id in _ids(*programs.values()).items():
         numbers = {
-            called: [n for n, entry in enumerate(content.account) if entry.groups == groups]
-            for called, content in programs.items()
+            name: [n for n, entry in enumerate(content.account) if entry.groups == groups]
+            for name, content in programs.items()
         }
-        called, number = next((called, held[0]) for called, held in numbers.items() if held)
-        content = programs[called]
+        content, number = next((programs[name], held[0]) for name, held in numbers.items() if held)
         over = content.account.entries[number].over or "one device"
         collective = content.judgement.verdicts[number].collective
         picture = drawn.groups_on_mesh(
@@ -253,15 +254,14 @@ def _caption(called: str, content: Content, numbers: Sequence[int]) -> str:
     head = f"{'<br>' if called else ''}{escaped(called)}: "
     if not numbers:
         return f"{head}none"
-    kinds = alike((content.account.entries[n].kind for n in numbers), lambda kind: kind)
+    kinds = collections.Counter(content.account.entries[n].kind for n in numbers)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     (sums,) = _sums(content, (("", n) for n in numbers)).values()
-    whole_bytes = sum(sums.values())
-    counts = ", ".join(f"{len(same)} {same[0]}" for same in kinds)
-    return f"{head}{counts}; {size(whole_bytes)} on the wire per device{_bar(sums, whole_bytes)}"
+    total = sum(sums.values())
+    return f"{head}{counts}; {size(total)} on the wire per device{_bar(sums, total)}"
 
 
 def _marks(content: Content, amounts: Iterable[tuple[int, str]], linked: bool = True) -> list[Mark]:
-    """Say what collectives are, by their numbers, and link them to their rows if wanted."""
     rows = {number: f"row{n}" for n, row in enumerate(content.rows) for number in row.numbers}
     marks = []
     for number, amount in amounts:
@@ -328,13 +328,11 @@ def _bar(sums: dict[str, int], most: int) -> str:
 
 def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
     """Write a table whose middle column is drawn."""
-    totals = {label: sum(of_label.values()) for label, of_label in sums.items()}
-    most, every = max(totals.values()), sum(totals.values())
+    totals = [sum(of_label.values()) for of_label in sums.values()]
     rows = (
-        f'<tr><th scope="row">{escaped(label)}</th><td>{_bar(of_label, most)}</td>'
-        f'<td class="n">{size(totals[label])}</td>'
-        f'<td class="n">{percent(totals[label], every)}</td></tr>'
-        for label, of_label in list(sums.items())[:_BARS]
+        f'<tr><th scope="row">{escaped(label)}</th><td>{_bar(of_label, max(totals))}</td>'
+        f'<td class="n">{size(n)}</td><td class="n">{percent(n, sum(totals))}</td></tr>'
+        for (label, of_label), n in list(zip(sums.items(), totals))[:_BARS]
     )
     columns = dict.fromkeys(("of", "by verdict", "bytes", "share"), "")
     more = _dim([f"and {len(sums) - _BARS} more"] if len(sums) > _BARS else [])
@@ -381,13 +379,9 @@ def _item(item: Item, is_open: bool) -> str:
 
 
 def _table(content: Content) -> str:
-    columns = {}
-    for cell in content.cells(content.rows[0]):
-        classes = {"n": cell.key is not None, "less": cell.column in _HIDDEN}
-        classes["measured"] = cell.column == "measured, a step"
-        columns[cell.column] = " ".join(name for name, is_so in classes.items() if is_so)
+    columns = {cell.column: _classes(cell) for cell in content.cells(content.rows[0])}
     ids = _ids(content)
-    rows = (_row(content, n, row, ids, columns) for n, row in enumerate(content.rows))
+    rows = (_row(content, n, row, ids) for n, row in enumerate(content.rows))
     caption = "Collectives; those that are alike are one row"
     note = (
         "Not proven equal is not proven different. Source lines are quoted from the files as they "
@@ -401,9 +395,13 @@ def _table(content: Content) -> str:
     )
 
 
-def _row(
-    content: Content, number: int, row: Row, ids: dict[str, str], columns: Mapping[str, str]
-) -> str:
+def _classes(cell: Cell) -> str:
+    classes = {"n": cell.key is not None, "less": cell.column in _HIDDEN}
+    classes["measured"] = cell.column == "measured, a step"
+    return " ".join(name for name, is_so in classes.items() if is_so)
+
+
+def _row(content: Content, number: int, row: Row, ids: dict[str, str]) -> str:
     first = row.first
     cells = {cell.column: cell for cell in content.cells(row)}
     numbers = [cell for cell in cells.values() if cell.key is not None]
@@ -413,18 +411,17 @@ def _row(
         f"{first.what}: {first.verdict}, {row.sites} x {size(first.wire_bytes * (first.runs or 1))}"
         f" on the wire{estimated}, {first.source}"
     )
-    fold = _fold(content, row, hidden)
     groups = " ".join(dict.fromkeys(ids[entry.groups] for entry in row.entries))
+    written = "".join(
+        f'<td class="{_classes(c)}" data-key="{c.key}">{escaped(c.text)}</td>' for c in numbers
+    )
     return (
         f'<tr id="row{number}" data-groups="{groups}" data-verdict="{first.verdict}" '
         f'data-says="{escaped(says)}"><td data-key="{escaped(first.what)}"><details><summary>'
-        f"{escaped(first.what)} {escaped(first.element_type)}</summary>{fold}"
-        f"</details></td><td>{badge(first.verdict, first.verdict)}</td>"
-        + "".join(
-            f'<td class="{columns[c.column]}" data-key="{c.key}">{escaped(c.text)}</td>'
-            for c in numbers
-        )
-        + f'<td class="less"><code>{escaped(_where(first))}</code></td></tr>'
+        f"{escaped(first.what)} {escaped(first.element_type)}</summary>"
+        f"{_fold(content, row, hidden)}</details></td>"
+        f"<td>{badge(first.verdict, first.verdict)}</td>{written}"
+        f'<td class="less"><code>{escaped(_where(first))}</code></td></tr>'
     )
 
 
@@ -441,11 +438,10 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
         parts.append(f"<p>at <code>{escaped(row.first.source)}</code></p>")
     parts.append(_excerpt(row.first))
     groups = list(dict.fromkeys(entry.groups for entry in row.entries))
-    parts += [f'<p class="dim">groups <code>{escaped(g)}</code></p>' for g in groups[:_SITES]]
     names = list(dict.fromkeys(verdict.collective.name for verdict in verdicts))
-    more = f" and {len(names) - _SITES} more" if len(names) > _SITES else ""
-    shown = ", ".join(names[:_SITES]) + more
-    parts.append(f'<p class="dim">in the compiled text: <code>{escaped(shown)}</code></p>')
+    codes = [("groups", group) for group in groups[:_SITES]]
+    codes.append(("in the compiled text:", few(names, _SITES)))
+    parts += [f'<p class="dim">{what} <code>{escaped(code)}</code></p>' for what, code in codes]
     if row.sites > 1:
         parts.append(_dim([f"operands of {sizes([entry.bytes for entry in row.entries])}"]))
     return f'<div class="fold">{"".join(parts)}<div class="here"></div></div>'

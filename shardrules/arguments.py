@@ -16,7 +16,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shardrules.errors import ArgumentError
 
@@ -35,13 +35,14 @@ def checked(f: Any = None, *, own: tuple[str, ...] = ()) -> Any:
     if f is None:
         return functools.partial(checked, own=own)
     signature = inspect.signature(f)
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
     @functools.cache
-    def wanted() -> list[tuple[inspect.Parameter, Any]]:
+    def wanted() -> list[tuple[inspect.Parameter, _Wanted]]:
         hints = typing.get_type_hints(f)  # at the first call: all modules are imported by then
         annotated = [(p, hints.get(p.name, Any)) for p in signature.parameters.values()]
-        return [(p, hint) for p, hint in annotated if hint is not Any and p.name not in own]
+        return [
+            (p, _wanted(hint)) for p, hint in annotated if hint is not Any and p.name not in own
+        ]
 
     # The argument types that fit, where types alone decide. The hooks call some of these functions
     # for each traced call, and checking takes longer than most of them.
@@ -57,31 +58,33 @@ def checked(f: Any = None, *, own: tuple[str, ...] = ()) -> Any:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return f(*args, **kwargs)
-        for parameter, hint in wanted():
-            values = bound[parameter.name] if parameter.name in bound else ()
+        for parameter, due in wanted():
+            if parameter.name not in bound:
+                continue
+            values = bound[parameter.name]
             if parameter.kind is parameter.VAR_KEYWORD:
-                values = tuple(values.values()) if values else ()
-            elif parameter.kind not in variable:
-                values = (values,) if parameter.name in bound else ()
+                values = values.values()
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                values = (values,)
             for value in values:
-                if not _fits(value, hint):
-                    _refuse(f, parameter, hint, value)
-        if not kwargs and all(_by_type(hint) for _, hint in wanted()):
+                if not due.fits(value):
+                    _refuse(f, parameter, due.name, value)
+        if not kwargs and all(due.by_type for _, due in wanted()):
             fitted.add(kinds)
         return f(*args, **kwargs)
 
     return call
 
 
-def _refuse(f: Callable[..., Any], parameter: inspect.Parameter, hint: Any, value: Any) -> None:
+def _refuse(f: Callable[..., Any], parameter: inspect.Parameter, due: str, value: Any) -> None:
     __tracebackhide__ = True
     name = f.__qualname__.replace(".__init__", "")
     default = parameter.default
     left_out = "" if default is parameter.empty else f"; leave it out for {default!r}"
-    if isinstance(value, str) and re.search("(sequence|collection) of", _due(hint)):
+    if isinstance(value, str) and re.search("(sequence|collection) of", due):
         left_out = f"; pass a list, {parameter.name}=[{value!r}]"
     raise ArgumentError(
-        f"{name}: {parameter.name} is {_due(hint)}, not {shown(value)} "
+        f"{name}: {parameter.name} is {due}, not {shown(value)} "
         f"({type(value).__name__}){left_out}; see help({_home(f)}{name})",
         argument=parameter.name,
         value=value,
@@ -98,67 +101,59 @@ def _home(f: Callable[..., Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Write any value on one short line."""
     try:
         return reprlib.repr(value).replace("\n", " ")
     except Exception:  # a user's own __repr__ may do anything
         return "an object"
 
 
-# From an annotation to its name in messages, and to the test of a value.
-_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    bool: ("True or False", lambda v: type(v).__name__ in ("bool", "bool_")),  # numpy's too
-    int: ("an int", lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool)),
-    float: ("a number", lambda v: isinstance(v, numbers.Real) and not isinstance(v, bool)),
-    str: ("a str", lambda v: isinstance(v, str)),
-    type(None): ("None", lambda v: v is None),
+class _Wanted(NamedTuple):
+    name: str  # in messages
+    fits: Callable[[Any], bool]
+    by_type: bool = False  # a value's type alone decides if it fits; for containers it does not
+
+
+def _is_number(kind: type) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, kind) and not isinstance(v, bool)
+
+
+_KINDS = {  # numpy's booleans and numbers fit too
+    bool: _Wanted("True or False", lambda v: type(v).__name__ in ("bool", "bool_"), True),
+    int: _Wanted("an int", _is_number(numbers.Integral), True),
+    float: _Wanted("a number", _is_number(numbers.Real), True),
+    str: _Wanted("a str", lambda v: isinstance(v, str), True),
+    type(None): _Wanted("None", lambda v: v is None, True),
+    collections.abc.Callable: _Wanted("a function", callable),
+    Any: _Wanted("anything", lambda v: True),
 }
 
 
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return an annotation's origin, and its arguments in brackets."""
+def _wanted(hint: Any) -> _Wanted:
+    """Read an annotation."""
     if isinstance(hint, TypeVar):
         hint = hint.__bound__ or Any
-    return typing.get_origin(hint) or hint, typing.get_args(hint)
-
-
-def _by_type(hint: Any) -> bool:
-    """Whether a value's type alone decides if it fits; for containers it does not."""
-    root, inner = _parts(hint)
+    root, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if root in (typing.Union, types.UnionType):
-        return all(map(_by_type, inner))
-    return root in _KINDS
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    root, inner = _parts(hint)
-    if root is Any:
-        return True
-    if root in (typing.Union, types.UnionType):
-        return any(_fits(value, option) for option in inner)
+        options = [*map(_wanted, inner)]
+        name = " or ".join(option.name for option in options)
+        by_type = all(option.by_type for option in options)
+        return _Wanted(name, lambda v: any(option.fits(v) for option in options), by_type)
     if root in _KINDS:
-        return _KINDS[root][1](value)
-    if root is collections.abc.Callable:
-        return callable(value)
-    if not isinstance(value, root) or isinstance(value, (str, bytes)):
-        return False
-    if issubclass(root, collections.abc.Mapping):
-        return not inner or all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
-    if isinstance(value, collections.abc.Iterator):
-        return True  # looking at its items would consume them
-    return all(_fits(item, kind) for kind in inner[:1] for item in value)
+        return _KINDS[root]
+    is_mapping = issubclass(root, collections.abc.Mapping)
+    of = [_wanted(kind) for kind in inner[: 2 if is_mapping else 1]]
+    name = f"a {root.__module__.split('.')[0]} {root.__name__}"
+    if is_mapping:
+        name = "a mapping" + (f" from {of[0].name} to {of[1].name}" if of else "")
+    elif of:
+        name = f"a {root.__name__.lower()} of {of[0].name}"
 
+    def fits(value: Any) -> bool:
+        if not isinstance(value, root) or isinstance(value, (str, bytes)):
+            return False
+        if is_mapping:
+            return not of or all(of[0].fits(k) and of[1].fits(v) for k, v in value.items())
+        # Looking at an iterator's items would consume them.
+        return not of or isinstance(value, collections.abc.Iterator) or all(map(of[0].fits, value))
 
-def _due(hint: Any) -> str:
-    root, inner = _parts(hint)
-    if root in (typing.Union, types.UnionType):
-        return " or ".join(map(_due, inner))
-    if root in _KINDS:
-        return _KINDS[root][0]
-    if root is collections.abc.Callable:
-        return "a function"
-    if isinstance(root, type) and issubclass(root, collections.abc.Mapping):
-        return "a mapping" + (f" from {_due(inner[0])} to {_due(inner[1])}" if inner else "")
-    if isinstance(root, type) and issubclass(root, collections.abc.Iterable) and inner:
-        return f"a {root.__name__.lower()} of {_due(inner[0])}"
-    return "anything" if root is Any else f"a {root.__module__.split('.')[0]} {root.__name__}"
+    return _Wanted(name, fits)

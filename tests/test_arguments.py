@@ -80,7 +80,9 @@ def in_shard_map(f):
 
 
 OWN = registry.Registry()
-AXES = {n: (getattr(shardrules, n), ["data"], {}) for n in shardrules._RULES}
+AXES = {
+    n: (getattr(shardrules, n), ["data"], {}) for n in shardrules._NAMES["registry.builtin"].split()
+}
 RULES = {"linear", "no_communication", "outputs"}
 ON_TEXT = {"mesh": T.MESH, "registry": OWN}
 # From a public name to what is called, with arguments that it takes; "?" among the positional ones

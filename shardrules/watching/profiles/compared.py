@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from shardrules import report
 from shardrules.costs import comparing
-from shardrules.report.blocks import Block
 from shardrules.report.grouping import counted, duration
-from shardrules.report.text import as_markdown
+from shardrules.report.text import markdown_table
 from shardrules.watching.profiles.shown import Profile
 
 _SAME = "same"
@@ -105,8 +104,8 @@ def _plain(compared: Compared) -> str:
 
 def _markdown(compared: Compared) -> str:
     title = f"# {compared.before.source} and {compared.after.source}"
-    table = as_markdown([Block("", columns=_COLUMNS, rows=_rows(compared))])
-    return "\n".join([title, "", f"{compared.headline}.", "", *table]).rstrip() + "\n"
+    table = markdown_table(_COLUMNS, _rows(compared))
+    return "\n".join([title, "", f"{compared.headline}.", "", *table]) + "\n"
 
 
 def _json(compared: Compared) -> str:

@@ -35,7 +35,7 @@ class Program(NamedTuple):
             return None
         from shardrules.door import compiled
 
-        return compiled.platform(self.compiled)
+        return compiled.placements(self.compiled).platform()
 
 
 @checked(own=("mesh",))
@@ -82,9 +82,9 @@ def judged(
     if program.compiled is not None:
         from shardrules.door import compiled
 
-        own_mesh = compiled.mesh_of(program.compiled)
-        shardings = compiled.parameter_shardings(program.compiled)
-        outputs = compiled.output_shardings(program.compiled, shapes)
+        placements = compiled.placements(program.compiled)
+        own_mesh, shardings = placements.mesh(), placements.parameters()
+        outputs = placements.results(compiled.output_paths(program.compiled), shapes)
     if given_outputs is not None and outputs is None:
         per_output = [*given_outputs] * (len(shapes) if len(given_outputs) == 1 else 1)
         if len(per_output) != len(shapes):
@@ -130,7 +130,9 @@ def judge_logical(
     from shardrules.door import compiled
 
     text = compiled.unoptimized_text(lowered)
-    own_mesh = _shardy_mesh(text) or compiled.mesh_of_lowered(lowered, (args, kwargs))
+    own_mesh = _shardy_mesh(text) or compiled.mesh_shape((args, kwargs))
+    if own_mesh is None:  # no public attribute of a Lowered holds its arguments
+        own_mesh = compiled.placements(lowered.compile()).mesh()
     module = hlo.parse(text, name="<lowered>")
     return hlo.judge(module, mesh=mesh, own_mesh=own_mesh, unpartitioned=True)
 

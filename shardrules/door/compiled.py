@@ -1,4 +1,4 @@
-"""What a ``jax.stages.Compiled`` knows beside its text, and what a profile holds of programs."""
+"""What JAX keeps of a compiled program beside its text, and what a profile holds of programs."""
 
 from __future__ import annotations
 
@@ -26,87 +26,78 @@ def _meshes(tree: Any) -> set[Any]:
     return {mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)}
 
 
-def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | None:
-    """Return shape and HLO sharding of each parameter that a compiled program kept."""
-    # ``input_shardings`` holds None for pruned arguments (JAX 0.10.2), which are no parameters.
-    import jax
+class Placements:
+    """The shardings of the parameters that an executable kept, and of its results."""
 
-    avals, inputs, _ = placements(getattr(compiled, "_executable", None))
-    if _is_pmap(inputs):
-        return placed(avals, inputs)
-    shardings = jax.tree_util.tree_leaves(
-        _attribute(compiled, "input_shardings"), is_leaf=lambda x: x is None
-    )
-    infos = jax.tree_util.tree_leaves(_attribute(compiled, "args_info"))
-    if len(shardings) != len(infos):
-        return None
-    # An argument's shape stands on its aval in JAX 0.4.28.
-    kept = [(getattr(i, "aval", i), s) for i, s in zip(infos, shardings) if s is not None]
-    return placed(*zip(*kept)) if kept else []
+    def __init__(self, executable: Any):
+        pmapped: Any = getattr(executable, "_unloaded_executable", None)
+        if hasattr(pmapped, "local_input_avals"):  # pmap's own, to JAX 0.9
+            self._avals = pmapped.local_input_avals
+            self._inputs, self._outputs = pmapped.input_shardings, pmapped.output_shardings
+            return
+        names = ("in_avals", "_in_shardings", "_out_shardings")
+        self._avals, self._inputs, self._outputs = (getattr(executable, n, None) for n in names)
 
+    def mesh(self) -> dict[str, int] | None:
+        """Return the axis sizes of the one mesh, else None."""
+        return mesh_shape([self._inputs, self._outputs])
 
-def placed(avals: Any, shardings: Any) -> list[tuple[tuple[int, ...], str]]:
-    """Return shape on one device and HLO sharding of arrays."""
-    shapes = [*map(_array_shape, avals)]
-    return [
-        (sharding.shard_shape(shape), _hlo_sharding(sharding, len(shape), "parameter_replication"))
-        for shape, sharding in zip(shapes, shardings)
-    ]
+    def platform(self) -> str | None:
+        """Return ``cpu``, ``tpu`` or ``gpu``, or None if nothing says it."""
+        shardings = (*(self._inputs or ()), *(self._outputs or ()))
+        names = {device.platform for sharding in shardings for device in sharding.device_set}
+        name = names.pop() if len(names) == 1 else None
+        return "gpu" if name in ("cuda", "rocm") else name
 
-
-def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] | None] | None:
-    """Return path and HLO sharding of each array that a compiled program returns."""
-    # The tokens of ordered effects stand before a program's own outputs and have no sharding.
-    told = _attribute(compiled, "output_shardings")
-    if told is None and shapes:
-        leaves = placements(getattr(compiled, "_executable", None))[2]
-        if not _is_pmap(leaves):
+    def parameters(self) -> list[tuple[tuple[int, ...], str]] | None:
+        """Return shape on one device and HLO sharding of each parameter, None if unknown."""
+        if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):
             return None
-        told = compiled.out_tree.unflatten(leaves)
-    return promised(_by_path(told), shapes)
-
-
-def promised(
-    leaves: Sequence[tuple[str, Any]], shapes: list[str]
-) -> list[tuple[str, str] | None] | None:
-    """Return path and HLO sharding of each array of a traced program's result."""
-    tokens = len(shapes) - len(leaves)
-    if tokens < 0 or any(shape != "token[]" for shape in shapes[:tokens]):
-        return None
-    ranks = [
-        len(shape.partition("[")[2].strip("]").split(",")) if "[]" not in shape else 0
-        for shape in shapes[tokens:]
-    ]
-    try:
-        return [None] * tokens + [
-            (path, _hlo_sharding(sharding, rank)) for (path, sharding), rank in zip(leaves, ranks)
+        shapes = [*map(_array_shape, self._avals)]
+        return [
+            (sharding.shard_shape(shape), _hlo_sharding(sharding, len(shape), True))
+            for shape, sharding in zip(shapes, self._inputs)
         ]
-    except (AttributeError, NotImplementedError):  # a sharding that HLO can't say
-        return None
+
+    def results(
+        self, paths: Sequence[str] | None, shapes: list[str]
+    ) -> list[tuple[str, str] | None] | None:
+        """Return path and HLO sharding of each result of these HLO shapes, None if unknown."""
+        # The tokens of ordered effects stand before a program's own outputs and have no sharding.
+        if self._outputs is None:
+            return None
+        count = len(self._outputs)
+        if paths is None or len(paths) != count:
+            paths = ("",) if count == 1 else tuple(f"[{n}]" for n in range(count))
+        tokens_count = len(shapes) - count
+        if tokens_count < 0 or any(shape != "token[]" for shape in shapes[:tokens_count]):
+            return None
+        ranks = [
+            len(shape.partition("[")[2].strip("]").split(",")) if "[]" not in shape else 0
+            for shape in shapes[tokens_count:]
+        ]
+        try:
+            return [None] * tokens_count + [
+                (path, _hlo_sharding(sharding, rank))
+                for path, sharding, rank in zip(paths, self._outputs, ranks)
+            ]
+        except (AttributeError, NotImplementedError):  # a sharding that HLO can't say
+            return None
 
 
-def placements(executable: Any) -> tuple[Any, Any, Any]:
-    """Return the avals of a loaded executable's arguments, their shardings, and its results'."""
-    pmapped: Any = getattr(executable, "_unloaded_executable", None)
-    if hasattr(pmapped, "local_input_avals"):  # pmap's own, to JAX 0.9
-        return pmapped.local_input_avals, pmapped.input_shardings, pmapped.output_shardings
-    names = ("in_avals", "_in_shardings", "_out_shardings")
-    avals, inputs, outputs = (getattr(executable, name, None) for name in names)
-    return avals, inputs, outputs
+def placements(compiled: Any) -> Placements:
+    """Return those of a jax.stages.Compiled."""
+    return Placements(getattr(compiled, "_executable", None))
 
 
-def _is_pmap(leaves: Any) -> bool:
-    return bool(leaves) and all(getattr(leaf, "sharding_spec", None) for leaf in leaves)
-
-
-def _hlo_sharding(sharding: Any, rank: int, replicas: str = "") -> str:
+def _hlo_sharding(sharding: Any, rank: int, is_parameter: bool = False) -> str:
     """Return a sharding as HLO; of a pmap's, whether all replicas hold the same data."""
     spec = getattr(sharding, "sharding_spec", None)
     if spec is None:
         return str(sharding._to_xla_hlo_sharding(rank))
     same = all(type(axis).__name__ == "Replicated" for axis in spec.mesh_mapping)
-    if replicas:
-        return f"{{replicated}}, {replicas}={{{str(same).lower()}}}"
+    if is_parameter:
+        return f"{{replicated}}, parameter_replication={{{str(same).lower()}}}"
     return "{replicated}" if same else "{manual}"
 
 
@@ -117,6 +108,15 @@ def _by_path(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
+def output_paths(compiled: Any) -> list[str]:
+    """Return the path of each output of a jax.stages.Compiled."""
+    import jax
+
+    tree = compiled.out_tree
+    leaves = _by_path(jax.tree_util.tree_unflatten(tree, [object()] * tree.num_leaves))
+    return [path for path, _ in leaves]
+
+
 def result_paths(closed_jaxpr: Any) -> tuple[str, ...] | None:
     """Return the path of each result of a traced function, None if JAX kept none."""
     info = getattr(getattr(closed_jaxpr, "jaxpr", closed_jaxpr), "debug_info", None)
@@ -125,16 +125,6 @@ def result_paths(closed_jaxpr: Any) -> tuple[str, ...] | None:
         return None
     # JAX 0.5 and newer write result['w'], older ones ['w'].
     return tuple(str(path).removeprefix("result") for path in paths)
-
-
-def platform(compiled: Any) -> str | None:
-    """Return ``cpu``, ``tpu`` or ``gpu``, or None if a compiled program does not say."""
-    import jax
-
-    leaves = jax.tree_util.tree_leaves(_shardings(compiled))
-    names = {device.platform for leaf in leaves for device in leaf.device_set}
-    name = names.pop() if len(names) == 1 else None
-    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
@@ -158,30 +148,6 @@ def unoptimized_text(lowered: Any) -> str:
         return lowered.as_text(dialect="hlo")
 
 
-def mesh_of_lowered(lowered: Any, arguments: Any) -> dict[str, int] | None:
-    """Return the axis sizes of the one mesh of a lowered program, else None."""
-    # No public attribute of a Lowered holds its arguments; a Compiled has them.
-    return mesh_shape(arguments) or mesh_of(lowered.compile())
-
-
-def mesh_of(compiled: Any) -> dict[str, int] | None:
-    """Return the axis sizes of the one mesh of a compiled program, else None."""
-    return mesh_shape(_shardings(compiled))
-
-
-def _shardings(compiled: Any) -> list[Any]:
-    return [_attribute(compiled, name) for name in ("input_shardings", "output_shardings")]
-
-
-def _attribute(compiled: Any, name: str) -> Any:
-    """Return an attribute of a compiled program, or None if it can't give it."""
-    # JAX 0.4.28 raises ValueError for the input_shardings of a program with a pruned argument.
-    try:
-        return getattr(compiled, name)
-    except (AttributeError, NotImplementedError, ValueError):
-        return None
-
-
 def _array_shape(aval: Any) -> tuple[int, ...]:
     """Return the shape of an argument's array; a key's data has more dimensions."""
     import jax
@@ -196,7 +162,6 @@ _HLO_MODULE = ("jaxlib._hlo", "jaxlib._jax", "jaxlib.xla_extension")
 
 
 def hlo_text(module_proto: bytes) -> str:
-    """Return the text of a serialized HloModuleProto."""
     kind = _of_jaxlib("HloModule")
     if kind is None:
         raise ProfileError("this jaxlib has no HloModule to read a program with")
@@ -252,28 +217,25 @@ def argument_leaves(compiled: Any) -> list[Leaf] | None:
     # The paths begin with the parameters' names, as JAX keeps them for its own messages. Which
     # leaves a program kept stands on no public attribute before JAX 0.5 (and ``input_shardings``
     # raises for a program that pruned one).
-    infos = _attribute(compiled, "args_info")
-    if infos is None:
+    if getattr(compiled, "args_info", None) is None:
         return None
     # The aval stands there in JAX 0.4.28.
     rows = [
         (name, bool(info.donated), getattr(info, "aval", info))
-        for name, (_, info) in zip(argument_names(compiled), _by_path(infos))
+        for name, (_, info) in zip(argument_names(compiled), _by_path(compiled.args_info))
     ]
-    return kept_leaves(_attribute(compiled, "_executable"), rows)
+    return kept_leaves(getattr(compiled, "_executable", None), rows)
 
 
 def argument_names(compiled: Any) -> list[str]:
-    """List the paths of the leaves of a jax.stages.Compiled's arguments."""
     paths = [path for path, _ in _by_path(compiled.args_info)]
-    told = getattr(_attribute(compiled, "_executable"), "_all_args_info", None)
+    told = getattr(getattr(compiled, "_executable", None), "_all_args_info", None)
     names = list(getattr(getattr(told, "debug_info", None), "arg_names", None) or ())
     names = names[len(names) - len(paths) :] if len(names) >= len(paths) else [""] * len(paths)
     return [name or f"args{path}" for name, path in zip(names, paths)]
 
 
 def kept_leaves(executable: Any, rows: Sequence[tuple[str, bool, Any]]) -> list[Leaf] | None:
-    """List the leaves that an executable kept, and their shardings."""
     kept = getattr(executable, "_kept_var_idx", None)
     if kept is None:
         return None
@@ -298,23 +260,6 @@ def executable_text(executable: Any) -> str | None:
     return module.to_string()
 
 
-def result_leaves(compiled: Any) -> list[tuple[str, str, str]] | None:
-    """List path, whole shape and sharding of each leaf of the outputs, or None."""
-    import jax
-
-    executable = _attribute(compiled, "_executable")
-    avals = getattr(executable, "out_avals", None)
-    tree = getattr(compiled, "out_tree", None)
-    if avals is None or tree is None or tree.num_leaves != len(avals):
-        return None
-    leaves = _by_path(jax.tree_util.tree_unflatten(tree, [object() for _ in avals]))  # as JAX does
-    shardings = getattr(executable, "_out_shardings", None) or [None] * len(avals)
-    return [
-        (path, _shape(aval), _sharding(sharding, len(aval.shape)))
-        for (path, _), aval, sharding in zip(leaves, avals, shardings)
-    ]
-
-
 class Placed(NamedTuple):
     """An output with its sharding, as text and to compare."""
 
@@ -323,6 +268,7 @@ class Placed(NamedTuple):
     rank: int  # how many dimensions it has
     own: Any  # JAX's sharding
     mesh: Any  # the one mesh of the program, if there is one
+    shape: str  # the whole shape
 
     def differs(self, wanted: Any) -> str | None:
         """Return the wanted sharding as text if it is another; else None."""
@@ -358,20 +304,17 @@ class Placed(NamedTuple):
 
 
 def placed_results(compiled: Any) -> list[Placed] | None:
-    """List the outputs of a jax.stages.Compiled with their shardings, or None."""
-    import jax
-
-    leaves = result_leaves(compiled)
-    shardings = jax.tree_util.tree_leaves(getattr(compiled, "output_shardings", None))
-    if leaves is None or len(shardings) != len(leaves):
+    executable = getattr(compiled, "_executable", None)
+    avals = getattr(executable, "out_avals", None)
+    tree = getattr(compiled, "out_tree", None)
+    if avals is None or tree is None or tree.num_leaves != len(avals):
         return None
-    executable = _attribute(compiled, "_executable")
-    meshes = _meshes((*shardings, *getattr(executable, "_in_shardings", ())))
+    outputs = getattr(executable, "_out_shardings", None) or [None] * len(avals)
+    meshes = _meshes([outputs, getattr(executable, "_in_shardings", None)])
     mesh = meshes.pop() if len(meshes) == 1 else None
-    ranks = [len(aval.shape) for aval in executable.out_avals]
     return [
-        Placed(path, _sharding(own, rank), rank, own, mesh)
-        for (path, _, _), own, rank in zip(leaves, shardings, ranks)
+        Placed(path, _sharding(own, aval.ndim), aval.ndim, own, mesh, _shape(aval))
+        for path, aval, own in zip(output_paths(compiled), avals, outputs)
     ]
 
 

@@ -21,16 +21,11 @@ from shardrules.door import versions
 from shardrules.door.audit_names import Primitives
 from shardrules.door.jaxprs import opened, read
 from shardrules.door.lookup import find, is_cached, look, unsupported
+from shardrules.door.patching import MeshKey
 from shardrules.door.symbols import SYMBOLS
-from shardrules.door.trace_key import ContextKey, MeshKey
 from shardrules.errors import RuleError, UnsupportedJaxError
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.suggestions import is_library
-
-# In these release series, all that Primitive.bind_with_trace does for a trace that takes hijax
-# types is to call process_primitive. Two calls an equation are saved by not asking it; a test in
-# tests/core/test_install.py reads its source, and any other JAX is asked.
-_BINDS_BY_PROCESSING = ((0, 9), versions.NEWEST)
 
 _INVARIANT = AxisType()
 
@@ -47,16 +42,18 @@ class Door:
     def __init__(self, version: str, symbols: dict[str, Any], owners: dict[str, tuple[Any, str]]):
         self.__dict__.update(symbols)
         self.version = version
-        newest, is_new = ".".join(map(str, versions.NEWEST)), versions.is_untested(version)
-        # why the hooks test themselves, or empty
-        self.untested = f"newer than {newest}, the newest that was tested" if is_new else ""
+        self.untested = ""  # why the hooks test themselves, or empty
+        if versions.is_untested(version):
+            self.untested = f"newer than {versions.NEWEST}, the newest that was tested"
         self.typed = typed = symbols["check_vma"] is not None  # whether axis types are on avals
         self._owners = owners
         self._here = threading.local()
         # From JAX 0.6.2; 0.6.0, where the switch has its old name, keeps the check on in kernels.
         self.traces_kernels_unchecked = not typed or owners["check_vma"][1] == "_check_vma"
-        first, last = _BINDS_BY_PROCESSING
-        self.binds_by_processing = first <= versions.release(version)[:2] <= last
+        # There, all that Primitive.bind_with_trace does for a trace that takes hijax types is to
+        # call process_primitive. Two calls an equation are saved by not asking it; a test in
+        # tests/core/test_install.py reads its source, and any other JAX is asked.
+        self.binds_by_processing = versions.release(version) >= (0, 9) and not self.untested
         self._caches_kernels = is_cached(symbols["trace_kernel"])
         # A program has the same few types and avals again and again.
         self._types: dict[Any, AxisType] = {}
@@ -67,7 +64,6 @@ class Door:
         def __getattr__(self, name: str) -> Any: ...
 
     def owner(self, key: str) -> tuple[Any, str]:
-        """Return the module that holds a symbol, and its name there."""
         return self._owners[key]
 
     # Axis types.
@@ -82,7 +78,7 @@ class Door:
             aval = aval.inner_aval
         mat = getattr(aval, "manual_axis_type", None)
         if mat is not None:
-            return self._type(mat)
+            return self._types.setdefault(mat, AxisType(mat.varying, mat.unreduced, mat.reduced))
         varying = getattr(aval, "vma", None)
         if varying is None:
             return _INVARIANT
@@ -95,15 +91,12 @@ class Door:
         )
 
     def axis_types(self, avals: Iterable[Any]) -> tuple[AxisType, ...]:
-        """Return each aval's axis type."""
         return tuple(map(self.axis_type, avals))
 
     def axes_of(self, aval: Any) -> frozenset[str] | None:
         """Return the axes over which an aval differs; None on a JAX whose avals have no types."""
-        if not self.typed:
-            return None
         have = self.axis_type(aval)
-        return have.varying | have.unreduced
+        return have.varying | have.unreduced if self.typed else None
 
     def need_types(self, what: str) -> None:
         """Raise UnsupportedJaxError on a JAX whose values have no axis types."""
@@ -113,9 +106,6 @@ class Door:
                 f"{self.version}",
                 version=self.version,
             )
-
-    def _type(self, mat: Any) -> AxisType:
-        return self._types.setdefault(mat, AxisType(mat.varying, mat.unreduced, mat.reduced))
 
     def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
         """Return ``aval`` with another axis type, or as it is if it can't carry one."""
@@ -131,10 +121,8 @@ class Door:
         return self._retyped(aval, axis_type)
 
     def _retype(self, aval: Any, axis_type: AxisType) -> Any:
-        have, partial = (
-            self.axis_type(aval),
-            dict(unreduced=axis_type.unreduced, reduced=axis_type.reduced),
-        )
+        have = self.axis_type(aval)
+        partial = dict(unreduced=axis_type.unreduced, reduced=axis_type.reduced)
         if self.ManualAxisType is not None:
             mat = self.ManualAxisType(varying=axis_type.varying, **partial)
             return aval.update(manual_axis_type=mat)
@@ -145,11 +133,9 @@ class Door:
         return aval.update(**changes)
 
     def cotangent_type(self, primal: Any) -> AxisType:
-        """Return the axis type that the cotangent of a primal aval must have."""
         return self.axis_type(self.cotangent_aval(primal))
 
     def cotangent_aval(self, primal: Any) -> Any:
-        """Return the aval of a primal aval's cotangent."""
         for name in ("to_ct_aval", "to_cotangent_aval", "to_tangent_aval"):
             if hasattr(primal, name):
                 return getattr(primal, name)()
@@ -163,12 +149,11 @@ class Door:
             return None  # an array's own type is no annotation
         if self.ManualAxisType is not None:
             mat = shape.manual_axis_type
-            return None if mat is None else self._type(mat)
+            return None if mat is None else AxisType(mat.varying, mat.unreduced, mat.reduced)
         varying = getattr(shape, "vma", None)  # JAX 0.6.0: nothing to write it in
         return None if varying is None else AxisType(varying)
 
     def unannotated(self, shape: Any) -> Any:
-        """Return an annotated ``ShapeDtypeStruct`` without its annotation."""
         return shape.update(**{"vma" if self.ManualAxisType is None else "manual_axis_type": None})
 
     def can_cast(self, aval: Any) -> bool:
@@ -193,7 +178,6 @@ class Door:
             self._here.axes = before
 
     def checking(self) -> bool:
-        """Whether we are inside a shard_map that checks types."""
         return self.typed and bool(self.check_vma.value) and bool(self.manual_axes())
 
     def why_casts_do_nothing(self) -> str:
@@ -203,7 +187,6 @@ class Door:
         return "unchecked" if self.manual_axes() else "outside"
 
     def unchecked(self):
-        """Return a context manager in which shard_map's check is off."""
         return self.check_vma(False) if self.typed else contextlib.nullcontext()
 
     def cast(self, value: Any, want: AxisType) -> Any:
@@ -212,36 +195,33 @@ class Door:
         if have == want:
             return value
         # One cast moves axes of one state only: jax.lax.pcast refuses a mixture (JAX 0.10.2).
-        for axes in (have.reduced & want.varying, want.varying - have.axes):
-            if axes:
-                value = self._cast(value, axes, "varying")
-        axes = have.varying & want.unreduced
-        return self._cast(value, axes, "unreduced") if axes else value
+        for axes, to in (
+            (have.reduced & want.varying, "varying"),
+            (want.varying - have.axes, "varying"),
+            (have.varying & want.unreduced, "unreduced"),
+        ):
+            order = tuple(sorted(axes))
+            if order and self.owner("pcast")[1] == "pcast":
+                value = self.pcast(value, order, to=to)
+            elif order and to == "varying":
+                value = self.pcast(value, order)
+            elif order:
+                raise RuleError(
+                    f"JAX {self.version} has no cast to {to} over {{{', '.join(order)}}}; rules "
+                    "that make a value unreduced need JAX 0.8 or newer",
+                    axes=axes,
+                )
+        return value
 
-    def _cast(self, value: Any, axes: frozenset[str], to: str) -> Any:
-        order = tuple(sorted(axes))
-        if self.owner("pcast")[1] == "pcast":
-            return self.pcast(value, order, to=to)
-        if to == "varying":
-            return self.pcast(value, order)
-        raise RuleError(
-            f"JAX {self.version} has no cast to {to} over {{{', '.join(order)}}}; rules that make "
-            "a value unreduced need JAX 0.8 or newer",
-            axes=axes,
-        )
-
-    def cast_all(self, trace: Any, values: Any, avals: Any, wants: Any) -> list[Any]:
-        """Cast arrays among operands bound in ``trace``; where the type is None, they stay."""
+    def cast_bound(self, trace: Any, values: Any, wants: Any) -> list[Any]:
+        """Cast as ``cast_arrays`` does, operands that are bound in ``trace``."""
         with self.set_current_trace(trace):
-            return [
-                x if want is None or not isinstance(aval, self.ShapedArray) else self.cast(x, want)
-                for x, aval, want in zip(values, avals, wants)
-            ]
+            return self.cast_arrays(values, wants)
 
-    def cast_arrays(self, values: Iterable[Any], wants: Iterable[AxisType]) -> list[Any]:
+    def cast_arrays(self, values: Iterable[Any], wants: Iterable[AxisType | None]) -> list[Any]:
         """Cast the arrays among values in the current trace; refs and tokens stay."""
         return [
-            self.cast(x, want) if self.can_cast(self.typeof(x)) else x
+            self.cast(x, want) if want is not None and self.can_cast(self.typeof(x)) else x
             for x, want in zip(values, wants)
         ]
 
@@ -386,7 +366,7 @@ class Door:
         return jaxpr, constants, put
 
     def jaxpr_of(self, function: Any, avals: Sequence[Any]) -> Any:
-        """Return the jaxpr of a function of arrays of these types, from there to a list."""
+        """Return the jaxpr of a function from arrays of these types to a list."""
         import jax
 
         if self.stage_jaxpr is not None:
@@ -397,7 +377,6 @@ class Door:
         return jax.make_jaxpr(lambda *xs: function(*map(self.cast, xs, types)))(*structs).jaxpr
 
     def function_name(self, fun: Any) -> str:
-        """Return a function's name for messages; a WrappedFun has its own way to say it."""
         name = getattr(getattr(fun, "debug_info", None), "func_name", None)
         return name or getattr(fun, "__name__", None) or "<unnamed>"
 
@@ -412,11 +391,9 @@ class Door:
     # Lowering.
 
     def lowering_rule(self, entry: Any) -> Any:
-        """Return the rule in an entry of the lowering table."""
         return entry if self.LoweringRuleEntry is None else entry.rule
 
     def lowering_entry(self, entry: Any, rule: Any) -> Any:
-        """Return an entry like ``entry`` for another rule."""
         if self.LoweringRuleEntry is None:
             return rule
         return self.LoweringRuleEntry(rule, entry.inline)
@@ -425,11 +402,12 @@ class Door:
 
     def trace_key(self) -> Any:
         """Return an object that puts a value into JAX's trace key, here or for all threads."""
-        # From JAX 0.7.2 that is ``jax.make_user_context()``.
         if self.make_user_context is None:
             return MeshKey(self.config)
         context = self.make_user_context()
-        return context if hasattr(context, "set_global") else ContextKey(context)
+        if not hasattr(context, "set_global"):  # JAX 0.7.2 to 0.9
+            context.set_global = context._obj.set_global
+        return context
 
 
 def _body_tracer(function: Any) -> types.CodeType:

@@ -45,7 +45,6 @@ CALLS = {
 
 
 def only_touches_refs(jaxpr: Any) -> bool:
-    """Whether a jaxpr has no effect but reading and writing refs."""
     return _OF_REFS.issuperset([type(effect).__name__ for effect in jaxpr.effects])
 
 
@@ -55,17 +54,14 @@ def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
 
 
 def union(types: Iterable[AxisType]) -> frozenset[str]:
-    """Return the axes over which any of the types varies."""
     return frozenset().union(*(axis_type.varying for axis_type in types))
 
 
 def gained(types: Iterable[AxisType], before: Iterable[AxisType]) -> frozenset[str]:
-    """Return the axes over which any of the types varies and did not before."""
     return frozenset().union(*(new.varying - old.varying for new, old in zip(types, before)))
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of a scan's constants and of its carries."""
     if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
         constants, carry, _ = map(len, params["ft_in"].unpack())
         return constants, carry
@@ -99,7 +95,6 @@ def read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def variable(like: Any, aval: Any) -> Any:
-    """Return a new variable of a jaxpr."""
     kind = type(like)
     suffixed = hasattr(like, "suffix") and kind.__name__ != "DropVar"  # JAX 0.6.0
     return kind("", aval) if suffixed else kind(aval)
@@ -121,7 +116,6 @@ def named_axes(params: dict[str, Any]) -> frozenset[str]:
 
 
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """Yield the jaxprs in an equation's parameters."""
     for value in params.values():
         for entry in value if isinstance(value, (tuple, list)) else (value,):
             if (inner := opened(entry)) is not None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardrules.door import versions
 from shardrules.errors import UnsupportedJaxError
 
 
-@dataclasses.dataclass(frozen=True)
-class Symbol:
+class Symbol(NamedTuple):
     """One private name of JAX, and the versions that have it."""
 
     key: str  # what this package calls it
@@ -25,19 +23,16 @@ class Symbol:
 
     @property
     def versions(self) -> str:
-        """The versions of JAX in which it was read, as text."""
-        last = self.last or ".".join(map(str, versions.NEWEST))
+        last = self.last or versions.NEWEST
         return self.first if last == self.first else f"{self.first}-{last}"
 
     def exists_in(self, version: str) -> bool:
         """Whether this version of JAX must have it."""
         release = versions.release(version)
-        if release < versions.release(self.first):
-            return False
         if self.last is None:
-            return True
+            return release >= versions.release(self.first)
         last = tuple(map(int, self.last.split(".")))
-        return (*release, 0, 0)[: len(last)] <= last
+        return versions.release(self.first) <= release and (*release, 0, 0)[: len(last)] <= last
 
 
 _ROW = re.compile(r" +(\w+) +([\d.]+)(?:-([\d.]+)|(\+))?\s+([\w.]+(?::\w+)?)(?:\(([^)]*)\))?\n")
@@ -47,14 +42,12 @@ def read(table: str) -> tuple[Symbol, ...]:
     """Return the symbols of a table; ``symbols.py`` says how it is written."""
     symbols, reason, at = [], "", 0
     while at < len(table):
-        row = _ROW.match(table, at)
-        if row:
+        if row := _ROW.match(table, at):
             key, first, last, and_newer, path, parameters = row.groups()
             path = f"jax._src{path}" if path.startswith(".") else path
             names = tuple(re.findall(r"\w+", parameters or ""))
-            symbols.append(
-                Symbol(key, path, first, None if and_newer else last or first, names, reason)
-            )
+            last = None if and_newer else last or first
+            symbols.append(Symbol(key, path, first, last, names, reason))
             at = row.end()
             continue
         reason, end, _ = table[at:].partition("\n")
@@ -65,7 +58,7 @@ def read(table: str) -> tuple[Symbol, ...]:
 
 
 def is_cached(function: Any) -> bool:
-    """Whether this is one of JAX's C++ caches around a function."""
+    """Whether this is one of JAX's C++ caches around a function, which tells no parameters."""
     return hasattr(function, "cache_info")
 
 
@@ -77,41 +70,36 @@ def look(symbol: Symbol) -> tuple[Any, tuple[Any, str], str]:
         value: Any = getattr(owner, attribute) if attribute else owner
     except (ImportError, AttributeError):
         return None, (None, ""), "is missing"
-    if symbol.parameters:
-        try:
-            have = tuple(inspect.signature(value).parameters)
-        except (TypeError, ValueError):
-            if is_cached(value):  # one of JAX's C++ caches around a function: it tells no names
-                return value, (owner, attribute), ""
-            have = ()
-        slots = getattr(value, "__slots__", ())
-        lost = [p for p in symbol.parameters if p not in have and p not in slots]
-        if lost:
-            takes = ", ".join(have) or "nothing"
-            wrong = f"no longer takes {', '.join(lost)} (it takes {takes})"
-            return None, (owner, attribute), wrong
-    return value, (owner, attribute), ""
+    have: tuple[str, ...] = ()
+    try:
+        have = tuple(inspect.signature(value).parameters) if symbol.parameters else ()
+    except (TypeError, ValueError):
+        if is_cached(value):
+            return value, (owner, attribute), ""
+    there = {*have, *getattr(value, "__slots__", ())}
+    lost = ", ".join(p for p in symbol.parameters if p not in there)
+    wrong = f"no longer takes {lost} (it takes {', '.join(have) or 'nothing'})" if lost else ""
+    return value, (owner, attribute), wrong
 
 
 def unsupported(version: str, what: str, **data: Any) -> UnsupportedJaxError:
     """Return the error for a JAX that the hooks don't fit."""
     return UnsupportedJaxError(
         f"shardrules has no hooks for JAX {version}: {what} Nothing was changed. Install JAX "
-        f"{versions.tested()}, or a newer shardrules.",
+        f"{versions.TESTED}, or a newer shardrules.",
         version=version,
         **data,
     )
 
 
 def find(version: str, symbols: tuple[Symbol, ...]) -> tuple[dict, dict]:
-    """Look up all symbols that exist in a version of JAX; return them and their owners."""
-    # A symbol that this version does not have is None.
+    """Look up all symbols; return them (None: this version has it not) and their owners."""
     values: dict[str, Any] = {symbol.key: None for symbol in symbols}
     owners: dict[str, tuple[Any, str]] = {}
     for symbol in symbols:
         if not symbol.exists_in(version):
             continue
-        value, owner, problem = look(symbol)
+        values[symbol.key], owners[symbol.key], problem = look(symbol)
         if problem:
             raise unsupported(
                 version,
@@ -119,5 +107,4 @@ def find(version: str, symbols: tuple[Symbol, ...]) -> tuple[dict, dict]:
                 f"{symbol.versions}).",
                 symbol=symbol.path,
             )
-        values[symbol.key], owners[symbol.key] = value, owner
     return values, owners

@@ -1,45 +1,41 @@
-"""Replace attributes and table entries of JAX, and put exactly the old state back."""
+"""What this package puts into JAX: replaced functions, tuples that refuse, an own trace key."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 _ABSENT = object()
 
 
 class Patches:
-    """A list of replacements that is applied whole and undone whole."""
+    """Replaced attributes and table entries; undoing puts exactly the old state back."""
 
     def __init__(self):
-        self._undo: list[tuple[str, Any, Any, Any]] = []
+        self._undo: list[tuple[Any, Any, Callable[[], None]]] = []
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name``; if it was inherited, undoing deletes it again."""
-        self._undo.append(("attribute", owner, name, vars(owner).get(name, _ABSENT)))
+        old = vars(owner).get(name, _ABSENT)
+        undo: Any = (delattr, owner, name) if old is _ABSENT else (setattr, owner, name, old)
+        self._undo.append((owner, name, functools.partial(*undo)))
         setattr(owner, name, value)
 
     def entry(self, table: dict, key: Any, value: Any) -> None:
-        """Set ``table[key]``."""
-        self._undo.append(("entry", table, key, table.get(key, _ABSENT)))
+        old = table.get(key, _ABSENT)
+        undo: Any = (table.pop, key) if old is _ABSENT else (table.__setitem__, key, old)
+        self._undo.append((table, key, functools.partial(*undo)))
         table[key] = value
 
     def touched(self) -> tuple[tuple[Any, Any], ...]:
         """Return each (owner, name) and (table, key) that is replaced now."""
-        return tuple((owner, name) for _, owner, name, _ in self._undo)
+        return tuple((owner, name) for owner, name, _ in self._undo)
 
     def undo(self) -> None:
-        """Put everything back, last change first."""
         while self._undo:
-            kind, owner, name, old = self._undo.pop()
-            if kind == "attribute":
-                if old is _ABSENT:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, old)
-            elif old is _ABSENT:
-                del owner[name]
-            else:
-                owner[name] = old
+            self._undo.pop()[2]()
 
 
 class ModuleProxy:
@@ -51,3 +47,62 @@ class ModuleProxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+class TellingTuple(tuple):
+    """A tuple that calls ``refuse`` before it is read.
+
+    The hooks drop types from an interpreted kernel's loops, where JAX mixes them. Without the
+    hooks, JAX's error doesn't name the cause. It first reads ``input_output_aliases`` of the
+    parameters (a test in tests/core/test_install.py fails once it does not): that tuple raises.
+    """
+
+    refuse: Callable[[], None]  # raises where it may not be read
+
+    def __iter__(self):
+        self.refuse()
+        return super().__iter__()
+
+    def __bool__(self):
+        self.refuse()
+        return len(self) > 0
+
+
+class _Mark(tuple):
+    """Our entry among the meshes that are part of the trace key."""
+
+
+class MeshKey:
+    """jit's trace key before ``jax.make_user_context`` (JAX to 0.7.1)."""
+
+    # The list of meshes entered by ``with mesh:`` is in the key, and nothing else reads it from
+    # there, so one thread's scope can stand in it too. A change for all threads clears the caches.
+
+    def __init__(self, config: Any):
+        self._config = config
+        self._value = None
+
+    def set_global(self, value: Any) -> None:
+        if value != self._value:
+            import jax
+
+            self._value = value
+            jax.clear_caches()
+
+    @contextlib.contextmanager
+    def __call__(self, value: Any):
+        """Put ``value`` into this thread's trace key."""
+        state = getattr(self._config, "mesh_context_manager", None)
+        if state is not None:
+            before, write = state.value, state.set_local
+        else:  # JAX to 0.4.35 keeps it in a tuple of the thread's
+            context = self._config.jax_jit.thread_local_state().extra_jit_context
+            before = getattr(context, "mesh_context_manager", None)
+            update = self._config.update_thread_local_jit_state
+            write = lambda meshes: update(mesh_context_manager=meshes)  # noqa: E731
+        meshes = tuple(before or ())
+        write((*(m for m in meshes if not isinstance(m, _Mark)), _Mark((value,))))
+        try:
+            yield
+        finally:
+            write(meshes)

@@ -25,24 +25,19 @@ cast_listeners: list[Callable[[str], None]] = []
 
 
 class Argument(NamedTuple):
-    """One leaf of a call's arguments."""
-
-    # shape, dtype, weak_type, sharding: of the array, as text; sharding is empty for a value of
-    # NumPy or Python.
-
     path: str  # the parameter's name and the keys below it
     shape: str
     dtype: str
     weak_type: str
-    sharding: str
+    sharding: str  # empty for a value of NumPy or Python
     array: Any  # what was passed
     donated: bool  # whether it was declared donated
 
 
 class Listener:
-    """Called on the thread that watches; arguments are listed where a listener wants them."""
+    """Called on the thread that watches."""
 
-    wants_arguments = False
+    wants_arguments = False  # else the lists are empty
 
     def called(self, name: str, arguments: list[Argument], is_jax_s: bool) -> None:
         """Note that a compiled function is about to run, a user's or JAX's own."""
@@ -130,21 +125,13 @@ def around(wrapper: Any, original: Any) -> Any:
 
 def forget_fast_paths() -> None:
     """Drop C++'s fast paths of called functions; traces and executables stay."""
-    try:
-        from jax._src.lib import _jax as library
-    except ImportError:
-        from jax._src.lib import xla_client
+    from jax._src import lib, pjit
 
-        library = xla_client._xla
+    library = lib._jax if hasattr(lib, "_jax") else lib.xla_client._xla
     library.PjitFunctionCache.clear_all()
-    from jax._src import pjit
-
-    for name in (
-        "_cpp_pjit_cache",
-        "_cpp_pjit_cache_fun_only",
-        "_cpp_pjit_cache_explicit_attributes",
-    ):
-        if (cache := getattr(pjit, name, None)) is not None:  # clear_all leaves it, to 0.4.35
+    for kind in ("", "_fun_only", "_explicit_attributes"):
+        cache = getattr(pjit, f"_cpp_pjit_cache{kind}", None)
+        if cache is not None:  # clear_all leaves it, to 0.4.35
             cache.clear()
 
 
@@ -156,10 +143,11 @@ def _call(original: Any, *args, **params) -> Any:
     info = getattr(params["jaxpr"].jaxpr, "debug_info", None)
     names = getattr(info, "arg_names", None) or ()
     place = (getattr(info, "func_src_info", None) or "").rpartition(" at ")[2]
+    wants_arguments = any(listener.wants_arguments for listener in listeners)
     arguments = [
         _argument(names[n] if n < len(names) and names[n] else f"argument {n}", arg, donated)
         for n, (arg, donated) in enumerate(zip(args, params["donated_invars"]))
-        if any(listener.wants_arguments for listener in listeners)
+        if wants_arguments
     ]
     with _reporting(name, arguments, owns(place)) as returned:
         answer = original(*args, **params)
@@ -180,7 +168,7 @@ def _reporting(name: str, arguments: list[Argument], is_jax_s: bool = False) -> 
         for listener in listeners:
             listener.failed()
         raise
-    for listener in tuple(listeners):  # a listener may stop watching here
+    for listener in tuple(listeners):  # one may stop watching here
         listener.returned(name, arguments, *returned)
 
 
@@ -192,11 +180,8 @@ def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
     if not listeners or tree != self.in_tree:  # where they differ, JAX says so
         return original(self, *args, **kwargs)
     executable = getattr(self, "_executable", None)
-    infos = jax.tree_util.tree_leaves(self.args_info)
-    arguments = [
-        _argument(name, leaf, info.donated)
-        for name, leaf, info in zip(compiled.argument_names(self), leaves, infos)
-    ]
+    donated = [info.donated for info in jax.tree_util.tree_leaves(self.args_info)]
+    arguments = [*map(_argument, compiled.argument_names(self), leaves, donated)]
     name = getattr(getattr(executable, "unsafe_call", None), "name", "a compiled function")
     with _reporting(name, arguments) as returned:
         results = original(self, *args, **kwargs)
@@ -208,18 +193,15 @@ def _argument(path: str, value: Any, donated: bool) -> Argument:
     import jax
     import numpy as np
 
-    sharding = getattr(value, "sharding", "") if isinstance(value, jax.Array) else ""
-    aval = getattr(value, "aval", None)
-    shape = getattr(value, "shape", np.shape(value))
-    weak = aval.weak_type if aval is not None and hasattr(aval, "weak_type") else False
-    weak = weak or isinstance(value, (bool, int, float, complex))
-    dtype = getattr(value, "dtype", type(value).__name__)
+    is_weak = isinstance(value, (bool, int, float, complex)) or getattr(
+        getattr(value, "aval", None), "weak_type", False
+    )
     return Argument(
         path,
-        f"[{','.join(map(str, shape))}]",
-        str(dtype),
-        "weakly typed" if weak else "strongly typed",
-        str(sharding),
+        f"[{','.join(map(str, np.shape(value)))}]",
+        str(getattr(value, "dtype", type(value).__name__)),
+        "weakly typed" if is_weak else "strongly typed",
+        str(value.sharding) if isinstance(value, jax.Array) else "",
         value,
         bool(donated),
     )
@@ -253,7 +235,6 @@ def _read_by_numpy(original: Any, *args, how: str, **kwargs) -> Any:
 
 
 def _explicit() -> bool:
-    """Whether ``jax.device_get`` reads."""
     import jax
     from jax._src import config
 

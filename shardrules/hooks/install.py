@@ -147,17 +147,14 @@ def install(
 
 
 def installed() -> bool:
-    """Return whether the hooks act in this thread."""
     return _state.active
 
 
 def touched() -> tuple[tuple[Any, Any], ...]:
-    """Return each attribute and table entry of JAX that is replaced now."""
     return _patches.touched()
 
 
 def state() -> State:
-    """Return which hooks are active where, in this process."""
     return _state
 
 

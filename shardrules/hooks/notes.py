@@ -18,8 +18,6 @@ class Claims:
 
 @dataclasses.dataclass(frozen=True)
 class NotedSum:
-    """A psum that the hooks put in."""
-
     axes: tuple[str, ...]  # the mesh axes, sorted
     shape: tuple[int, ...]  # the local shape of what is summed
     dtype: Any  # its dtype
@@ -29,8 +27,6 @@ class NotedSum:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedCast:
-    """One cast, where its psum moves the fewest bytes."""
-
     # the source line that makes what is cast; empty for an argument of what is differentiated
     at: str
     value: str  # its dtype and local shape

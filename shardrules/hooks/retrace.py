@@ -48,7 +48,6 @@ class _Elsewhere:
         self._thread = threading.get_ident()
 
     def write(self, text: str) -> int:
-        """Write, or drop."""
         return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +56,6 @@ class _Elsewhere:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what this thread prints."""
     out: Any = _Elsewhere(sys.stdout)
     err: Any = _Elsewhere(sys.stderr)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -191,7 +189,6 @@ def computed(closed: Any) -> collections.Counter[tuple[str, str]]:
 
 
 def first_line(error: BaseException) -> str:
-    """Give an error's type and the first line of what it says."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 

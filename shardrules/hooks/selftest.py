@@ -18,8 +18,6 @@ from shardrules.registry.builtin import no_communication
 
 
 class Body(NamedTuple):
-    """A program and what is expected of it."""
-
     name: str  # what messages call it
     # of ``x``, which varies over data and model, and ``w``, which varies over model; both have
     # shape (2, 2) in it
@@ -30,7 +28,6 @@ class Body(NamedTuple):
 
 
 def bodies() -> Iterator[Body]:
-    """Yield the programs."""
     import jax
     import jax.numpy as jnp
     from jax import lax

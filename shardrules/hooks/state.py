@@ -51,8 +51,6 @@ class _Key:
 
 
 class _Here(threading.local):
-    """The state of one thread."""
-
     scope: Scope | None = None  # the scope that was entered
     annotations: list[Any]  # the user's, for each kernel output whose shape was converted
     kernel_annotations: tuple[Any, ...] = ()  # the user's, of the mesh kernel that is being called
@@ -119,14 +117,12 @@ class State:
     # Handles.
 
     def push(self, handle: object, scope: Scope) -> None:
-        """Activate the hooks in every thread."""
         with self.lock:
             self._installed.append((handle, scope))
             self.everywhere = scope
             self.refresh()
 
     def remove(self, handle: object) -> None:
-        """Undo ``push``."""
         with self.lock:
             self._installed = [entry for entry in self._installed if entry[0] is not handle]
             self.everywhere = self._installed[-1][1] if self._installed else Scope()
@@ -147,12 +143,10 @@ class State:
 
     @property
     def active(self) -> bool:
-        """Whether the hooks act in this thread."""
         return (self.here.scope or self.everywhere).active
 
     @property
     def scope(self) -> Scope:
-        """The current scope of this thread."""
         local = self.here
         base, overlays = local.scope or self.everywhere, self.registry.overlays
         if not overlays:
@@ -198,7 +192,6 @@ class State:
 
     @contextlib.contextmanager
     def locally(self, **changes: Any):
-        """Change fields of ``here`` inside the context."""
         before = {name: getattr(self.here, name) for name in changes}
         self.here.__dict__.update(changes)
         try:
@@ -244,7 +237,6 @@ class State:
         self.refresh()
 
     def refresh(self) -> None:
-        """Invalidate traces that were made under another registry or policy."""
         if self._trace_key is not None:
             self._trace_key.set_global(self._key(self.everywhere))
 

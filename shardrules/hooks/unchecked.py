@@ -51,8 +51,6 @@ class Site:
 
 
 class Missing(NamedTuple):
-    """A kernel without a rule, and the lines that register it."""
-
     kernel: str
     lines: tuple[str, ...]
 
@@ -139,8 +137,6 @@ def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> st
 
 
 class UncheckedHooks(Hooks):
-    """The hook at the function that makes a shard_map."""
-
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         # Called once per argument signature, with a function that traces the call and returns
@@ -150,7 +146,6 @@ class UncheckedHooks(Hooks):
         self.decisions: dict[Any, UncheckedSite] = {}
 
     def install(self, patches: Patches) -> None:
-        """Replace the function that makes a shard_map."""
         original = self.door.make_shard_map
         signature = inspect.signature(original)
         (check,) = [name for name in _CHECKS if name in signature.parameters]
@@ -176,8 +171,6 @@ class UncheckedHooks(Hooks):
 
 
 class _Unchecked:
-    """A shard_map whose check is off."""
-
     def __init__(self, hooks: UncheckedHooks, site: Site, off: Any, on: Any, asked: dict[str, Any]):
         self.hooks = hooks
         self.door = hooks.door
@@ -386,8 +379,6 @@ class _Unchecked:
 
 
 class _On(NamedTuple):
-    """A trace with the check on."""
-
     closed: Any
     sums: tuple[retrace.Sum, ...] | None
     missing: tuple[Missing, ...]

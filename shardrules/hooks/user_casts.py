@@ -221,7 +221,6 @@ def checking_claims() -> Iterator[Claims]:
 
 
 def _axes(door: Door, call: str, axes: tuple[Any, ...]) -> frozenset[str]:
-    """Check the axes that a caller wrote."""
     if not axes or not all(isinstance(a, str) and a for a in axes):
         raise AxisError(
             f"{call} takes the names of one or more mesh axes, not "

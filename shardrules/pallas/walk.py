@@ -18,8 +18,6 @@ _MOST_EQUATIONS = 200_000  # bounds the work, since nested jaxprs are read at ea
 
 @dataclasses.dataclass(frozen=True)
 class Blocker:
-    """One reason why a kernel is not proven."""
-
     primitive: str  # the primitive's name
     reason: str  # the end of the message
     source: str  # ``file:line`` of the kernel's code
@@ -33,7 +31,6 @@ class Blocker:
 
 
 def mesh_axes(mesh: Any) -> tuple[str, ...]:
-    """Return the axis names of a mesh of cores or threads."""
     try:
         return tuple(mesh.shape)
     except (AttributeError, NotImplementedError, TypeError):
@@ -72,7 +69,6 @@ class Walk:
         self._left = _MOST_EQUATIONS
 
     def block(self, eqn: Any, reason: str, communicates: bool = False, axes=()) -> None:
-        """Note that an equation is not allowed."""
         place = self.door.source_line(eqn.source_info, of_libraries=True) or self.kernel_place
         self.blockers.append(Blocker(eqn.primitive.name, reason, place, communicates, tuple(axes)))
 

@@ -43,7 +43,7 @@ class Noted:
 
     def __init__(self, executable: Any, traced: _Traced):
         self._traced = traced
-        self._avals, self._inputs, self._outputs = compiled.placements(executable)
+        self.placements = compiled.Placements(executable)
         self.name = "a program"
         self.failure = ""
         try:
@@ -61,18 +61,12 @@ class Noted:
     def mesh(self, device_count: int) -> dict[str, int] | None:
         """Return the axis sizes of its only mesh, None unless that has ``device_count`` devices."""
         # The shardings of arguments and results name the mesh, else the shard_maps do.
-        mesh_shape = compiled.mesh_shape([self._inputs, self._outputs])
+        mesh_shape = self.placements.mesh()
         if mesh_shape is None:
             shapes = {tuple(dict(mesh.shape).items()) for mesh in self._traced.meshes}
             mesh_shape = dict(shapes.pop()) if len(shapes) == 1 else None
         fits = mesh_shape and math.prod(mesh_shape.values()) == device_count
         return mesh_shape if fits else None
-
-    def parameter_shardings(self) -> list[tuple[tuple[int, ...], str]] | None:
-        """Return shape on one device and HLO sharding of each parameter, None if unknown."""
-        if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):
-            return None
-        return compiled.placed(self._avals, self._inputs)
 
     def proven_kernels(self) -> frozenset[str]:
         """Return the names of Pallas kernels all of whose jaxprs prove no communication."""
@@ -89,12 +83,7 @@ class Noted:
 
     def output_shardings(self, shapes: list[str]) -> list[tuple[str, str] | None] | None:
         """Return path and HLO sharding of each output of these HLO shapes, None if unknown."""
-        if self._outputs is None:
-            return None
-        paths, count = self._traced.paths, len(self._outputs)
-        if paths is None or len(paths) != count:
-            paths = ("",) if count == 1 else tuple(f"[{n}]" for n in range(count))
-        return compiled.promised(list(zip(paths, self._outputs)), shapes)
+        return self.placements.results(self._traced.paths, shapes)
 
 
 def start(note: Callable[[Noted], None]) -> Callable[[], None]:

@@ -45,7 +45,7 @@ class WatchedProgram:
 
         module = hlo.parse(self.text, name=self.name)
         devices = (module.num_partitions or 1) * (module.replica_count or 1)
-        shardings = program.matching(module, self._noted.parameter_shardings())
+        shardings = program.matching(module, self._noted.placements.parameters())
         return module, self._noted.mesh(devices), shardings
 
     @property

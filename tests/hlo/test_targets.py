@@ -32,7 +32,7 @@ def sums(mesh, f, shapes, spec=P(), dtype=jnp.float32, axis="model"):
     args = [a.update(dtype=dtype) for a in programs.structs(mesh, *((s, spec) for s in shapes))]
     compiled = jax.jit(mapped).lower(*args).compile()
     module = hlo.parse(compiled.as_text())  # JAX 0.12 leaves its parameters' shardings out
-    shardings = program.matching(module, known.parameter_shardings(compiled))
+    shardings = program.matching(module, known.placements(compiled).parameters())
     return annotate.annotated(module, None, shardings)
 
 

@@ -93,8 +93,8 @@ def _leaves(source: programs.Program, args: tuple, kwargs: dict):
             arguments = [donation.Argument(*leaf) for leaf in leaves]
             if args or kwargs:
                 shared = compiled.shared_buffers(source.compiled, args, kwargs)
-        if (outputs := compiled.result_leaves(source.compiled)) is not None:
-            results = [donation.Result(*leaf) for leaf in outputs]
+        if (outputs := compiled.placed_results(source.compiled)) is not None:
+            results = [donation.Result(o.path, o.shape, o.sharding) for o in outputs]
     return arguments, results, shared
 
 

@@ -143,5 +143,5 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
 def _is_pmap(module: hlo.Module, source: programs.Program) -> bool:
     from shardrules.door import compiled
 
-    mesh = None if source.compiled is None else compiled.mesh_of(source.compiled)
+    mesh = None if source.compiled is None else compiled.placements(source.compiled).mesh()
     return placement.is_pmap(module, mesh or ())

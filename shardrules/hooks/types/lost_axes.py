@@ -149,7 +149,7 @@ class LostAxesHooks(Hooks):
             axes |= self._added(row, params)
         if all(axes <= axis_type.varying for axis_type in types):
             return None
-        return door.cast_all(trace, args, avals, [widened(have, axes) for have in types])
+        return door.cast_bound(trace, args, [widened(have, axes) for have in types])
 
 
 def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:

@@ -309,7 +309,7 @@ class MeshKernelHooks(Hooks):
             for at in layout.overwritten:
                 if at is not None:
                     wants[at] = self.door.axis_type(avals[at])
-            args = self.door.cast_all(trace, args, avals, wants)
+            args = self.door.cast_bound(trace, args, wants)
             if layout.answers:
                 # The parameters get the types too: a jaxpr that outlives the hooks keeps them.
                 out_avals = typed(self.door, kernel, params["out_avals"], types)

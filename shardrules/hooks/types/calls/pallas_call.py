@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, union
-from shardrules.door.outlived import TellingTuple
-from shardrules.door.patching import Patches
+from shardrules.door.patching import Patches, TellingTuple
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
@@ -158,7 +157,7 @@ class PallasHooks(Hooks):
             if inputs != resolution.inputs:
                 types = zip(inputs, resolution.inputs)
                 wants = [None if have is want else want for have, want in types]
-                args = self.door.cast_all(trace, args, avals, wants)
+                args = self.door.cast_bound(trace, args, wants)
             # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
             params = {
                 **params,
@@ -167,10 +166,9 @@ class PallasHooks(Hooks):
             if params["interpret"] is True and any(
                 t.axes for t in (*resolution.inputs, *resolution.outputs)
             ):
-                params["input_output_aliases"] = TellingTuple.of(
-                    params["input_output_aliases"],
-                    functools.partial(self._refuse, kernel.call.name),
-                )
+                aliases = TellingTuple(params["input_output_aliases"])
+                aliases.refuse = functools.partial(self._refuse, kernel.call.name)
+                params["input_output_aliases"] = aliases
             settled = jaxpr, resolution.inputs, resolution.outputs
         here.outer, here.settled = (primitive, kernel), settled
         try:

@@ -245,7 +245,7 @@ class PrimitiveHooks(Hooks):
         resolution = resolve(self.door, self.state, opaque, self.door.axis_types(avals), count)
         if getattr(results, "opaque", None) is None:
             check_annotations(self.door, self.state, opaque, resolution.outputs)
-        args = self.door.cast_all(trace, args, avals, resolution.inputs)
+        args = self.door.cast_bound(trace, args, resolution.inputs)
         if results is not None:
             outputs = typed(self.door, opaque, results, resolution.outputs)
             params = {**params, kind.results: _results(outputs, opaque=opaque)}

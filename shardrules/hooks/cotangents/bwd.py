@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import CASTS, equations, inner_jaxprs, named_axes
+from shardrules.door.jaxprs import CASTS, SUMS, equations, inner_jaxprs, is_inexact, named_axes
 from shardrules.errors import AxisError, CotangentError
-from shardrules.hooks.cotangents.hoisting import Shares
+from shardrules.hooks.cotangents.linearity import linear_in
 from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, size_of
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
@@ -33,15 +33,13 @@ _REDUCING_RULES = ("all_reduce", "reduce_scatter")
 class Bwd:
     """One run of a bwd on ``args``: residuals, then the outputs' cotangents."""
 
-    refusals_of: type[Refusals] = Refusals
-
     def __init__(self, hooks, bwd, parts: CustomVjpInfo, args):
         self.hooks = hooks
         self.door = hooks.door
         self.bwd = bwd
         self.parts = parts
         self.args = args
-        self.refusals = self.refusals_of(self.door, parts)
+        self.refusals = Refusals(self.door, parts)
         self._cached: dict[Any, Origins] = {}
 
     # hooks/sets sets these four from replication sets.
@@ -89,7 +87,42 @@ class Bwd:
 
     def share(self, path, axes: frozenset[str]) -> Any:
         """Return this device's share of a cotangent that bwd sums, or None if that is unproven."""
-        return Shares(self.door, self._trace, axes).of(self._trace.paths.index(path))
+        # In a branch that only some devices take, the sum would wait for the other devices. The
+        # primal is cast before the branch, and the cast's transpose sums after it. So we leave out
+        # the sums inside the branch if all that follows them is linear in them. All other values
+        # that it depends on are equal along the axes, as the cotangent is.
+        trace, jaxpr = self._trace, self._sliced(path)
+        sums = [
+            eqn
+            for eqn in jaxpr.eqns
+            if eqn.primitive.name in SUMS and axes <= named_axes(eqn.params)
+            if eqn.params.get("axis_index_groups") is None
+            if all(is_inexact(var.aval) for var in eqn.outvars)
+        ]
+        results = [var for eqn in sums for var in eqn.outvars]
+        left = [eqn for eqn in jaxpr.eqns if not any(eqn is other for other in sums)]
+        after = jaxpr.replace(eqns=left, invars=[*results, *jaxpr.invars])
+        inputs = [*trace.constants, *trace.arrays]
+        if (
+            len(jaxpr.outvars) != 1
+            or len(inputs) != len(jaxpr.constvars) + len(jaxpr.invars)
+            or linear_in(after, results) != frozenset()
+        ):
+            return None
+
+        def run(jaxpr, consts, args):
+            needed = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+            return jax.core.eval_jaxpr(needed, consts, *args)
+
+        consts, args = inputs[: len(jaxpr.constvars)], inputs[len(jaxpr.constvars) :]
+        summed = [atom for eqn in sums for atom in eqn.invars]
+        shares = run(jaxpr.replace(outvars=summed), consts, args)
+        others = [named_axes(eqn.params) - axes for eqn in sums for _ in eqn.invars]
+        shares = [
+            jax.lax.psum(share, tuple(sorted(over))) if over else share
+            for share, over in zip(shares, others)
+        ]
+        return run(after, consts, [*shares, *args])[0]
 
     def differs(self, path) -> frozenset[str]:
         """Return the axes along which devices may hold different values of one cotangent."""
@@ -174,13 +207,8 @@ class Bwd:
             if not equal or all(i < self.first for i in self._leaves(reduction.origin)):
                 continue
             sizes = {size_of(equal), size_of(reduction.axes)}
-            # A mean of equal values changes nothing. But where the forward divides by the number
-            # of devices, this is a psum (right with the check off) and that division's transpose.
-            again = origins.scalings(sizes) - self._forward.scalings(sizes)
-            if not reduction.divisors.isdisjoint(sizes) and again >= 0:
-                continue  # pmean
-            if reduction.is_mean(*sizes) and self._explains(origins, sizes):
-                continue  # a mean in steps, or over elements too
+            if self._is_redundant(reduction, origins, sizes):
+                continue
             summed, averaged = self._forward.equals()
             equal -= summed
             if equal <= averaged and origins.divisions(sizes):
@@ -188,12 +216,16 @@ class Bwd:
             if equal:
                 raise self.refusals.summed(ct, equal, reduction.text, self._forward.dropping(equal))
 
-    def _explains(self, origins: Origins, sizes: set[int | None]) -> bool:
-        """Whether all divisions of the forward are divisions of a bwd too, outside of its means."""
+    def _is_redundant(self, reduction: Reduction, origins: Origins, sizes: set[int | None]) -> bool:
+        """Whether a sum of equal values is a mean, and not the transpose of the forward's."""
+        # The forward may divide by the number of devices: then this can be a psum, which is right
+        # with the check off, and that division's transpose. All divisions of the forward have to be
+        # among those of bwd, outside of bwd's means.
         if self._forward.jaxpr is None:
-            return False
+            return not reduction.divisors.isdisjoint(sizes)
         forward = self._forward.origins
-        return forward.products.isdisjoint(sizes) or _divides(forward.scale, origins.scale)
+        explained = forward.products.isdisjoint(sizes) or _divides(forward.scale, origins.scale)
+        return reduction.is_mean(*sizes) and explained
 
     def _check_whole(self, ct: Cotangent) -> None:
         """Raise if each device would receive the sum of all devices' cotangents of one output."""
@@ -225,7 +257,7 @@ class Bwd:
         """Say why the whole is not each device's cotangent, and whether the forward averages."""
         if size_of(frozenset((axis,))) == 1:
             return "", False
-        sums = self._forward.sums(ct.index)
+        sums = [s for s in self._forward.origins.reductions if ct.index in s.origin.inputs]
         means = [s for s in sums if s.is_mean(size_of(s.axes), size_of(s.differing))]
         averaged = ct.want.varying & frozenset().union(*(mean.differing for mean in means))
         sums = [s for s in sums if axis in s.differing]
@@ -273,6 +305,58 @@ class Bwd:
                 if lost - kept.axes:
                     raise self.refusals.lost(ct, lost, lost - kept.axes, name)
 
+    def doubt(self, cotangents: Any) -> str:
+        """Say why gradients may differ from those with the check off; empty if they are equal."""
+        # With the check off, each device passes on its own share of the cotangent of a replicated
+        # value, and shard_map adds up the shares at its inputs. With the check on, all devices pass
+        # on the sum. The gradients are equal where bwd is linear: it then maps the sum of the
+        # shares to the sum of its results.
+        name, leaves = self.parts.name, jax.tree_util.tree_leaves(self.args[-1])
+        live = [
+            _axes(type_)
+            for leaf, type_ in zip(leaves, self._arriving)
+            if isinstance(leaf, jax.Array) and is_inexact(leaf)
+        ]
+        primals = [t.axes for t, aval in zip(self.primals, self.parts.in_avals) if is_inexact(aval)]
+        returned = []
+
+        def note(path, index, value):
+            zero = isinstance(value, self.door.SymbolicZero) or not is_inexact(value)
+            if not zero and any(origin.number != 0 for origin in self._origins(path).outputs):
+                have = self.door.axis_type(self.door.typeof(value))
+                returned.append((path, have.axes | self.primals[index].axes))
+            return value
+
+        self.parts.each(cotangents, note)
+        axes = [axis for axis in sorted(self.mesh_axes) if size_of(frozenset((axis,))) != 1]
+        for axis in axes if live and returned else ():
+            differs = {axis in axes for axes in live}
+            if differs == {True}:
+                if any(axis not in axes for _, axes in returned):
+                    return f"the bwd {name!r} returns a gradient that is summed over {axis!r}"
+            elif len(differs) > 1 or any(axis in axes for axes in primals):
+                return f"the forward of the bwd {name!r} makes results equal over {axis!r}"
+            elif next(self._communicates(self._trace.jaxpr, frozenset({axis})), None):
+                return f"the bwd {name!r} communicates over {axis!r}"
+            else:
+                for path, _ in returned:
+                    if not self._is_linear(path):
+                        return self._nonlinear(path)
+        return ""
+
+    def _is_linear(self, path) -> bool:
+        jaxpr, dynamic = self._sliced(path), self._trace.dynamic
+        inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
+        arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= self.first]
+        return linear_in(jaxpr, arriving, kernels=True) is not None
+
+    def _nonlinear(self, path) -> str:
+        opaque_call_of = self.hooks.state.opaque_call_of
+        calls = (opaque_call_of(e.primitive, e.params) for e in equations(self._sliced(path)))
+        opaque = next(filter(None, calls), None)
+        holds = f" (it calls {opaque.call})" if opaque is not None else ""
+        return f"the bwd {self.parts.name!r} is not known to be linear{holds}"
+
     # Lookups in the jaxprs.
 
     @functools.cached_property
@@ -290,9 +374,7 @@ class Bwd:
 
     @functools.cached_property
     def _forward(self) -> Forward:
-        primals = [_axes(primal) for primal in self.primals]
-        opaque_call_of = self.hooks.state.opaque_call_of
-        return Forward(self.door, opaque_call_of, self.mesh_axes, self.parts, primals)
+        return Forward(self, self.parts, [_axes(primal) for primal in self.primals])
 
     def _saved(self) -> Sequence[Origin] | None:
         return self._forward.saved(len(self.entering) - self.first, len(self.entering))

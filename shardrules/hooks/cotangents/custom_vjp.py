@@ -21,9 +21,7 @@ from shardrules.door.jaxprs import is_inexact, widened
 from shardrules.door.patching import Patches
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.refusals import Cotangent
-from shardrules.hooks.cotangents.shares import doubt
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
-from shardrules.hooks.cotangents.widened import WidenedFwd
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
 
@@ -41,7 +39,6 @@ class FlatBwd:
 
 
 Run = Callable[[FlatBwd], Any]
-Stage = Callable[[FlatBwd, Run], Any]  # calls the run with that bwd, or with another one
 
 
 class CustomVjpHooks(Hooks):
@@ -85,11 +82,6 @@ class CustomVjpHooks(Hooks):
             self._forwards[widened] = self._forwards[trees]
         return widened
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The wrappers of each run of a bwd, outermost first."""
-        return self._widen, self._type
-
     def _flatten_bwd(self, fun, *rest):
         flat = self.door.flatten_bwd(fun, *rest)
         scope = self._inside()
@@ -98,13 +90,15 @@ class CustomVjpHooks(Hooks):
         in_tree, in_avals, trees, *rest = rest
         bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(rest), scope)
 
-        def run(stages, bwd, args):
-            if stages:
-                return stages[0](bwd, lambda bwd: run(stages[1:], bwd, args))
+        def run(args, bwd):
             flat = self.door.flatten_bwd(bwd.fun, bwd.in_tree, bwd.in_avals, bwd.trees, *bwd.rest)
             return flat.call_wrapped(*args)
 
-        return self.door.wrapped(lambda *args: run(self.stages, bwd, args), flat)
+        return self.door.wrapped(lambda *args: self._staged(bwd, lambda b: run(args, b)), flat)
+
+    def _staged(self, bwd: FlatBwd, run: Run) -> Any:
+        """Run a bwd as the hooks change it; it is traced after its forward's scope has closed."""
+        return self._widen(bwd, lambda widened: self._type(widened, run))
 
     def parts(self, bwd: FlatBwd) -> CustomVjpInfo:
         fwd, gradients, perturbed = self._forwards.get(bwd.trees, (None, (), ()))
@@ -135,8 +129,6 @@ class CustomVjpHooks(Hooks):
         if gradients is not None:
             context.enter_context(self.state.recording_gradients(gradients))
         return context
-
-    # The stages of a bwd. It is traced after the scope of its forward has closed.
 
     def _widen(self, bwd: FlatBwd, run: Run) -> Any:
         """Run a bwd whose primals vary over more axes than when it was traced."""
@@ -196,7 +188,7 @@ class CustomVjpHooks(Hooks):
             with self.state.locally(summed=None, transposing=False):
                 cotangents = run.cotangents()
                 if self.state.scope.notes is not None:
-                    self.state.scope.notes.doubts += filter(None, [doubt(run, cotangents)])
+                    self.state.scope.notes.doubts += filter(None, [run.doubt(cotangents)])
             return self._match(run, parts, cotangents)
 
     def _match(self, bwd, parts, cotangents):
@@ -228,3 +220,70 @@ class CustomVjpHooks(Hooks):
                 f"output{jax.tree_util.keystr(path)}",
             )
         return door.cast(value, ct.want)
+
+
+class WidenedFwd:
+    """A custom_vjp's fwd that runs with primals that were cast to vary before a branch.
+
+    fwd may save the pullback of a ``jax.vjp``, which sums the cotangents of invariant values over
+    the devices wherever bwd calls it. In a branch that only some devices take, that sum waits
+    forever for the other devices. So fwd is traced with the types that its primals have in the
+    branch (``retyping/higher_order.py``), and each device saves residuals of its own.
+    """
+
+    def __init__(self, door: Door, state: Any):
+        self.door = door
+        self.state = state
+        self._trees: dict[frozenset[str], Any] = {}  # for each set of axes of casts
+        self._axes: frozenset[str] = frozenset()  # of the current run
+        self._returned: Any = None
+
+    def flatten(self, fwd: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
+        """Return the flat fwd and the function that returns its trees, as JAX does."""
+        *before, primal = rest
+        seen = self.door.transformation(self._see)(fwd)
+        flat, trees = self.door.flatten_fwd(seen, *before, self._typed_as(primal), **options)
+
+        def trees_of_run():  # JAX's own function returns only the trees of the last run
+            axes = self.state.here.widened
+            return self._trees[axes] if axes in self._trees else trees()
+
+        return self.door.transformation(self._run)(flat, trees), trees_of_run
+
+    def _run(self, flat, trees, *args):
+        values, marks = args[::2], args[1::2]
+        axes = frozenset().union(*(getattr(mark, "axes", frozenset()) for mark in marks))
+        if axes:
+            values = tuple(self._cast(value, axes) for value in values)
+            args = tuple(x for pair in zip(values, map(bool, marks)) for x in pair)
+        before, self._axes = self._axes, axes
+        try:
+            results = flat(*args)
+        finally:
+            self._axes, self._returned = before, None
+        self._trees[axes] = trees()
+        return results
+
+    def _see(self, fwd, *args):
+        self._returned = fwd(*args)
+        return self._returned
+
+    def _typed_as(self, primal):
+        """Give the primal's outputs the types of fwd's outputs, which JAX compares with them."""
+
+        def out_type():
+            tree, avals, *rest = primal()
+            if self._axes:
+                leaves = jax.tree_util.tree_leaves(self._returned[0])
+                if len(leaves) == len(avals):
+                    types = [self.door.axis_type(self.door.typeof(leaf)) for leaf in leaves]
+                    avals = [*map(self.door.with_axis_type, avals, types)]
+            return (tree, avals, *rest)
+
+        return out_type
+
+    def _cast(self, value, axes):
+        aval = self.door.typeof(value)
+        if not (self.door.checking() and self.door.can_cast(aval)):
+            return value
+        return self.door.cast(value, widened(self.door.axis_type(aval), axes))

@@ -176,12 +176,6 @@ class Origins:
         """Count the equations that divide by a number in ``by``."""
         return sum(divisor in by for divisor in self._divisors.values())
 
-    def scalings(self, by: Collection[float | None], elements: bool = False) -> int:
-        """Count the divisions that are not part of a mean over devices (nor over ``elements``)."""
-        means = sum(not sum_.divisors.isdisjoint(by) for sum_ in self.reductions)
-        count = self.divisions(by) - means
-        return count - elements * sum(divisor in by for divisor in self._means.values())
-
     @property
     def products(self) -> frozenset[float]:
         """The products of some known divisors that are not part of a mean over elements."""
@@ -332,7 +326,7 @@ class Origins:
         return [joined.moved(over)] * len(eqn.outvars)
 
     def _opaque(self, opaque: Any, joined: Origin, count: int, place: tuple) -> Origin:
-        rule = None if opaque.registration is None else opaque.registration.rule
+        rule = rule_of(opaque)
         if rule is None:
             return joined.crossing(self.mesh_axes).moved(self.mesh_axes)
         effects, over = rule.effects(count) or (), frozenset(rule.named_axes)
@@ -370,6 +364,11 @@ class Origins:
             if wider == carry:
                 return carry
             carry = wider
+
+
+def rule_of(opaque: Any) -> Any:
+    """Return the rule that an opaque call obeys, or None; None for other equations."""
+    return getattr(getattr(opaque, "registration", None), "rule", None)
 
 
 def _union(origins: Sequence[Origin]) -> Origin:

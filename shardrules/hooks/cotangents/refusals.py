@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jax.tree_util import keystr
+
 from shardrules.door.internals import Door
 from shardrules.errors import CotangentError
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
@@ -35,17 +37,24 @@ class Cotangent:
         return self.have.varying & self.want.unreduced
 
 
-BOTH_USES = "Where the same function must sum equal copies of such a primal, as the outer f of "
-
-
 class Refusals:
     def __init__(self, door: Door, parts: CustomVjpInfo):
         self.door = door
         self.parts = parts
+        self._casts = door.typed  # JAX 0.5.3 and older have no casts to advise
 
     def undecided(self, ct: Cotangent, axes: frozenset[str], why: str) -> CotangentError:
         """Return the error for a cotangent that may be one device's share or the full sum."""
         names, have, want = quoted(axes), ct.have, ct.want
+        whole = (
+            f"shardrules.already_summed(ct, {names})"
+            if self._casts
+            else f"jax.lax.pmean(ct, ({names},))"
+        )
+        share = (
+            "; if the bwd serves varying primals too, let it return its share as it is, and cast "
+            f"this primal where the function is called, shardrules.vary(x, {names})"
+        )
         if is_library(self.parts.place):
             return self._error(
                 ct,
@@ -70,15 +79,29 @@ class Refusals:
             "if it is this device's share, and none if it is the full sum already; which of them "
             f"can't be decided, because {why}. If it is a share, return "
             f"jax.lax.psum(ct, ({names},)) from bwd. If it is summed already, return "
-            f"{self._whole(names)}. Both are for primals that are invariant over {{{names}}}, as "
-            f"here{self._share(names)}.",
+            f"{whole}. Both are for primals that are invariant over {{{names}}}, as "
+            f"here{share if self._casts else ''}.",
         )
 
     def unmoved(
         self, ct: Cotangent, axis: str, output: int, why: str, averaged: bool
     ) -> CotangentError:
         """Return the error where each device would receive the cotangents of all devices."""
-        own, whole = self._by_casts(axis)
+        own = whole = ""
+        if self._casts and is_library(self.parts.place):
+            own = f"cast the arguments that the output depends on, shardrules.vary(x, {axis!r})"
+        elif self._casts:
+            own = (
+                f"return shardrules.vary(y, {axis!r}) from the function and from its fwd, and "
+                "reduce it after the call where an invariant value is needed, as by "
+                f"jax.lax.pmean(y, {axis!r})"
+            )
+            whole = (
+                "\n    the whole (the primal was reduced before the call): use "
+                f"shardrules.vary(ct, {axis!r}) in place of ct in bwd"
+            )
+        if own:
+            own = f"\n    each device's own, as with the check off: {own}"
         form = (
             f"the gradient of that mean: return ct / jax.lax.psum(1, {axis!r})"
             if averaged
@@ -100,6 +123,14 @@ class Refusals:
     ) -> CotangentError:
         """Return the error for a sum of values that are equal on the devices."""
         names = quoted(axes)
+        both = "Where the same function must sum equal copies of such a primal, as the outer f of "
+        both += (
+            f"f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then these forms "
+            "are right for both uses."
+            if self._casts
+            else "f(f(x)) does, call another one there, whose bwd counts the copies:\n"
+            f"    return (ct * jax.lax.psum(1, ({names},)),)"
+        )
         return self._error(
             ct,
             axes,
@@ -110,19 +141,21 @@ class Refusals:
             f"take this device's slice:\n    i = jax.lax.axis_index({sorted(axes)[0]!r})\n"
             "    return (jax.lax.dynamic_slice_in_dim(ct, i * n, n),)\n"
             f"and after the identity of a primal that is invariant over {{{names}}}, pass it on "
-            f"too. {self._for_both(names)}",
+            f"too. {both}",
         )
 
     def of_others(self, ct: Cotangent, axes: frozenset[str], by: str) -> CotangentError:
         """Return the error for a sum that holds the cotangents of other devices' values."""
         names = quoted(axes)
+        copies = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
+        keeps = f"; to keep copies equal, say so by a cast:\n    return ({copies},)"
         return self._error(
             ct,
             axes,
             f"it reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}} and "
             "that the forward does not move there: the other devices' cotangents belong to other "
             "values, and JAX itself sums those of a value that was cast. Return this device's:\n"
-            f"    return (ct,){self._copies(names)}",
+            f"    return (ct,){keeps if self._casts else ''}",
         )
 
     def lost(self, ct: Cotangent, axes: frozenset[str], lost: frozenset[str], by: str):
@@ -137,8 +170,6 @@ class Refusals:
         )
 
     def _error(self, ct: Cotangent, axes: frozenset[str], what: str) -> CotangentError:
-        from jax.tree_util import keystr
-
         place = f" (at {self.parts.place})" if is_library(self.parts.place) else ""
         return CotangentError(
             f"the bwd {self.parts.name!r}{place} returns a cotangent at output{keystr(ct.path)} "
@@ -147,42 +178,6 @@ class Refusals:
             axes=axes,
             have=ct.have,
             want=ct.want,
-        )
-
-    # Advice that names casts. hooks/sets overrides it: JAX 0.5.3 and older have no casts.
-
-    def _whole(self, names: str) -> str:
-        return f"shardrules.already_summed(ct, {names})"
-
-    def _share(self, names: str) -> str:
-        return (
-            "; if the bwd serves varying primals too, let it return its share as it is, and cast "
-            f"this primal where the function is called, shardrules.vary(x, {names})"
-        )
-
-    def _by_casts(self, axis: str) -> tuple[str, str]:
-        if is_library(self.parts.place):
-            return (
-                "\n    each device's own, as with the check off: cast the arguments that the "
-                f"output depends on, shardrules.vary(x, {axis!r})"
-            ), ""
-        return (
-            f"\n    each device's own, as with the check off: return shardrules.vary(y, {axis!r}) "
-            "from the function and from its fwd, and reduce it after the call where an invariant "
-            f"value is needed, as by jax.lax.pmean(y, {axis!r})"
-        ), (
-            f"\n    the whole (the primal was reduced before the call): use "
-            f"shardrules.vary(ct, {axis!r}) in place of ct in bwd"
-        )
-
-    def _copies(self, names: str) -> str:
-        cast = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
-        return f"; to keep copies equal, say so by a cast:\n    return ({cast},)"
-
-    def _for_both(self, names: str) -> str:
-        return (
-            f"{BOTH_USES}f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then "
-            "these forms are right for both uses."
         )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CASTS, equations, named_axes
-from shardrules.hooks.cotangents.origins import Origin, Origins, Reduction, size_of
+from shardrules.hooks.cotangents.origins import Origin, Origins, rule_of, size_of
 from shardrules.registry.axistypes import AxisType
 
 
@@ -117,17 +117,10 @@ class Forward:
 
     # It is not where fwd closes over values of a trace that has ended.
 
-    def __init__(
-        self,
-        door: Door,
-        opaque_call_of: Callable[[Any, dict], Any],
-        mesh_axes: frozenset[str],
-        parts: Any,
-        primals: Sequence[frozenset[str]],
-    ):
-        self.door = door
-        self.opaque_call_of = opaque_call_of
-        self.mesh_axes = mesh_axes
+    def __init__(self, bwd: Any, parts: CustomVjpInfo, primals: Sequence[frozenset[str]]):
+        self.door = bwd.door
+        self.opaque_call_of = bwd.hooks.state.opaque_call_of
+        self.mesh_axes = bwd.mesh_axes
         self.parts = parts
         self.primals = primals
 
@@ -180,19 +173,12 @@ class Forward:
             return None if self.parts.fwd is None else "a forward that can't be traced again"
         for equation in equations(self.jaxpr):
             opaque = self.opaque_call_of(equation.primitive, equation.params)
-            rule = (
-                opaque.registration.rule
-                if opaque is not None and opaque.registration is not None
-                else None
-            )
+            rule = rule_of(opaque)
             if rule is not None and rule.drops:
                 named = frozenset(rule.named_axes)
                 if not named or named & axes:
                     return f"{opaque.call}, whose rule is {rule!r}"
         return None
-
-    def sums(self, primal: int) -> list[Reduction]:
-        return [sum_ for sum_ in self.origins.reductions if primal in sum_.origin.inputs]
 
     def saved_scale(self, output_count: int) -> float:
         """Return the number by which its residuals are divided."""
@@ -208,10 +194,6 @@ class Forward:
             if opaque or axis in named_axes(eqn.params) and eqn.primitive.name not in CASTS:
                 moving.add(eqn.primitive.name)
         return bool(moving) and moving <= {"pmax", "pmin"}
-
-    def scalings(self, by: Collection[float | None]) -> int:
-        """Count the divisions by a number in ``by`` that are not part of a mean."""
-        return 0 if self.jaxpr is None else self.origins.scalings(by, elements=True)
 
     def equals(self) -> tuple[frozenset[str], frozenset[str]]:
         """Return the axes of redundant sums and of redundant means."""

@@ -8,11 +8,12 @@ trace reaches the next call. A trace key of its own keeps it from being compiled
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from shardrules.arguments import checked
 from shardrules.door import internals
@@ -67,9 +68,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       >>> [call.kernel for call in shardrules.explain(f, x).calls]
       ['scale_kernel']
     """
-    with _collecting() as notes:
-        walk = _Walk(notes)
-        walk.program(_traced(f, args, kwargs))
+    walk = _Walk()
+    walk.program(f, args, kwargs)
+    notes = walk.notes
     return Explanation(
         tuple(_counted(walk.calls)),
         tuple(_counted(walk.casts)),
@@ -104,25 +105,15 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
       >>> print(shardrules.scan_calls(f, x))
       every opaque call inside shard_map has a rule (1)
     """
-    stopped = None
-    with _collecting() as notes:
-        walk = _Walk(notes)
-        try:
-            walk.program(_traced(f, args, kwargs))
-        except Exception as error:
-            if not notes.unknown:
-                raise
-            stopped = error
+    walk, stopped = _Walk(), None
+    try:
+        walk.program(f, args, kwargs)
+    except Exception as error:
+        if not walk.notes.unknown:
+            raise
+        stopped = error
     known_count = sum(call.status != "no rule" for call in walk.calls)
     return MissingRules(_missing(walk), known_count, stopped)
-
-
-def missing_rules(closed: Any, notes: Notes) -> tuple[MissingRule, ...]:
-    """List the kernels without a rule in a traced program (None: the trace failed)."""
-    walk = _Walk(notes)
-    if closed is not None:
-        walk.program(closed)
-    return _missing(walk)
 
 
 def _missing(walk: _Walk) -> tuple[MissingRule, ...]:
@@ -138,41 +129,11 @@ def _missing(walk: _Walk) -> tuple[MissingRule, ...]:
             rows.append(MissingRule(*named, at, inputs, call.checked, call.to_paste))
     rules: dict[tuple[str, ...], MissingRule] = {}
     for row in rows:
-        rule = rules.setdefault((row.primitive, row.kernel, row.defined_at), row)
-        if not set(row.called_at) <= set(rule.called_at):
-            called_at = (*rule.called_at, *row.called_at)
-            rules[row.primitive, row.kernel, row.defined_at] = dataclasses.replace(
-                rule, called_at=called_at
-            )
+        key = row.primitive, row.kernel, row.defined_at
+        rule = rules.get(key, row)
+        called_at = tuple(dict.fromkeys((*rule.called_at, *row.called_at)))
+        rules[key] = dataclasses.replace(rule, called_at=called_at)
     return tuple(rules.values())
-
-
-# Tracing.
-
-
-@contextlib.contextmanager
-def _collecting() -> Iterator[Notes]:
-    """Act as after ``install()``, take notes, and don't stop at a call without a rule."""
-    notes = Notes()
-    with held() as state:
-        scope = dataclasses.replace(state.scope, active=True, policy=COLLECT, notes=notes)
-        with state.enter(scope):
-            yield notes
-
-
-def _traced(f: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    import jax
-
-    if not callable(f):
-        raise ShardrulesError(
-            f"{type(f).__name__} can't be called; pass the function and its arguments, not its "
-            "lowered or compiled form",
-            program=f,
-        )
-    return jax.make_jaxpr(f)(*args, **kwargs)
-
-
-# Reading the jaxpr.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,18 +156,31 @@ _LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
 class _Walk:
     """Reads a jaxpr and notes the calls, casts and psums inside shard_map."""
 
-    def __init__(self, notes: Notes):
+    def __init__(self):
         self.door = internals.load()
-        self.notes = notes
+        self.notes = Notes()
         self.unknown: set[tuple[str, str, str]] = set()
         self.calls: list[ExplainedCall] = []
         self.casts: list[ExplainedCast] = []
         self.sums: list[ExplainedSum] = []
         self.claims: list[str] = []
 
-    def program(self, closed: Any) -> None:
-        self.unknown = {(call.primitive, call.name, call.place) for call, *_ in self.notes.unknown}
-        self._read(opened(closed), _Place())
+    def program(self, f: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+        """Trace a program as after ``install()``, past calls without a rule, and read it."""
+        if not callable(f):
+            raise ShardrulesError(
+                f"{type(f).__name__} can't be called; pass the function and its arguments, not its "
+                "lowered or compiled form",
+                program=f,
+            )
+        with held() as state:
+            scope = state.scope
+            scope = dataclasses.replace(scope, active=True, policy=COLLECT, notes=self.notes)
+            with state.enter(scope):
+                closed = jax.make_jaxpr(f)(*args, **kwargs)
+                for call, *_ in self.notes.unknown:
+                    self.unknown.add((call.primitive, call.name, call.place))
+                self._read(opened(closed), _Place())
 
     def _read(self, jaxpr: Any, place: _Place, outcome: str = "a result") -> None:
         uses = _uses(jaxpr)
@@ -227,7 +201,7 @@ class _Walk:
                 continue
             name = eqn.primitive.name
             if place.checked and name in (*TO_VARYING, *TO_UNREDUCED):
-                self._cast(eqn, here, uses.get(eqn.outvars[0], ()), outcome)
+                self._cast(eqn, here, uses.get(eqn.outvars[0]), outcome)
             elif place.checked and name in SUMS:
                 self._sum(eqn, here)
             elif place.checked and name == "already_summed":
@@ -281,17 +255,17 @@ class _Walk:
             )
         )
 
-    def _cast(self, eqn: Any, place: _Place, uses: Sequence[tuple[Any, int]], outcome: str) -> None:
+    def _cast(self, eqn: Any, place: _Place, use: tuple[Any, int] | None, outcome: str) -> None:
         axes, value, size = _described(eqn)
         to = "unreduced" if eqn.primitive.name in TO_UNREDUCED else "varying"
-        why = self._reason(uses, outcome)
+        why = self._reason(use, outcome)
         self.casts.append(ExplainedCast(axes, to, value, size, place.at, place.phase, why))
 
-    def _reason(self, uses: Sequence[tuple[Any, int]], outcome: str) -> str:
-        """Describe which use of its result needs a cast."""
-        if not uses:
+    def _reason(self, use: tuple[Any, int] | None, outcome: str) -> str:
+        """Say why the first use of its result needs a cast."""
+        if use is None:
             return f"{outcome}, to vary as the others do"
-        eqn, i = uses[0]
+        eqn, i = use
         opaque = state().opaque_call_of(eqn.primitive, eqn.params)
         if opaque is not None:
             call = opaque.call
@@ -304,7 +278,7 @@ class _Walk:
             return "an operand of cond, whose predicate varies"
         inner = opened(eqn.params.get("jaxpr"))
         if inner is not None and len(inner.invars) == len(eqn.invars):
-            return self._reason(_uses(inner).get(inner.invars[i], ()), "a result")
+            return self._reason(_uses(inner).get(inner.invars[i]), "a result")
         return f"operand {i} of {name}, by JAX or the program"
 
     def _chooses(self, eqn: Any) -> bool:
@@ -335,13 +309,13 @@ class _Walk:
         self.sums.append(ExplainedSum(axes, value, size, place.at, place.phase, why, place.steps))
 
 
-def _uses(jaxpr: Any) -> dict[Any, list[tuple[Any, int]]]:
-    """Map each variable to its uses: equations and operand positions."""
-    uses: dict[Any, list[tuple[Any, int]]] = {}
+def _uses(jaxpr: Any) -> dict[Any, tuple[Any, int]]:
+    """Map each variable to its first use: an equation and an operand's position."""
+    uses: dict[Any, tuple[Any, int]] = {}
     for eqn in jaxpr.eqns:
         for i, var in enumerate(eqn.invars):
             if not hasattr(var, "val"):
-                uses.setdefault(var, []).append((eqn, i))
+                uses.setdefault(var, (eqn, i))
     return uses
 
 

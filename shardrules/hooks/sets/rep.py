@@ -20,7 +20,7 @@ from shardrules.door.patching import Patches
 from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks, FlatBwd, Run
-from shardrules.hooks.cotangents.refusals import BOTH_USES, Cotangent, Refusals
+from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import OpaqueCall, resolve
@@ -49,32 +49,8 @@ class _Run:
     matched: int = 0  # how many cotangents are matched
 
 
-class SetRefusals(Refusals):
-    """Errors about a bwd's cotangents that suggest no cast."""
-
-    def _whole(self, names: str) -> str:
-        return f"jax.lax.pmean(ct, ({names},))"
-
-    def _share(self, names: str) -> str:
-        return ""
-
-    def _by_casts(self, axis: str) -> tuple[str, str]:
-        return "", ""
-
-    def _copies(self, names: str) -> str:
-        return ""
-
-    def _for_both(self, names: str) -> str:
-        return (
-            f"{BOTH_USES}f(f(x)) does, call another one there, whose bwd counts the copies:\n"
-            f"    return (ct * jax.lax.psum(1, ({names},)),)"
-        )
-
-
 class _Bwd(Bwd):
     """A bwd whose cotangents' types come from replication sets."""
-
-    refusals_of = SetRefusals
 
     def __init__(self, hooks: CustomVjpHooks, run: _Run):
         super().__init__(hooks, lambda *args: tuple(run.call(*args)), run.parts, run.args)
@@ -85,15 +61,10 @@ class _Bwd(Bwd):
 class SetVjpHooks(CustomVjpHooks):
     """Hooks on ``jax.custom_vjp`` where cotangents are matched by replication sets."""
 
-    @property
-    def stages(self):
-        """The wrappers of each run of a bwd, outermost first."""
-        return (self._see,)
-
     def _flat_fwd(self, fwd, *rest, **options):
         return self.door.flatten_fwd(fwd, *rest, **options)
 
-    def _see(self, bwd: FlatBwd, run: Run) -> Any:
+    def _staged(self, bwd: FlatBwd, run: Run) -> Any:
         """Run bwd in its scope, and record its arguments."""
         see = functools.partial(self.state.of(SetHooks).see, self.parts(bwd))
         scoped = self.door.scoped(bwd.fun, self.state.enter, bwd.scope, see)

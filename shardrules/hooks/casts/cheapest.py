@@ -53,7 +53,6 @@ def cheapest(graph: Graph) -> Labels:
 def _candidates(limits: Limits) -> Iterator[Labels]:
     """Yield locally cheapest labels from several starts; the most promising come first."""
     graph, axes = limits.graph, limits.axes
-    every = frozenset(graph.door.manual_axes())
     orders = [axes] if len(axes) == 1 else list(itertools.permutations(axes))
     starts: list[Labels] = []
     for order in orders:
@@ -66,7 +65,7 @@ def _candidates(limits: Limits) -> Iterator[Labels]:
     if len(axes) == 1:
         return
     best = min(starts, key=lambda labels: cost(graph, labels))
-    whole, on_the_wire = Prices(graph, every), Prices(graph, every, wire=True)
+    whole, on_the_wire = Prices(graph, graph.every), Prices(graph, graph.every, wire=True)
     for start in (best, limits.low, limits.high):
         yield _descend(limits, start, whole)
     for start in (best, limits.low):
@@ -174,8 +173,9 @@ def cost_unchecked(graph: Graph) -> Cost:
     """Return what the cotangents' psums move with the check off."""
     # JAX then sums each input's cotangent over every manual axis over which the input is invariant,
     # and transposes a psum to a psum.
-    every = frozenset(graph.door.manual_axes())
-    inputs = [(value.cast_bytes, every - value.varying) for value in graph.inputs if value.live]
+    inputs = [
+        (value.cast_bytes, graph.every - value.varying) for value in graph.inputs if value.live
+    ]
     sums = [(value.cast_bytes, axes) for value, axes in graph.summed if value.live]
     return _cost(graph, [*inputs, *sums])
 

@@ -30,7 +30,6 @@ class Limits:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.values = list(graph.values.values())
-        self._every = frozenset(graph.door.manual_axes())
         self.rules = list(self._rules())
         low, high = self._starts()
         self.low, self.high = self._settled(low, grow=True), self._settled(high, grow=False)
@@ -43,17 +42,17 @@ class Limits:
         self.free_steps = [step for step in graph.steps if step in free]
         self.rules = [rule for rule in self.rules if free.issuperset(rule[:2])]
         some = NONE.union(*(high[key] - low[key] for key in self.free))
-        self.axes = [axis for axis in graph.door.manual_axes() if axis in some]
+        self.axes = [axis for axis in graph.axes if axis in some]
 
     def _free(self, step: Step) -> Axes:
-        return NONE if step.fixed is None else self._every - step.fixed
+        return NONE if step.fixed is None else self.graph.every - step.fixed
 
     def _rules(self) -> Iterator[tuple[Any, Any, Axes]]:
         """Yield a label, one that varies over its axes too, and the axes for which that holds."""
         for value in self.values:
-            yield value, value.use, self._every
+            yield value, value.use, self.graph.every
             # A tangent that is used as varying over these axes has to be made varying over them.
-            yield value.use, value, value.narrow if value.castable else self._every
+            yield value.use, value, value.narrow if value.castable else self.graph.every
         for step in self.graph.steps:
             free = self._free(step)
             for value in step.inputs:
@@ -67,7 +66,7 @@ class Limits:
     def _starts(self) -> tuple[Labels, Labels]:
         """Return the least and the most that each label can be by itself."""
         keys = [*self.values, *(value.use for value in self.values), *self.graph.steps]
-        low, high = dict.fromkeys(keys, NONE), dict.fromkeys(keys, self._every)
+        low, high = dict.fromkeys(keys, NONE), dict.fromkeys(keys, self.graph.every)
         for value in self.values:
             high[value.use] -= value.stays
         for value in self.graph.inputs:
@@ -77,7 +76,7 @@ class Limits:
         for step in self.graph.steps:
             high[step] = self._free(step)
             low[step] = step.needed & high[step]
-            fixed = self._every - high[step]
+            fixed = self.graph.every - high[step]
             for value in step.inputs:
                 low[value.use] |= value.varying & fixed
             for value in step.outputs:
@@ -87,19 +86,17 @@ class Limits:
 
     def _settled(self, labels: Labels, grow: bool) -> Labels:
         """Let labels grow, or shrink, until all rules hold."""
-        links: dict[Any, list[tuple[Any, Axes]]] = {}
-        for first, then, over in self.rules:
-            changed, other = (first, then) if grow else (then, first)
-            links.setdefault(changed, []).append((other, over))
-        queue = list(labels)
-        while queue:
-            changed = queue.pop()
-            for other, over in links.get(changed, ()):
-                label = labels[changed]
-                new = labels[other] | (label & over) if grow else labels[other] - (over - label)
-                if new != labels[other]:
-                    labels[other] = new
-                    queue.append(other)
+        rules, changed = self.rules, True
+        while changed:
+            changed = False
+            for first, then, over in rules:
+                if grow:
+                    key, label = then, labels[then] | (labels[first] & over)
+                else:
+                    key, label = first, labels[first] - (over - labels[then])
+                if label != labels[key]:
+                    labels[key], changed = label, True
+            rules = rules[::-1]
         return labels
 
 
@@ -112,7 +109,7 @@ class Prices:
     def __init__(self, graph: Graph, counted: Axes, wire: bool = False, left: Any = None):
         self._left = {} if left is None else left
         self._scale, self._tie = (1, 0) if left is not None else (_SCALE, 1)
-        every = graph.device_count(frozenset(graph.door.manual_axes()))
+        every = graph.device_count(graph.every)
 
         @functools.cache
         def factor(axes: Axes) -> int:  # the cost per byte

@@ -34,7 +34,8 @@ def _open_calls(graph: Graph) -> str:
 
 
 def _cast_in_branches(graph: Graph) -> str:
-    values = [value for value in graph.values.values() if value.in_branch]
+    every = graph.values.values()
+    values = [value for value in every if not value.castable and not graph.is_ref(value)]
     for value in values:
         value.castable = True
     return "devices that take different branches can't sum there" if values else ""
@@ -47,7 +48,7 @@ def _forget_residuals(graph: Graph) -> str:
 
 
 _RELAXED: Sequence[Callable[[Graph], str]] = (
-    _trust_bwds,  # first: it runs keep_precision, whose result _allow_rounding clears
+    _trust_bwds,  # first: it settles precision, which _allow_rounding clears
     _allow_rounding,
     _open_calls,
     _cast_in_branches,
@@ -61,17 +62,12 @@ def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
     off = cost_unchecked(make())
     if after.within(off):
         return ()
-    reasons = []
-    for relax in _RELAXED:
+    for rules in (*([rule] for rule in _RELAXED), _RELAXED):
         graph = make()
-        why = relax(graph)
-        if why and _is_within(graph, off):
-            return (why,)
-        reasons.append(why)
-    graph = make()
-    for relax in _RELAXED:
-        relax(graph)
-    return tuple(filter(None, reasons)) if _is_within(graph, off) else ("unknown",)
+        reasons = [why for rule in rules if (why := rule(graph))]
+        if reasons and _is_within(graph, off):
+            return tuple(reasons)
+    return ("unknown",)
 
 
 def _is_within(graph: Graph, off: Cost) -> bool:

@@ -13,9 +13,8 @@ the casts are. After a cast it may become invariant again, by an un-cast that mo
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,17 +45,16 @@ class Unplaceable(Exception):
 @dataclasses.dataclass(eq=False)
 class Value:
     aval: Any  # in the program as traced
-    varying: frozenset[str]  # the mesh axes over which it varies there
+    varying: Axes  # the mesh axes over which it varies there
     runs: int  # how often one execution of the program makes it
     at: str  # the source line that made it, or empty
     cast_bytes: int  # the cost of casting it: its bytes times its runs
     castable: bool  # whether it may be cast: not in a branch that only some devices take
-    in_branch: bool = False  # whether it is in such a branch
     live: bool = False  # whether its cotangent may be nonzero
     # The axes over which it must stay invariant, since what is cast later is more precise.
-    stays: frozenset[str] = frozenset()
+    stays: Axes = NONE
     # The axes over which it must not be cast, since what is cast earlier is more precise.
-    narrow: frozenset[str] = frozenset()
+    narrow: Axes = NONE
     use: object = dataclasses.field(default_factory=object)  # where it is used, as a key of labels
 
     @property
@@ -72,7 +70,7 @@ class Value:
 class Residual:
     """A residual that is differentiated again, so that its casts become psums too."""
 
-    varying: frozenset[str]  # the mesh axes over which it varies
+    varying: Axes  # the mesh axes over which it varies
     cast_bytes: int  # the cost of casting it: its bytes times its runs
     steps: list[Step] = dataclasses.field(default_factory=list)  # the steps that take it
 
@@ -96,13 +94,13 @@ class Step:
 
     inputs: list[Value]  # the tangents that it takes
     outputs: list[Value]  # the tangents that it makes
-    needed: frozenset[str] = frozenset()  # the axes over which it must vary, as a residual does
+    needed: Axes = NONE  # the axes over which it must vary, as a residual does
     # The axes over which operands and results keep their types; None for all axes.
-    fixed: frozenset[str] | None = frozenset()
+    fixed: Axes | None = NONE
     # The sums of cotangents at the operation, for each operand: the bytes, and the axes.
-    sums: Sequence[tuple[int, frozenset[str]]] = ()
+    sums: Sums = ()
     # The axes over which its operands may be cast instead, which removes the sums over these.
-    moves: frozenset[str] = frozenset()
+    moves: Axes = NONE
     ties: bool = False  # whether operand and result are one value: a scan's carry and last state
     bwd: Bwd | None = None  # of a custom_vjp
 
@@ -110,7 +108,7 @@ class Step:
         """Whether operands and results keep their types over an axis."""
         return self.fixed is None or axis in self.fixed
 
-    def left(self, over: frozenset[str]) -> Iterator[tuple[int, frozenset[str]]]:
+    def left(self, over: Axes) -> Iterator[tuple[int, Axes]]:
         """Yield the bytes and axes of the sums that remain if the step varies over ``over``."""
         for count, axes in self.sums:
             if axes - (over & self.moves):
@@ -134,13 +132,17 @@ class Graph:
         self.again = again
         info = getattr(jaxpr, "debug_info", None)
         self.function: str = getattr(info, "func_src_info", None) or ""
-        self._sizes = {axis: jax.lax.psum(1, axis) for axis in door.manual_axes()}
+        self.axes = door.manual_axes()
+        self.every = frozenset(self.axes)
+        self._sizes = {axis: jax.lax.psum(1, axis) for axis in self.axes}
+        # For each jaxpr, how often it runs, and whether casts may stand in it.
+        self._around: dict[Where, tuple[int, bool]] = {}
         self.values: dict[tuple[Where, Any], Value] = {}
         self.steps: list[Step] = []
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
         self.residuals: dict[tuple[Where, Any], Residual] = {}
         self._customs: list[tuple[Step, Any, int]] = []
-        self.summed: list[tuple[Value, frozenset[str]]] = []  # by psums of the program
+        self.summed: list[tuple[Value, Axes]] = []  # by psums of the program
         # The casts of the program as traced: operand and result.
         self.casts: list[tuple[Value, Value]] = []
         ends = self._walk(jaxpr, (), linear, 1, True)
@@ -148,7 +150,7 @@ class Graph:
         self.ends = [value for value in ends if value is not None]
         self._live([value for value, used in zip(ends, wanted) if value is not None and used])
 
-    def device_count(self, axes: frozenset[str]) -> int:
+    def device_count(self, axes: Axes) -> int:
         return math.prod(self._sizes[axis] for axis in axes)
 
     # From the program to the graph.
@@ -164,17 +166,16 @@ class Graph:
                 casts.append(cast)
         return casts
 
-    def _value(self, where: Where, var: Any, runs: int, castable: bool, at: str = "") -> Value:
-        aval = var.aval
-        is_ref = self._is_ref(var)
+    def _value(self, where: Where, var: Any, at: str = "") -> Value:
+        aval, is_ref = var.aval, self.is_ref(var)
+        runs, castable = self._around[where]
         if not self.door.can_cast(aval) and not is_ref:
             raise Unplaceable(f"a gradient flows through {aval}")
         kind = self.door.axis_type(aval)
         if kind.unreduced or kind.reduced:
             raise Unplaceable("a tangent is unreduced or reduced over a mesh axis")
-        size_bytes = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
-        value = Value(aval, kind.varying, runs, at, size_bytes * runs, castable and not is_ref)
-        value.in_branch = not (castable or is_ref)
+        castable = castable and not is_ref
+        value = Value(aval, kind.varying, runs, at, bytes_of(aval) * runs, castable)
         self.values[where, var] = value
         return value
 
@@ -182,47 +183,53 @@ class Graph:
         self, jaxpr: Any, where: Where, linear: Sequence[bool], runs: int, castable: bool
     ) -> list[Value | None]:
         """Add a jaxpr's tangents and steps; return the tangent of each of its outputs."""
+        self._around[where] = runs, castable
         for var, is_linear in zip(jaxpr.invars, linear):
             if is_linear:
-                self._value(where, var, runs, castable)
+                self._value(where, var)
         for index, eqn in enumerate(jaxpr.eqns):
             inputs = [self._read(where, atom) for atom in eqn.invars]
             # A new ref of zeros may hold a tangent later.
-            if any(value is not None for value in inputs) or any(map(self._is_ref, eqn.outvars)):
-                self._equation(eqn, (*where, index), where, inputs, runs, castable)
+            if any(value is not None for value in inputs) or any(map(self.is_ref, eqn.outvars)):
+                self._equation(eqn, (*where, index), inputs)
         return [self._read(where, atom) for atom in jaxpr.outvars]
 
     def _read(self, where: Where, atom: Any) -> Value | None:
         return None if hasattr(atom, "val") else self.values.get((where, atom))
 
-    def _equation(self, eqn, inside: Where, where: Where, inputs, runs: int, castable: bool):
-        name = name_of(eqn)
-        refs = [atom for atom in eqn.invars if self._is_ref(atom)]
+    def _equation(self, eqn, inside: Where, inputs) -> None:
+        where, name = inside[:-1], name_of(eqn)
+        runs, castable = self._around[where]
+        refs = [atom for atom in eqn.invars if self.is_ref(atom)]
         if refs and not (name in REFS and self._read(where, refs[0])):
             raise Unplaceable(f"a gradient flows through {refs[0].aval}, which {name} takes")
 
-        def results(linear: Iterator[bool]) -> list[Any]:
+        def results(linear: Iterable[Any]) -> list[Any]:
             at = self.door.source_line(eqn.source_info)
             return [
-                self._value(where, var, runs, castable, at) if is_linear else None
+                self._value(where, var, at) if is_linear else None
                 for var, is_linear in zip(eqn.outvars, linear)
             ]
 
+        def walk(inner, place: Where, inputs, atoms, castable: bool):
+            ends = self._walk(inner, place, [v is not None for v in inputs], runs, castable)
+            self._join(inputs, [self._read(place, var) for var in inner.invars], atoms)
+            return ends
+
         if name in CALLS:
-            inner = opened(eqn.params[CALLS[name]])
-            ends = self._inside(eqn, inner, inside, inputs, runs, castable)
-            self._join(ends, results(end is not None for end in ends), eqn.outvars)
+            ends = walk(opened(eqn.params[CALLS[name]]), inside, inputs, eqn.invars, castable)
+            self._join(ends, results(ends), eqn.outvars)
         elif name == "scan":
-            self._scan(eqn, inside, inputs, runs, castable, results)
+            self._scan(eqn, inside, inputs, results)
         elif name == "cond":
             # A psum in a branch hangs if only some devices take the branch.
             castable = castable and not self._axes(eqn.invars[0])
             inners = [opened(branch) for branch in eqn.params["branches"]]
             every = [
-                self._inside(eqn, inner, (*inside, i), inputs[1:], runs, castable, eqn.invars[1:])
+                walk(inner, (*inside, i), inputs[1:], eqn.invars[1:], castable)
                 for i, inner in enumerate(inners)
             ]
-            made = results(any(end is not None for end in ends) for ends in zip(*every))
+            made = results(map(any, zip(*every)))
             for i, (inner, ends) in enumerate(zip(inners, every)):
                 self._join(ends, made, inner.outvars)
                 # All branches take operands of the same types.
@@ -232,19 +239,12 @@ class Graph:
                     if both:
                         self.steps.append(Step(both[:1], both[1:], ties=True))
         elif name in IDENTITIES:
-            (given,), (result,) = inputs, results(iter([True]))
+            (given,), (result,) = inputs, results([True])
             if name == CAST:
                 self.casts.append((given, result))
             self.steps.append(Step([given], [result]))
         else:
-            self._operation(eqn, inside, inputs, results)
-
-    def _inside(self, eqn, inner, where: Where, inputs, runs: int, castable: bool, atoms=None):
-        """Add a jaxpr that an equation calls with its operands; return its outputs' tangents."""
-        atoms = eqn.invars if atoms is None else atoms
-        ends = self._walk(inner, where, [value is not None for value in inputs], runs, castable)
-        self._join(inputs, [self._read(where, var) for var in inner.invars], atoms)
-        return ends
+            self._operation(eqn, inside, inputs, results([True] * len(eqn.outvars)))
 
     def _join(self, givers, takers, atoms) -> None:
         """Add steps from givers to takers; a taker of a residual varies as the residual does."""
@@ -254,12 +254,12 @@ class Graph:
             elif taker is not None:
                 self.steps.append(Step([], [taker], self._axes(atom)))
 
-    def _scan(self, eqn, inside: Where, inputs, runs: int, castable: bool, results) -> None:
+    def _scan(self, eqn, inside: Where, inputs, results) -> None:
         params, inner = eqn.params, opened(eqn.params["jaxpr"])
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]
         while True:  # a carry that becomes a tangent is one in the next step
-            ends = _linear_outputs(inner, linear, self._is_ref)
+            ends = _linear_outputs(inner, linear, self.is_ref)
             grown = list(linear)
             for i in range(carries):
                 grown[constants + i] |= ends[i]
@@ -267,6 +267,7 @@ class Graph:
                 break
             linear = grown
         made = results(linear[constants + i] if i < carries else end for i, end in enumerate(ends))
+        runs, castable = self._around[inside[:-1]]
         values = self._walk(inner, inside, linear, runs * params["length"], castable)
         takers = [self._read(inside, var) for var in inner.invars]
         self._join(inputs, takers, eqn.invars)
@@ -278,12 +279,11 @@ class Graph:
                 assert result is not None
                 self.steps.append(Step([carry], [result], ties=True))
 
-    def _operation(self, eqn, inside: Where, inputs, results) -> None:
-        outputs = results(itertools.repeat(True, len(eqn.outvars)))
+    def _operation(self, eqn, inside: Where, inputs, outputs: list[Value]) -> None:
         tangents = [value for value in inputs if value is not None]
         # A read from a ref varies as the writes to it do, and cotangents flow from reads to writes.
-        taken = [value for value in tangents if self._is_ref(value)]
-        refs = taken or [value for value in outputs if self._is_ref(value)]
+        taken = [value for value in tangents if self.is_ref(value)]
+        has_refs = any(map(self.is_ref, (*taken, *outputs)))
         step = Step(tangents, [*outputs, *taken])
         self.steps.append(step)
         self.at[inside] = step
@@ -293,45 +293,38 @@ class Graph:
             self._customs.append((step, eqn, tangents[0].runs))
             self._custom(step, eqn, tangents[0].runs, self.most_sums(eqn))
             return
-        if name_of(eqn) in SUMS:
-            self.summed += [(value, strings(eqn.params)) for value in outputs]
-        types = [self._axes(atom) for atom in eqn.invars]
-        joined = frozenset().union(*types)
-        alike = all(axes == joined for axes in types) and all(
-            value.varying == joined for value in outputs
-        )
         named = strings(eqn.params)
-        functions = _holds_functions(eqn) and not self._solves(eqn)
-        whole = functions or not transposed_by_jax(eqn.primitive)
-        if whole or self.opaque(eqn):
+        if name_of(eqn) in SUMS:
+            self.summed += [(value, named) for value in outputs]
+        joined = self._axes(*eqn.invars)
+        types = [*map(self._axes, eqn.invars), *(value.varying for value in outputs)]
+        differing = NONE.union(*(joined ^ axes for axes in types))
+        if (
+            (_holds_functions(eqn) and not self._solves(eqn))
+            or not transposed_by_jax(eqn.primitive)
+            or self.opaque(eqn)
+            or not (named or not differing and (has_refs or not eqn.effects))
+        ):
             step.fixed = None
-        elif alike and (refs or not eqn.effects):
-            step.fixed = named
-        elif named:  # a collective
-            step.fixed = named | frozenset().union(
-                *(joined ^ axes for axes in (*types, *(value.varying for value in outputs)))
-            )
-        else:
-            step.fixed = None
-        if step.fixed is not None:
-            step.needed = frozenset().union(
-                *(axes for axes, value in zip(types, inputs) if value is None)
-            )
+            return
+        step.fixed = named | differing
+        residuals = [atom for atom, value in zip(eqn.invars, inputs) if value is None]
+        step.needed = self._axes(*residuals)
 
     def _custom(self, step: Step, eqn: Any, runs: int, bwd: Bwd) -> None:
-        varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
-        every = frozenset(self.door.manual_axes())
+        varied = self._axes(*eqn.invars, *eqn.outvars)
         step.bwd, step.moves = bwd, bwd.moves
-        step.fixed = (every if bwd.by_itself is None else varied | bwd.by_itself) - bwd.moves
+        by_itself = self.every if bwd.by_itself is None else bwd.by_itself
+        step.fixed = (varied | by_itself) - bwd.moves
         step.sums = [(count * runs, axes) for count, axes in bwd.sums]
 
     def most_sums(self, eqn: Any) -> Bwd:
         """Return the upper bounds: what ``settle`` gets for a bwd that sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
-        arriving = frozenset().union(*map(self._axes, (*eqn.invars[:count], *eqn.outvars)))
+        arriving = self._axes(*eqn.invars[:count], *eqn.outvars)
         sums = [
-            (math.prod(atom.aval.shape) * atom.aval.dtype.itemsize, arriving - self._axes(atom))
+            (bytes_of(atom.aval), arriving - self._axes(atom))
             for atom, absent in zip(tangents, absent_tangents(eqn))
             if not absent and arriving - self._axes(atom)
         ]
@@ -344,7 +337,7 @@ class Graph:
         # Suppose a bf16 tangent becomes float32 and is then cast. The cast must not move to the
         # bf16 tangent, nor to what that is made of: the shares would be rounded to bf16 before they
         # are summed. Nor may the cast of a float32 tangent move to a bf16 tangent made of it.
-        for axis in self.door.manual_axes():
+        for axis in self.axes:
             sites = [
                 value
                 for value, made in self.casts
@@ -380,16 +373,15 @@ class Graph:
 
     def barriers(self) -> str:
         """Describe a bwd that needs whole cotangents; empty if none does."""
-        every = frozenset(self.door.manual_axes())
         for step, eqn, _ in self._customs:
-            varied = frozenset().union(*map(self._axes, (*eqn.invars, *eqn.outvars)))
-            fixed = every if step.fixed is None else step.fixed
-            kept = fixed - (varied - self.most_sums(eqn).moves)
+            varied = self._axes(*eqn.invars, *eqn.outvars)
+            assert step.fixed is not None and step.bwd is not None
+            kept = step.fixed - (varied - self.most_sums(eqn).moves)
             if kept:
                 bwd = eqn.params["bwd"]
                 does = (
                     "is not known to be linear in its cotangents"
-                    if step.bwd and step.bwd.by_itself is None
+                    if step.bwd.by_itself is None
                     else f"sums over {', '.join(sorted(kept))} by itself"
                 )
                 place = self.door.function_place(bwd)
@@ -404,8 +396,7 @@ class Graph:
             return False
         jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
         return all(
-            jaxpr is not None
-            and linear_in(opened(jaxpr), opened(jaxpr).invars[count:]) == frozenset()
+            jaxpr is not None and linear_in(opened(jaxpr), opened(jaxpr).invars[count:]) == NONE
             for jaxpr, count in (
                 (jaxprs.solve, counts.solve),
                 (jaxprs.transpose_solve, counts.transpose_solve),
@@ -417,15 +408,14 @@ class Graph:
         for atom in eqn.invars:
             if hasattr(atom, "val") or (where, atom) in self.values or not is_inexact(atom.aval):
                 continue
-            size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize * runs
-            residual = Residual(self._axes(atom), size_bytes)
+            residual = Residual(self._axes(atom), bytes_of(atom.aval) * runs)
             self.residuals.setdefault((where, atom), residual).steps.append(step)
 
-    def _is_ref(self, atom: Any) -> bool:
+    def is_ref(self, atom: Any) -> bool:
         return isinstance(atom.aval, self.door.AbstractRef)
 
-    def _axes(self, atom: Any) -> frozenset[str]:
-        return self.door.axis_type(atom.aval).varying
+    def _axes(self, *atoms: Any) -> Axes:
+        return NONE.union(*(self.door.axis_type(atom.aval).varying for atom in atoms))
 
     def _live(self, ends: list[Value]) -> None:
         makers: dict[Value, list[Step]] = {}
@@ -438,6 +428,10 @@ class Graph:
             if not value.live:
                 value.live = True
                 queue += [operand for step in makers.get(value, ()) for operand in step.inputs]
+
+
+def bytes_of(aval: Any) -> int:
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
 
 
 def absent_tangents(eqn: Any) -> Sequence[bool]:

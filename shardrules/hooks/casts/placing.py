@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,15 @@ from shardrules.hooks.casts.cheapest import (
     least_bytes,
 )
 from shardrules.hooks.casts.exceptions import exceptions
-from shardrules.hooks.casts.linear import NONE, Axes, Bwd, Graph, Unplaceable, absent_tangents
+from shardrules.hooks.casts.linear import (
+    NONE,
+    Axes,
+    Bwd,
+    Graph,
+    Unplaceable,
+    absent_tangents,
+    bytes_of,
+)
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.linearity import linear_in, sums_of_others
 from shardrules.hooks.notes import PlacedCast, Placement
@@ -53,22 +60,20 @@ class CastHooks(Hooks):
 
     def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
         self.state.record_gradient()
-        if not self.state.here.transposing and self.door.checking():
-            asked = self._asked(jaxpr)
-            if not asked and self.state.scope.notes is None:
-                return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
-            cotangents = rest[0] if rest else next(iter(kwargs.values()))
-            # Programs that are transposed inside are part of this one: their casts are placed here.
-            with self.state.locally(transposing=True, bwds={}):
-                placed = self._placed(jaxpr, [*consts, *primals_in], cotangents, asked)
-                if not asked:
-                    placed = jaxpr
-                if placed is not jaxpr and self.door.older_backward_pass is not None:
-                    return self._transpose(
-                        transpose, placed, transform_stack, consts, primals_in, cotangents
-                    )
-                return transpose(placed, transform_stack, consts, primals_in, *rest, **kwargs)
-        return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
+        is_outer = not self.state.here.transposing and self.door.checking()
+        asked = is_outer and self._asked(jaxpr)
+        if not asked and not (is_outer and self.state.scope.notes is not None):
+            return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
+        cotangents = rest[0] if rest else next(iter(kwargs.values()))
+        # Programs that are transposed inside are part of this one: their casts are placed here.
+        with self.state.locally(transposing=True, bwds={}):
+            placed = self._placed(jaxpr, [*consts, *primals_in], cotangents, asked)
+            if not asked:
+                placed = jaxpr
+            if placed is not jaxpr and self.door.older_backward_pass is not None:
+                arguments = placed, transform_stack, consts, primals_in, cotangents
+                return self._transpose(transpose, *arguments)
+            return transpose(placed, transform_stack, consts, primals_in, *rest, **kwargs)
 
     def _transpose(self, transpose, jaxpr, transform_stack, consts, primals_in, cotangents):
         """Transpose a program that casts residuals; JAX 0.7 and older need it to be all linear."""
@@ -162,7 +167,7 @@ class CastHooks(Hooks):
         run = _TracedBwd(self, eqn, NONE)
         indices = [i for i, zero in enumerate(absent_tangents(eqn)) if not zero]
         sums = [
-            (math.prod(atom.aval.shape) * atom.aval.dtype.itemsize, run.summed[i])
+            (bytes_of(atom.aval), run.summed[i])
             for i, atom in zip(indices, tangents)
             if run.summed.get(i)
         ]

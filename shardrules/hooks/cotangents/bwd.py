@@ -18,7 +18,14 @@ import jax
 from shardrules.door.jaxprs import CASTS, SUMS, equations, inner_jaxprs, is_inexact, named_axes
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.linearity import linear_in
-from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, size_of
+from shardrules.hooks.cotangents.origins import (
+    NOWHERE,
+    Origin,
+    Origins,
+    Reduction,
+    rule_of,
+    size_of,
+)
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
 from shardrules.hooks.state import COLLECT
@@ -149,9 +156,8 @@ class Bwd:
         # It is a share if nothing that it depends on communicates over these axes, and each
         # arriving cotangent that it depends on varies over them. Where one of these is invariant,
         # the output is one value for all devices, and a residual, perhaps of a gathered argument,
-        # made this one vary: it may be the whole gradient. The whole jaxpr is searched first: where
-        # it does not communicate, no slice of it does.
-        if any(self._communicates(self._trace.jaxpr, axes)):
+        # made this one vary: it may be the whole gradient.
+        if not self._is_silent:
             for call in self._communicates(self._sliced(ct.path), axes):
                 raise self.refusals.undecided(ct, axes, f"bwd holds {call}")
         residuals = [i for i in self._leaves(self._origin(ct.path)) if i < self.first]
@@ -191,7 +197,7 @@ class Bwd:
         # Such a sum is right only where the forward itself sums equal values over the axis.
         arriving = frozenset().union(*map(_axes, self._arriving))
         dropped = _axes(ct.want) - arriving
-        if not any(self._communicates(self._trace.jaxpr, self.mesh_axes)):
+        if self._is_silent:
             return
         # JAX accepts a cotangent that varies as its primal does. It may be right where no kernel
         # made an output invariant over the axis (a forward of several reductions). Where a kernel
@@ -339,20 +345,19 @@ class Bwd:
             elif next(self._communicates(self._trace.jaxpr, frozenset({axis})), None):
                 return f"the bwd {name!r} communicates over {axis!r}"
             else:
-                for path, _ in returned:
-                    if not self._is_linear(path):
-                        return self._nonlinear(path)
+                nonlinear = next(filter(None, (self._nonlinear(path) for path, _ in returned)), "")
+                if nonlinear:
+                    return nonlinear
         return ""
 
-    def _is_linear(self, path) -> bool:
+    def _nonlinear(self, path) -> str:
+        """Say why a cotangent may not be linear in those that arrive; empty if it is."""
         jaxpr, dynamic = self._sliced(path), self._trace.dynamic
         inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
         arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= self.first]
-        return linear_in(jaxpr, arriving, kernels=True) is not None
-
-    def _nonlinear(self, path) -> str:
-        opaque_call_of = self.hooks.state.opaque_call_of
-        calls = (opaque_call_of(e.primitive, e.params) for e in equations(self._sliced(path)))
+        if linear_in(jaxpr, arriving, kernels=True) is not None:
+            return ""
+        calls = (self.hooks.state.opaque_call_of(e.primitive, e.params) for e in equations(jaxpr))
         opaque = next(filter(None, calls), None)
         holds = f" (it calls {opaque.call})" if opaque is not None else ""
         return f"the bwd {self.parts.name!r} is not known to be linear{holds}"
@@ -371,6 +376,10 @@ class Bwd:
         if key not in kept:
             kept[key] = self.parts.bwd, Trace(self.door, self.bwd, self.args)
         return kept[key][1].of(self.args)
+
+    @functools.cached_property
+    def _is_silent(self) -> bool:
+        return not any(self._communicates(self._trace.jaxpr, self.mesh_axes))
 
     @functools.cached_property
     def _forward(self) -> Forward:
@@ -471,11 +480,11 @@ class Bwd:
     def _opaque(
         self, opaque, output_count: int, axes: frozenset[str], reductions: bool
     ) -> Iterator[str]:
-        if opaque.registration is None:
+        rule = rule_of(opaque)
+        if rule is None:
             if self.hooks.state.scope.policy != COLLECT:
                 yield f"{opaque.call}, which has no rule"
             return
-        rule = opaque.registration.rule
         if reductions and not any(word in rule.name for word in _REDUCING_RULES):
             return
         # A kernel that returns nothing (a core_map) writes to refs: one effect describes them all.

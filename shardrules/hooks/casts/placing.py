@@ -104,15 +104,18 @@ class CastHooks(Hooks):
 
     def _placed(self, jaxpr: Any, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
         """Return the program with its casts placed, or unchanged if that saves too little."""
-        tangents = (self.door.UndefinedPrimal, *self._accumulators)
+        tangents = tuple(filter(None, (self.door.UndefinedPrimal, self.door.GradAccum)))
         # In JAX 0.12 and older, constants are the first inputs.
         linear = [isinstance(x, tangents) for x in values[len(jaxpr.constvars) :]]
         wanted = [not isinstance(ct, self.door.Zero) for ct in cotangents]
         again = self.state.scope.derivatives_count > 0
         function, before_bytes = "", 0
 
+        def is_opaque(eqn: Any) -> bool:
+            return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
+
         def make() -> Graph:
-            return Graph(self.door, jaxpr, linear, wanted, self._is_opaque, again)
+            return Graph(self.door, jaxpr, linear, wanted, is_opaque, again)
 
         def settled() -> Graph:
             graph = make()
@@ -148,27 +151,19 @@ class CastHooks(Hooks):
         self.state.note_placement(note, function)
         return placed
 
-    @property
-    def _accumulators(self) -> tuple[type, ...]:
-        accumulator = self.door.GradAccum
-        return () if accumulator is None else (accumulator,)
-
-    def _is_opaque(self, eqn: Any) -> bool:
-        return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
-
     def _sums(self, eqn: Any) -> Bwd:
         """Return what the hooks sum of a custom_vjp's cotangents, for ``Graph.settle``."""
         # If bwd itself returns a cotangent that is already summed over an axis, the axis is not
         # among ``moves``: an earlier cast would only add a psum. Over axes over which bwd does not
         # sum, it may get the shares of a cotangent, and its results are summed instead.
         count = eqn.params["num_res"]
-        tangents = eqn.invars[count:]
         arriving = self._varying((*eqn.invars[:count], *eqn.outvars))
         run = _TracedBwd(self, eqn, NONE)
-        indices = [i for i, zero in enumerate(absent_tangents(eqn)) if not zero]
+        absent = absent_tangents(eqn)
+        tangents = {i: atom for i, atom in enumerate(eqn.invars[count:]) if not absent[i]}
         sums = [
             (bytes_of(atom.aval), run.summed[i])
-            for i, atom in zip(indices, tangents)
+            for i, atom in tangents.items()
             if run.summed.get(i)
         ]
         fixed, differentiates = NONE, any(map(is_differentiated, equations(run.jaxpr)))
@@ -182,19 +177,19 @@ class CastHooks(Hooks):
                 _TracedBwd(self, eqn, every, every)
             except Exception:  # a pullback that fwd saved takes cotangents of its own types alone
                 return Bwd(sums, NONE, None)
-            fixed = self._needed_inside(run, moved, [self._varying([atom]) for atom in tangents])
+            fixed = self._needed_inside(run, moved)
             run = moved
         whole = {  # over these axes bwd returns a cotangent that is already summed
             axis
-            for i, atom in zip(indices, tangents)
+            for i, atom in tangents.items()
             if not run.zeros[i]
-            for axis in arriving - self._varying([atom]) - run.summed.get(i, frozenset())
+            for axis in arriving - self._varying([atom]) - run.summed.get(i, NONE)
         }
-        moves = (arriving & frozenset().union(*run.summed.values())) - whole - fixed
+        moves = (arriving & NONE.union(*run.summed.values())) - whole - fixed
         by_itself = None if run.linear_in is None else run.linear_in | fixed
         return Bwd(sums, moves, by_itself, differentiates)
 
-    def _needed_inside(self, run: _TracedBwd, moved: _TracedBwd, primals: list[Axes]) -> Axes:
+    def _needed_inside(self, run: _TracedBwd, moved: _TracedBwd) -> Axes:
         """Return the axes of the gradient sums that have to stay inside of a bwd."""
         # These are: the sums that are coefficients of the cotangents, or of which it is not known
         # how the cotangents enter; and those that a result needs that is not summed afterwards.
@@ -205,11 +200,11 @@ class CastHooks(Hooks):
         for position, i in enumerate(returned):
             used = [position == other for other in range(len(returned))]
             sliced = self.door.dce_jaxpr(run.jaxpr, used, instantiate=True)[0]
-            axes |= gradient_sums(sliced) - moved.summed.get(i, frozenset())
+            axes |= gradient_sums(sliced) - moved.summed.get(i, NONE)
         return axes
 
     def _varying(self, atoms: Sequence[Any]) -> Axes:
-        return frozenset().union(*(self.door.axis_type(atom.aval).varying for atom in atoms))
+        return NONE.union(*(self.door.axis_type(atom.aval).varying for atom in atoms))
 
 
 class _TracedBwd:

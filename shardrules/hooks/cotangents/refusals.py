@@ -38,17 +38,18 @@ class Cotangent:
 
 
 class Refusals:
+    has_casts = True  # JAX 0.5.3 and older have none to advise
+
     def __init__(self, door: Door, parts: CustomVjpInfo):
         self.door = door
         self.parts = parts
-        self._casts = door.typed  # JAX 0.5.3 and older have no casts to advise
 
     def undecided(self, ct: Cotangent, axes: frozenset[str], why: str) -> CotangentError:
         """Return the error for a cotangent that may be one device's share or the full sum."""
         names, have, want = quoted(axes), ct.have, ct.want
         whole = (
             f"shardrules.already_summed(ct, {names})"
-            if self._casts
+            if self.has_casts
             else f"jax.lax.pmean(ct, ({names},))"
         )
         share = (
@@ -80,7 +81,7 @@ class Refusals:
             f"can't be decided, because {why}. If it is a share, return "
             f"jax.lax.psum(ct, ({names},)) from bwd. If it is summed already, return "
             f"{whole}. Both are for primals that are invariant over {{{names}}}, as "
-            f"here{share if self._casts else ''}.",
+            f"here{share if self.has_casts else ''}.",
         )
 
     def unmoved(
@@ -88,9 +89,9 @@ class Refusals:
     ) -> CotangentError:
         """Return the error where each device would receive the cotangents of all devices."""
         own = whole = ""
-        if self._casts and is_library(self.parts.place):
+        if self.has_casts and is_library(self.parts.place):
             own = f"cast the arguments that the output depends on, shardrules.vary(x, {axis!r})"
-        elif self._casts:
+        elif self.has_casts:
             own = (
                 f"return shardrules.vary(y, {axis!r}) from the function and from its fwd, and "
                 "reduce it after the call where an invariant value is needed, as by "
@@ -127,7 +128,7 @@ class Refusals:
         both += (
             f"f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then these forms "
             "are right for both uses."
-            if self._casts
+            if self.has_casts
             else "f(f(x)) does, call another one there, whose bwd counts the copies:\n"
             f"    return (ct * jax.lax.psum(1, ({names},)),)"
         )
@@ -155,7 +156,7 @@ class Refusals:
             f"it reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}} and "
             "that the forward does not move there: the other devices' cotangents belong to other "
             "values, and JAX itself sums those of a value that was cast. Return this device's:\n"
-            f"    return (ct,){keeps if self._casts else ''}",
+            f"    return (ct,){keeps if self.has_casts else ''}",
         )
 
     def lost(self, ct: Cotangent, axes: frozenset[str], lost: frozenset[str], by: str):

@@ -54,6 +54,7 @@ class _Bwd(Bwd):
 
     def __init__(self, hooks: CustomVjpHooks, run: _Run):
         super().__init__(hooks, lambda *args: tuple(run.call(*args)), run.parts, run.args)
+        self.refusals.has_casts = False
         self.mesh_axes, self.primals = run.axes, run.primals
         self.entering, self.first = run.entering, len(run.entering) - run.arriving
 

@@ -7,6 +7,13 @@ values are attributes too, so that a caller need not parse the text.
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
+
+
+def few(names: Sequence[str], limit: int) -> str:
+    """Write the first names, and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 class ShardrulesError(Exception):
@@ -144,4 +151,4 @@ class SteadyStateError(CostAssertionError):
     """A loop on the host that compiles, talks to the host, keeps donated memory, or grows."""
 
 
-__all__ = [name for name, value in list(globals().items()) if isinstance(value, type)]
+__all__ = [name for name in dir() if name.endswith(("Error", "Warning"))]

@@ -8,7 +8,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from shardrules.errors import ShardrulesError
+from shardrules.errors import ShardrulesError, few
 
 _STDIN = "-"
 _OPTIMIZED = re.compile(r"(.*after_optimizations)\.(?:txt|hlo)(?:\.gz)?")
@@ -56,26 +56,25 @@ def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
             if name.endswith((".hlo", ".hlo.gz")) or _begins_as_hlo(folder / name):
                 files[name] = name
     if not files:
-        others = f"but {_few(names)}" if names else "nor any other file"
+        others = f"but {few(names, _NAMES)}" if names else "nor any other file"
         raise ShardrulesError(
             f"{folder} holds no text of a compiled program (no *after_optimizations.txt, no "
             f"*.hlo), {others}; a dump is made by {_HOW}"
         )
-    note = ""
-    if folders or len(names) > len(files):
-        left_out = [f"{len(names) - len(files)} other files"] if len(names) > len(files) else []
-        if folders:
-            left_out.append(f"the folder{'s' if folders[1:] else ''} {_few(folders)}")
-        note = (
-            f"{folder}: {len(files)} of {len(names)} files are judged, those after optimizations; "
-            f"left out: {', '.join(left_out)}"
-        )
+    left_out = [f"{len(names) - len(files)} other files"] if len(names) > len(files) else []
+    if folders:
+        left_out.append(f"the folder{'s' if folders[1:] else ''} {few(folders, _NAMES)}")
+    note = (
+        f"{folder}: {len(files)} of {len(names)} files are judged, those after optimizations; "
+        f"left out: {', '.join(left_out)}"
+    )
+    note = note if left_out else ""
     dumped, kept = (
         {match[1] for match in map(_DUMPED.fullmatch, some) if match}
         for some in (names, files.values())
     )
     if dumped - kept:
-        missing = _few(sorted(dumped - kept))
+        missing = few(sorted(dumped - kept), _NAMES)
         note += f"; without such a text (was it dumped with {_HOW}?): {missing}"
     return [str(folder / name) for name in files.values()], note
 
@@ -86,8 +85,3 @@ def _begins_as_hlo(path: pathlib.Path) -> bool:
             return file.read(256).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"HloModule ")
     except OSError:
         return False
-
-
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES
-    return ", ".join(names[:_NAMES]) + (f" and {more} more" if more > 0 else "")

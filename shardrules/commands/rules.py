@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules import registry
 from shardrules.commands import flags
-from shardrules.errors import ShardrulesError
+from shardrules.errors import ShardrulesError, few
 from shardrules.registry import builtin
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ class Rules:
 
 def unmatched(flag: str, name: str, kernels: Sequence[str]) -> str:
     """Return the message for a flag that matched no kernel, with the kernels without a rule."""
-    more = f" and {len(kernels) - 6} more" if kernels[6:] else ""
-    without = f"without a rule: {', '.join(kernels[:6])}{more}"
+    without = f"without a rule: {few(kernels, 6)}"
     without = without if kernels else "no kernel is without a rule"
     return f"{flag} matches no kernel{_near(name, kernels)}; {without}"
 

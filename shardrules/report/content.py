@@ -15,12 +15,12 @@ from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
 from shardrules.costs.worth import Ledger, Worth
+from shardrules.errors import few
 from shardrules.report.grouping import (
     Row,
     alike,
     counted,
     duration,
-    few,
     here,
     milliseconds,
     of_step,

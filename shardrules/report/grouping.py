@@ -47,11 +47,6 @@ def counted(count: int, noun: str, of: int | None = None) -> str:
     return f"{count} of {counted(of, noun)} {'is' if count == 1 else 'are'}"
 
 
-def few(names: Sequence[str], limit: int) -> str:
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
-
-
 def here(source: str) -> str:
     """Write each ``file:line`` of a text without the working directory, if it is below that."""
     try:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
+from shardrules.errors import few
 from shardrules.report import drawn
 from shardrules.report.content import Cell, Content, resting_on
 from shardrules.report.drawn import Mark, escaped
@@ -21,7 +22,6 @@ from shardrules.report.grouping import (
     Row,
     alike,
     duration,
-    few,
     here,
     milliseconds,
     percent,

@@ -129,7 +129,6 @@ _KINDS = {  # numpy's booleans and numbers fit too
 
 
 def _wanted(hint: Any) -> _Wanted:
-    """Read an annotation."""
     if isinstance(hint, TypeVar):
         hint = hint.__bound__ or Any
     root, inner = typing.get_origin(hint) or hint, typing.get_args(hint)

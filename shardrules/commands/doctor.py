@@ -17,7 +17,7 @@ from shardrules import aot, registry
 from shardrules.commands import flags, rules
 from shardrules.door import internals, places
 from shardrules.errors import AotError, RegistrationError, UnsupportedJaxError
-from shardrules.hooks import selftest
+from shardrules.hooks import retrace, selftest
 from shardrules.hooks.install import install, state
 
 ARGUMENTS = flags.RULES
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(error)
             return 1
     except Exception as error:  # importing JAX may raise anything
-        print(f"JAX can't be imported here: {type(error).__name__}: {_line(error)}")
+        print(f"JAX can't be imported here: {retrace.first_line(error)}")
         return 1
     print(", ".join(_versions()))
     rules.register(arguments)
@@ -64,10 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _counted(kinds: Iterator[str]) -> str:
     return ", ".join(f"{n} {kind}" for kind, n in sorted(collections.Counter(kinds).items()))
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _versions() -> Iterator[str]:
@@ -108,16 +104,15 @@ def _devices() -> str:
     try:
         return _counted(f"{d.platform} ({d.device_kind})" for d in places.devices())
     except Exception as error:  # a backend may raise anything
-        return f"{type(error).__name__}: {_line(error)}"
+        return retrace.first_line(error)
 
 
 def _compiler(name: str) -> str:
     devices, describe = _ABSENT[name]
     try:
-        missing = aot.missing_plugin(name)
-        if missing:
+        if missing := aot.missing_plugin(name):
             return f"not installed; {missing}"
         describe()
         return f"can be used (tried: {devices})"
     except AotError as error:
-        return f"can't be used: {_line(error)}"
+        return f"can't be used: {str(error).splitlines()[0]}"

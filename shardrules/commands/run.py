@@ -160,10 +160,9 @@ class _Report:
             return None
         from shardrules.watching.profiles import profile
 
-        if self.recorder.left:
-            steps = self.arguments.profile
-            recorded = steps - self.recorder.left
-            flags.say(f"the script ended after {recorded} of --profile's {steps} steps")
+        steps, left = self.arguments.profile, self.recorder.left
+        if left:
+            flags.say(f"the script ended after {steps - left} of --profile's {steps} steps")
         measured = profile.of_watched(self.recorder.folder, self.seen, **self.options)
         flags.say(measured.about, *measured.notes)
         return measured

@@ -14,14 +14,12 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from shardrules.errors import ShardrulesError
 
 
 class Target(NamedTuple):
-    """The script or module to run."""
-
     code: types.CodeType  # its compiled source
     file: str  # its absolute path
     spec: importlib.machinery.ModuleSpec | None  # a module's spec, None for a script
@@ -40,13 +38,13 @@ def find(arguments: argparse.Namespace) -> Target:
     path = os.path.abspath(given)
     try:
         with io.open_code(path) as file:
-            source = file.read()
+            code = compile(file.read(), path, "exec", dont_inherit=True)
     except OSError as error:
         hint = "; a flag of shardrules stands before the script" if given.startswith("-") else ""
         raise ShardrulesError(f"can't read the script {given}: {error.strerror}{hint}") from error
-    return Target(
-        _compiled(source, path), path, None, [given, *rest], os.path.dirname(os.path.realpath(path))
-    )
+    except (SyntaxError, ValueError) as error:  # up to Python 3.11.3, null bytes raise ValueError
+        raise ShardrulesError(f"{path} is not a Python script: {error}") from error
+    return Target(code, path, None, [given, *rest], os.path.dirname(os.path.realpath(path)))
 
 
 def _module(name: str, rest: list[str]) -> Target:
@@ -57,26 +55,17 @@ def _module(name: str, rest: list[str]) -> Target:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except (ImportError, ValueError) as error:
         raise ShardrulesError(f"can't find the module {name}: {error}") from error
-    code = None
-    get_code = getattr(spec.loader if spec else None, "get_code", None)
-    if spec is not None and get_code is not None:
-        try:
-            code = get_code(spec.name)
-        except (SyntaxError, ImportError) as error:
-            raise ShardrulesError(f"can't read the module {name}: {error}") from error
+    get_code = getattr(spec.loader if spec else None, "get_code", lambda name: None)
+    try:
+        code = get_code(spec.name if spec else name)
+    except (SyntaxError, ImportError) as error:
+        raise ShardrulesError(f"can't read the module {name}: {error}") from error
     if spec is None or code is None or spec.origin is None:
         raise ShardrulesError(
             f"can't find the module {name}, or there is nothing in it to run; -m takes a module's "
             "name, such as package.train, as python -m does"
         )
     return Target(code, spec.origin, spec, [spec.origin, *rest], os.getcwd())
-
-
-def _compiled(source: bytes, path: str) -> types.CodeType:
-    try:
-        return compile(source, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:  # up to Python 3.11.3, null bytes raise ValueError
-        raise ShardrulesError(f"{path} is not a Python script: {error}") from error
 
 
 def _search_first(folder: str) -> None:
@@ -91,14 +80,16 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
     interrupts: list[bool] = []
     atexit.register(_end_by_sigint, interrupts)  # before the script's functions, so called after
     spec = target.spec
-    main: Any = types.ModuleType("__main__")
-    main.__file__ = target.file
-    main.__builtins__ = __builtins__
-    main.__spec__ = spec
-    main.__package__ = spec.parent if spec else None
-    main.__cached__ = spec.cached if spec else None
+    main = types.ModuleType("__main__")
     loader = importlib.machinery.SourceFileLoader("__main__", target.file)
-    main.__loader__ = spec.loader if spec else loader
+    vars(main).update(
+        __file__=target.file,
+        __builtins__=__builtins__,
+        __spec__=spec,
+        __package__=spec.parent if spec else None,
+        __cached__=spec.cached if spec else None,
+        __loader__=spec.loader if spec else loader,
+    )
     sys.modules["__main__"] = main
     sys.argv[:] = target.argv
     _search_first(target.folder)

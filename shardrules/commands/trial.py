@@ -7,6 +7,7 @@ compiled from the edited text under their own paths, and no file changes.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import importlib.machinery
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules import registry
 from shardrules.commands import rules, script
+from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:
     from shardrules.hooks.unchecked import Call
@@ -158,17 +160,14 @@ def _add_rules(outcome: Outcome, registered: Mapping[str, Sequence[registry.Regi
 def _sent(seen: Iterable[WatchedProgram]) -> dict[str, int]:
     """Sum the bytes that one device sends, by program; a loop of unknown length counts once."""
     from shardrules.costs import accounts
-    from shardrules.errors import ShardrulesError
 
-    sums: dict[str, int] = {}
+    sums: dict[str, int] = collections.defaultdict(int)
     for program in seen:
         with contextlib.suppress(ShardrulesError):  # its backend does not return its HLO
-            entries = accounts.of(program.judgement).entries
-            sums[program.name] = sums.get(program.name, 0) + sum(
-                (entry.each if entry.runs is None else entry.runs) * entry.wire_bytes
-                for entry in entries
-            )
-    return sums
+            for entry in accounts.of(program.judgement).entries:
+                runs = entry.each if entry.runs is None else entry.runs
+                sums[program.name] += runs * entry.wire_bytes
+    return dict(sums)
 
 
 def _compiled(texts: Mapping[str, str], file: str) -> types.CodeType:

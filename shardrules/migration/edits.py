@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import math
 import os
 import re
 import tokenize
@@ -46,40 +47,38 @@ def edited(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edits
             if blocked is not None and not reasons[site]:
                 reasons[site] = f"together with {place(blocked)}, which can't be switched here"
     left = [f"{place(site)}: {why}" for site, why in reasons.items() if why and site in candidates]
-    edits: dict[str, list[Site]] = {}
-    for site, reason in reasons.items():
-        if not reason:
-            edits.setdefault(site.file, []).append(site)
-    if not edits:
+    sites = tuple(site for site, reason in reasons.items() if not reason)
+    if not sites:
         return Edits({}, {}, (), left)
-    texts = {file: _lines(file) for file in edits}
+    texts = {site.file: _lines(site.file) for site in sites}
     after = {file: list(lines) for file, lines in texts.items()}
-    for file, sites in edits.items():
-        flags = {flag for flag in map(_flag, sites) if flag is not None}
-        for line, start, end in sorted(flags, reverse=True):  # bottom up: lines are deleted
-            raw = after[file][line - 1].encode()
-            after[file][line - 1] = (raw[:start] + b"True" + raw[end:]).decode()
-            _drop_reasons(after[file], line)
+    for file, lines in after.items():
+        flags = {_flag(site) for site in sites if site.file == file}
+        # Bottom up: lines are deleted.
+        for line, start, end in sorted(filter(None, flags), reverse=True):
+            raw = lines[line - 1].encode()
+            lines[line - 1] = (raw[:start] + b"True" + raw[end:]).decode()
+            _drop_reasons(lines, line)
+    where = None
     if is_here(script):
-        texts.setdefault(script, _lines(script))
-        lines = after.setdefault(script, list(texts[script]))
-        where, others = _place_to_install(script, edits.get(script, []))
+        where, others = _place_to_install(script, sites)
         left += [
             f"{short(script)}:{line}: {call} replaces what the patch adds; drop its arguments"
             for line, call in others
         ]
-        if where is None:
-            left += [f"{script}: write {line} there" for line in rules]
-        else:
-            newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
-            added = [*([""] if where else []), *_INSTALL.splitlines(), *rules, ""]
-            if where < len(lines) and not lines[where].strip():
-                added.pop()
-            lines[where:where] = [line + newline for line in added]
     else:
         left.append(f"{script}: call shardrules.install() there")
+    if where is None:
         left += [f"{script}: write {line} there" for line in rules]
-    return Edits(texts, after, tuple(site for sites in edits.values() for site in sites), left)
+    else:
+        texts.setdefault(script, _lines(script))
+        lines = after.setdefault(script, list(texts[script]))
+        newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+        added = [*([""] if where else []), *_INSTALL.splitlines(), *rules, ""]
+        if where < len(lines) and not lines[where].strip():
+            added.pop()
+        lines[where:where] = [line + newline for line in added]
+    return Edits(texts, after, sites, left)
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[Site, Site]]:
@@ -174,14 +173,14 @@ def _place_to_install(
     ]
     if any(_always_installs(node, installs) for node in tree.body):
         return None, calls
-    first_site = min((site.line for site in sites), default=None)
+    first_site = min((site.line for site in sites if site.file == script), default=math.inf)
     place = 0
-    for position, node in enumerate(tree.body):
-        is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if first_site is not None and node.lineno >= first_site:
+    for node in tree.body:
+        if node.lineno >= first_site:
             break
         imports = isinstance(node, (ast.Import, ast.ImportFrom))
-        if imports or _sets_variables(node) or (is_string and position == 0):
+        is_docstring = node is tree.body[0] and ast.get_docstring(tree) is not None
+        if imports or _sets_variables(node) or is_docstring:
             place = node.end_lineno or node.lineno
     return place, calls
 

@@ -33,8 +33,8 @@ from shardrules.report.grouping import (
 )
 from shardrules.report.sections import Block, Item, filled, listed, sections
 
-UNEQUAL = "Outputs called replicated that are not proven equal"
-NOTE = (
+_UNEQUAL = "Outputs called replicated that are not proven equal"
+_NOTE = (
     f"{accounts.CONVENTION}; both are of one run at one site, and 'in all' adds up the wire bytes "
     "of all runs at all sites"
 )
@@ -108,12 +108,10 @@ class Content:
     @property
     def kinds(self) -> str:
         """Count the findings by kind, outputs first; empty if there are none."""
-        of_outputs = collections.Counter(output.kind for output in self.unequal)
-        differ = {"differs": "differ"}  # the other kind has no plural
-        counts = [
-            f"{counted(n, 'output')} {kind if n == 1 else differ.get(kind, kind)}"
-            for kind, n in of_outputs.items()
-        ]
+        counts = []
+        for kind, n in collections.Counter(output.kind for output in self.unequal).items():
+            verb = "differ" if kind == "differs" and n > 1 else kind
+            counts.append(f"{counted(n, 'output')} {verb}")
         of_collectives = collections.Counter(finding.kind for finding in self.findings)
         return ", ".join(counts + [f"{n} {kind}" for kind, n in of_collectives.items()])
 
@@ -122,20 +120,16 @@ class Content:
     @functools.cached_property
     def avoidable(self) -> Worth:
         """Add up what findings and hints save for sure."""
-        worths = self._worths((*self.findings, *self.hints))
-        return _sum(worth for worth in worths if worth.is_sure)
+        return _sum(worth for worth in self._worths() if worth.is_sure)
 
     @functools.cached_property
     def in_doubt(self) -> Worth:
         """Add up what is saved at most, if all that is unproven is redundant."""
-        worths = self._worths((*self.findings, *self.hints))
-        return _sum(worth for worth in worths if not worth.is_sure)._replace(is_sure=False)
+        return _sum(w for w in self._worths() if not w.is_sure)._replace(is_sure=False)
 
-    def _worths(self, group: Iterable[Finding | Hint]) -> Iterable[Worth]:
-        return map(self.ledger.worth, group)
-
-    def _cost(self, row: Row) -> Worth:
-        return _sum(map(self.ledger.cost, row.numbers))
+    def _worths(self) -> Iterable[Worth]:
+        changes: list[Finding | Hint] = [*self.findings, *self.hints]
+        return map(self.ledger.worth, changes)
 
     def _share(self, worth: Worth) -> str:
         """Write a worth's share of the bytes and of the times, in brackets; empty for none."""
@@ -165,7 +159,7 @@ class Content:
 
     def saves(self, group: Sequence[Finding | Hint]) -> str:
         """Say what is saved by following the advice on findings or hints that are alike."""
-        worth = _sum(self._worths(group))
+        worth = _sum(map(self.ledger.worth, group))
         if group[0].kind in _NEVER_FOLDED or not (worth.bytes or worth.round_trips):
             return ""
         parts = [size(worth.bytes)] if worth.bytes else []
@@ -227,14 +221,14 @@ class Content:
         """List the rows of collectives, the costliest first; those that are alike are one."""
 
         def key(row: Row) -> tuple[float, float, int]:
-            cost = self._cost(row)
+            cost = _sum(map(self.ledger.cost, row.numbers))
             return -cost.exposed_seconds, -cost.seconds, -cost.bytes
 
         return tuple(sorted(rows(self.account), key=key))
 
     def cells(self, row: Row) -> list[Cell]:
         """Write a row's cells; every row has the same columns."""
-        entry, cost = row.first, self._cost(row)
+        entry, cost = row.first, _sum(map(self.ledger.cost, row.numbers))
         sent, is_known = row.total.wire_bytes, entry.runs is not None
         runs = f"{'at most ' if entry.at_most else ''}{entry.runs}"
         cells = [
@@ -273,7 +267,7 @@ class Content:
     @property
     def note(self) -> str:
         """Say how to read the table of collectives, a sentence a line."""
-        note = NOTE if self.timings is None else f"{NOTE}\n{_MEASURED_NOTE}"
+        note = _NOTE if self.timings is None else f"{_NOTE}\n{_MEASURED_NOTE}"
         if self.target is None:
             return note
         return (
@@ -314,8 +308,8 @@ class Content:
             for same in findings.alike(finding for finding, _ in pairs)
         ]
         return filled(
-            Block(UNEQUAL, items=tuple(todo)),
-            Block(f"{UNEQUAL}, allowed", items=tuple(stays)),
+            Block(_UNEQUAL, items=tuple(todo)),
+            Block(f"{_UNEQUAL}, allowed", items=tuple(stays)),
             self._ranked("Findings", findings.alike(self.findings)),
             self._ranked("Could be cheaper", alike_hints(self.hints)),
             Block("Allowed", items=tuple(allowed)),
@@ -329,7 +323,8 @@ class Content:
             first = _NEVER_FOLDED.get(group[0].kind, 1)
             return first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips
 
-        ranked = sorted(((group, _sum(self._worths(group))) for group in groups), key=rank)
+        pairs = [(group, _sum(map(self.ledger.worth, group))) for group in groups]
+        ranked = sorted(pairs, key=rank)
         movable = [n for n, (group, _) in enumerate(ranked) if group[0].kind not in _NEVER_FOLDED]
         count = self.ledger.folded([ranked[n][1] for n in movable])
         folded = movable[len(movable) - count :]

@@ -99,7 +99,6 @@ def _collective(content: Content, number: int) -> dict[str, Any]:
 
 
 def _outputs(content: Content) -> list[dict[str, Any]]:
-    """Write what is proven of each output, and what its sharding promises."""
     promises = content.judgement.promises or (None,) * len(content.judgement.outputs)
     return [
         {

@@ -156,8 +156,6 @@ def _bar(
 
 
 class Event(NamedTuple):
-    """One step in program order."""
-
     kind: str  # collective; loop or branch where one begins, end where it ends
     number: int = -1  # a collective's place among the verdicts
     label: str = ""  # of a loop how often it runs each time, of a branch which one it is

@@ -82,7 +82,6 @@ def of_step(avoidable_seconds: float, step_seconds: float) -> str:
 
 
 def took(timing: Timing | None, step_seconds: float) -> str:
-    """Say how long collectives took in a measured step."""
     if timing is None:
         return "not measured: the profile has no event of it"
     share = f", {timing.seconds / step_seconds:.1%} of it" if step_seconds else ""
@@ -130,7 +129,6 @@ class Row:
 
 
 def rows(account: accounts.Account) -> tuple[Row, ...]:
-    """List the rows of an account, in the order of the text."""
     groups = alike(
         enumerate(account.entries),
         lambda numbered: dataclasses.replace(numbered[1], reason="", groups="", loop_depth=0),

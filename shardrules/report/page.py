@@ -293,7 +293,6 @@ def timeline(content: Content, title: str, linked: bool) -> str:
 
 
 def _timed(content: Content) -> str:
-    """Draw the step that a profile measured, its collectives linked to their rows."""
     if content.timings is None or not content.timings.ran:
         return ""
     ran = content.timings.ran
@@ -426,7 +425,6 @@ def _row(content: Content, number: int, row: Row, ids: dict[str, str]) -> str:
 
 
 def _fold(content: Content, row: Row, hidden: str) -> str:
-    """Write what a row holds: why, what it rests on, its source, its groups, its instructions."""
     verdicts = [content.judgement.verdicts[n] for n in row.numbers]
     parts = [f'<p class="narrow">{escaped(hidden)}</p>']
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):

@@ -65,7 +65,6 @@ class Several:
 
     @property
     def about(self) -> str:
-        """Say in one line what it comes to."""
         total = sum(self.counts) + len(self.failures)
         worst = max(self.contents, key=lambda c: c.avoidable[1::-1], default=None)
         parts = [
@@ -103,7 +102,6 @@ class Several:
 
     @property
     def ends(self) -> tuple[Block, ...]:
-        """List what stands below the programs."""
         return filled(
             listed("Can't be judged", (f"{name}: {why}" for name, why in self.failures)),
             listed("Allowances that match nothing", self.unused),
@@ -115,7 +113,6 @@ def _costs(content: Content) -> list[str]:
 
 
 def _row(content: Content, count: int) -> dict[str, str]:
-    """Write a program's cells, by their columns."""
     total, avoidable = content.account.total, content.avoidable
     loops = f" and {total.unknown} in loops" if total.unknown else ""
     saved = size(avoidable.bytes)

@@ -109,20 +109,20 @@ def github(contents: Sequence[Content]) -> str:
 def sarif(contents: Sequence[Content]) -> str:
     """Return a SARIF log of one run, which holds a result for each finding and hint."""
     notes = _notes(contents)
-    kinds = list(dict.fromkeys(note.item.kind for note in notes))
-    rules = [
-        {"id": kind.replace(" ", "-"), "shortDescription": {"text": _RULES.get(kind, _CHEAPER)}}
-        for kind in kinds
-    ]
-    driver = {"name": "shardrules", "version": shardrules.__version__, "rules": rules}
-    run = {"tool": {"driver": driver}, "results": [_result(note, kinds) for note in notes]}
+    rules = {
+        note.item.kind.replace(" ", "-"): _RULES.get(note.item.kind, _CHEAPER) for note in notes
+    }
+    described = [{"id": rule, "shortDescription": {"text": text}} for rule, text in rules.items()]
+    driver = {"name": "shardrules", "version": shardrules.__version__, "rules": described}
+    run = {"tool": {"driver": driver}, "results": [_result(note, [*rules]) for note in notes]}
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
-def _result(note: _Note, kinds: list[str]) -> dict[str, Any]:
+def _result(note: _Note, rules: list[str]) -> dict[str, Any]:
+    rule = note.item.kind.replace(" ", "-")
     result: dict[str, Any] = {
-        "ruleId": note.item.kind.replace(" ", "-"),
-        "ruleIndex": kinds.index(note.item.kind),
+        "ruleId": rule,
+        "ruleIndex": rules.index(rule),
         "level": note.level,
         "rank": round(100 * min(1.0, note.share), 2),
         "message": {"text": _message(note)},
@@ -141,15 +141,12 @@ def _result(note: _Note, kinds: list[str]) -> dict[str, Any]:
 
 def merged(logs: Sequence[str]) -> str:
     """Put SARIF logs of several processes into one run: GitHub refuses two runs of one tool."""
-    first, *others = (json.loads(log) for log in logs)
-    (run,) = first["runs"]
-    rules = run["tool"]["driver"]["rules"]
-    for other in (other["runs"][0] for other in others):
-        ids = {rule["id"] for rule in rules}
-        rules += [rule for rule in other["tool"]["driver"]["rules"] if rule["id"] not in ids]
-        run["results"] += other["results"]
-    index = {rule["id"]: number for number, rule in enumerate(rules)}
-    for result in run["results"]:
-        result["ruleIndex"] = index[result["ruleId"]]
-    run["results"].sort(key=lambda result: -result["rank"])
-    return json.dumps(first, indent=1) + "\n"
+    whole = json.loads(logs[0])
+    runs = [run for log in logs for run in json.loads(log)["runs"]]
+    rules = {rule["id"]: rule for run in runs for rule in run["tool"]["driver"]["rules"]}
+    results = [result for run in runs for result in run["results"]]
+    for result in results:
+        result["ruleIndex"] = [*rules].index(result["ruleId"])
+    whole["runs"][0]["tool"]["driver"]["rules"] = list(rules.values())
+    whole["runs"][0]["results"] = sorted(results, key=lambda result: -result["rank"])
+    return json.dumps(whole, indent=1) + "\n"

@@ -119,7 +119,7 @@ def what_is_chosen_is_the_first(monkeypatch):
 
 
 def positions_do_not_matter(monkeypatch):
-    monkeypatch.setattr(collectives, "result_how", lambda kind: "join")
+    monkeypatch.setattr(collectives, "result_how", lambda instruction, channel: "join")
 
 
 def ids_are_always_replicas(monkeypatch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardrules.hlo.known import values
-from shardrules.hlo.proof import collectives, control, effects
+from shardrules.hlo.proof import collectives, control
 from shardrules.hlo.reader import devices, notations
 
 from . import oracle
@@ -61,15 +61,15 @@ def ignore_guards(monkeypatch):
 
 def forget_positions(monkeypatch):
     """Take what reduce-scatter and all-to-all give for equal on all members."""
-    monkeypatch.setattr(collectives, "result_how", lambda kind: "join")
+    monkeypatch.setattr(collectives, "result_how", lambda instruction, channel: "join")
 
 
 def first_iteration_only(monkeypatch):
     """Judge a loop's result by its first iteration."""
     monkeypatch.setattr(
-        control,
-        "_unrolled",
-        lambda proof, condition, body, carry, guard, trips: proof.evaluate(body, (carry,), guard),
+        control._Loop,
+        "unrolled",
+        lambda self, carry, trips: self.proof.evaluate(self.body, (carry,), self.guard),
     )
 
 
@@ -85,12 +85,12 @@ def floor_for_truncation(monkeypatch):
 
 def settle_at_once(monkeypatch):
     """Take what iterations make anew for what the loop began with."""
-    original = control._settling
-    monkeypatch.setattr(
-        control,
-        "_settling",
-        lambda *args: {k: (0, places) for k, (_, places) in original(*args).items()},
-    )
+    original = control._Loop.ages.func
+
+    def ages(self):
+        return {k: (0, collectives) for k, (_, collectives) in original(self).items()}
+
+    monkeypatch.setattr(control._Loop, "ages", property(ages))
 
 
 def all_branches_are_one(monkeypatch):
@@ -100,12 +100,12 @@ def all_branches_are_one(monkeypatch):
 
 def all_pieces_are_equal(monkeypatch):
     """Take a tuple all-to-all's operands, and a reduce-scatter's pieces, for equal ones."""
-    original = effects._how
+    original = collectives.result_how
 
     def how(*args):
         return "join" if original(*args) == "exchange" else original(*args)
 
-    monkeypatch.setattr(effects, "_how", how)
+    monkeypatch.setattr(collectives, "result_how", how)
 
 
 @pytest.mark.parametrize(

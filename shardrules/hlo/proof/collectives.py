@@ -45,7 +45,12 @@ KINDS = (
     "ragged-all-to-all",
 )
 OPCODES = {k + suffix: k for k in KINDS for suffix in ("", "-start")}
-_JOINS = ("all-reduce", "all-gather")
+_HOW = {
+    "all-reduce": "join",
+    "all-gather": "join",
+    "collective-permute": "permute",
+    "collective-broadcast": "first",
+}
 OVERWIDE_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 
 # The attributes that say how a collective connects devices, and those without effect on that
@@ -431,8 +436,10 @@ class Transfer:
         return self.relations.refines(channel.groups.relation, relation)
 
 
-def result_how(kind: str) -> str:
-    """Name how a kind transforms relations."""
-    if kind in _JOINS:
-        return "join"
-    return {"collective-permute": "permute", "collective-broadcast": "first"}.get(kind, "exchange")
+def result_how(instruction: hm.Instruction, channel: Channel) -> str:
+    """Name how a collective transforms relations: by join, exchange, permute or first."""
+    if channel.kind == "all-to-all" and channel.groups.matrix is not None:
+        # If each member sends one value to all, every member gets the same from it.
+        alone = len(instruction.operands) > 1 and len(set(instruction.operands)) == 1
+        return "join" if alone else "exchange"
+    return _HOW.get(channel.kind, "exchange")

@@ -8,31 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.known import ranges
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.known.ranges import Exact, Ranged, Started
+from shardrules.hlo.known.ranges import Ranged, Started
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls
 from shardrules.hlo.proof.evaluation import Proof, Record
 from shardrules.hlo.reader import devices as hd
-
-_BITS = {
-    "add": np.add,
-    "multiply": np.multiply,
-    "minimum": np.minimum,
-    "maximum": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
-_BOOLEANS = {
-    "minimum": np.logical_and,
-    "maximum": np.logical_or,
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "xor": np.logical_xor,
-}
-
 
 # Each element of the result depends on the operand's elements at the same place only.
 _PLACEWISE = ("all-reduce", "collective-permute", "collective-broadcast")
@@ -44,12 +25,16 @@ def collective(proof: Proof, computation, position, instruction, operands, guard
     kind = hc.OPCODES[instruction.opcode]
     where = (computation.name, position)
     what = f"{kind} {instruction.name!r}"
-    channel = proof.channels.get(where)
-    if channel is None:
-        channel = proof.channels[where] = _channel(proof, instruction, kind)
+    record = proof.records.get(where)
+    if record is not None:
+        channel = record.channel
+    else:
+        relations, own = values.relations, proof.reach.applied(instruction)
+        channel = hc.read_channel(proof.module, instruction, kind, relations, proof.cache)
+        if own:
+            channel = dataclasses.replace(channel, unread=f"a reduction by {own}")
     if channel.unread:
         operands = [values.blocked(f"{what} has {channel.unread}", [v]) for v in operands]
-    record = proof.records.get(where)
     if record is None:
         proof.records[where] = Record(list(operands), guard, channel)
     else:
@@ -57,12 +42,12 @@ def collective(proof: Proof, computation, position, instruction, operands, guard
         record.guard = values.states.refine(record.guard, guard)
     if channel.unread:
         return values.merged(operands)
-    how = _how(instruction, kind, channel)
+    how = hc.result_how(instruction, channel)
 
     def moved(state: int) -> int:
         return proof.transfer.state(channel, how, state, guard, what)
 
-    result = _result(proof, instruction, channel, operands, guard, moved)
+    result = _result(proof, instruction, channel, operands, moved)
     if hs.rounds(channel.reduction, instruction.shape):
         result = values.evened(result)
     if not instruction.opcode.endswith("-start"):
@@ -73,13 +58,7 @@ def collective(proof: Proof, computation, position, instruction, operands, guard
     return Started(operands[0] if len(operands) == 1 else tuple(operands), result)
 
 
-def _channel(proof: Proof, instruction, kind: str) -> hc.Channel:
-    channel = hc.read_channel(proof.module, instruction, kind, proof.values.relations, proof.cache)
-    own = proof.reach.applied(instruction)
-    return dataclasses.replace(channel, unread=f"a reduction by {own}") if own else channel
-
-
-def _result(proof: Proof, instruction, channel: hc.Channel, operands, guard: int, moved) -> Any:
+def _result(proof: Proof, instruction, channel: hc.Channel, operands, moved) -> Any:
     """Give a collective's value; ``moved`` maps an operand's state to the result's."""
     values, kind = proof.values, channel.kind
     if kind == "ragged-all-to-all" or kind == "all-to-all" and len(operands) > 1:
@@ -91,52 +70,11 @@ def _result(proof: Proof, instruction, channel: hc.Channel, operands, guard: int
         return values.states.refine(moved(whole), whole)
     results = []
     for value in operands:
-        exact = _exactly(proof, channel, value, guard)
-        if exact is not None:
-            results.append(exact)
-        elif isinstance(value, Ranged) and kind in _PLACEWISE:
+        if isinstance(value, Ranged) and kind in _PLACEWISE:
             results.append(Ranged(tuple((stop, moved(part)) for stop, part in value.cuts)))
         else:
             results.append(moved(values.collapse(value)))
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def _how(instruction, kind: str, channel: hc.Channel) -> str:
-    """Say how a collective transforms relations."""
-    how = hc.result_how(kind)
-    if how != "exchange" or channel.groups.matrix is None:
-        return how
-    if kind == "all-to-all" and len(instruction.operands) > 1:
-        # Each member gets the same value from member m, because m sends one value to all.
-        return "join" if len(set(instruction.operands)) == 1 else how
-    return how
-
-
-def _exactly(proof: Proof, channel: hc.Channel, value: Any, guard: int) -> Any:
-    if not isinstance(value, Exact) or not proof.transfer.uniform(
-        proof.values.states[guard].proven, channel
-    ):
-        return None
-    count = proof.values.relations.device_count
-    if count * value.array[0].size > 8 * ranges.MAX_ELEMENTS:
-        return None
-    rows = np.broadcast_to(value.array, (count,) + value.array.shape[1:])
-    if channel.kind == "collective-permute":
-        moved = np.zeros_like(rows)  # a device that is not a target gets zeros
-        sources, targets = channel.groups.ends
-        moved[targets] = rows[sources]
-        return proof.values.computed(moved, value.splat, [value, guard])
-    if channel.kind != "all-reduce" or channel.ordered or not channel.groups.complete:
-        return None
-    operation = (_BOOLEANS if rows.dtype == np.bool_ else _BITS).get(channel.reduction)
-    if operation is None:
-        return None
-    summed = np.empty_like(rows)
-    with np.errstate(all="ignore"):
-        for group in channel.groups.rows:
-            members = list(group)
-            summed[members] = operation.reduce(rows[members], axis=0, dtype=rows.dtype)
-    return proof.values.computed(summed, value.splat, [value, guard])
 
 
 def _spread(proof: Proof, computation, instruction, operands) -> Any:

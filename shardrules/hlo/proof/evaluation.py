@@ -63,7 +63,6 @@ class Proof:
         self.transfer = hc.Transfer(values.states)  # what collectives do to states
         # By computation name and position:
         self.records: dict[tuple[str, int], Record] = {}
-        self.channels: dict[tuple[str, int], hc.Channel] = {}
         self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}
         self.cache: dict[Any, Any] = {}  # parsed attributes, by their text
         self.result: Any = 0  # the entry computation's value
@@ -71,13 +70,12 @@ class Proof:
         self._depth = 0
 
     def abandoned(self, names, why: str, operands) -> int:
-        """Give the state of an instruction whose computations can't be evaluated."""
         return self.values.blocked(self.reach.abandon(names, why), operands)
 
     def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...], guard: int) -> Any:
         """Give the root's value for these arguments."""
         name = computation.name
-        if guard == hs.SAME or guard and not self.reach.talks(name):
+        if guard == hs.SAME or name not in self.reach.talking:
             guard = 0
         key = (name, arguments, guard)
         if key in self._memo:

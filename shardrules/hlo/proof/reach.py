@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from shardrules import errors
 from shardrules.hlo.known import states as hs
@@ -48,29 +48,28 @@ class Reach:
         # By name, why a computation also runs in a way that no evaluation covers. Nothing is proven
         # for the collectives in it, even if other callers were evaluated.
         self.unfollowed: dict[str, hs.Blocker] = {}
-        self._talking: dict[str, bool] = {}
-        self._impure: dict[str, bool] = {}
-
-    def talks(self, name: str) -> bool:
-        """Tell whether a computation holds a collective, directly or through calls."""
-        return self._any(
-            name, self._talking, lambda i: i.opcode in hc.OPCODES or (i.opcode == "custom-call")
-        )
+        self.talking: set[str] = set()  # computations with a collective, directly or through calls
+        self._impure: set[str] = set()
+        for name in module.order:  # callees first
+            for instruction in module.computations[name].instructions:
+                opcode, calls = instruction.opcode, instruction.calls
+                speaks = opcode in hc.OPCODES or opcode == "custom-call"
+                if speaks or not self.talking.isdisjoint(calls):
+                    self.talking.add(name)
+                if not self.deterministic(instruction):
+                    self._impure.add(name)
 
     def deterministic(self, instruction: hm.Instruction) -> bool:
         """Tell whether an instruction is a deterministic function of its operands."""
         understood = instruction.opcode in _PURE and instruction.start not in self.module.strange
-        return understood and all(self._pure(c) for c in instruction.calls)
+        return understood and self._impure.isdisjoint(instruction.calls)
 
     def applied(self, instruction: hm.Instruction) -> str:
         """Name the nondeterministic computation that an instruction applies, "" if none."""
-        impure = next((name for name in instruction.calls if not self._pure(name)), None)
-        if impure is None:
-            return ""
-        return f"computation {impure!r}, which is not a deterministic function"
+        impure = next((name for name in instruction.calls if name in self._impure), None)
+        return f"computation {impure!r}, which is not a deterministic function" if impure else ""
 
     def unknown_attribute(self, instruction: hm.Instruction) -> str:
-        """Describe an instruction's unknown attribute."""
         key = self.module.strange[instruction.start]
         name = f"{instruction.opcode} {instruction.name!r}"
         return f"{name} has an unknown attribute, {key}"
@@ -95,11 +94,8 @@ class Reach:
             for instruction in computation.instructions:
                 opcode = instruction.opcode
                 understood = instruction.start not in strange
-                if (
-                    understood
-                    and opcode in _PLAIN
-                    and (instruction.operands or opcode not in _TAKES)
-                ):
+                complete = instruction.operands or opcode not in _TAKES
+                if understood and opcode in _PLAIN and complete:
                     continue  # the fast path of most instructions
                 self._check(instruction, opcode in handled)
                 names: Iterable[str] = instruction.calls
@@ -139,34 +135,9 @@ class Reach:
             loops.parts(self.module, instruction)
 
     def error(self, instruction: hm.Instruction, what: str) -> errors.HloSyntaxError:
-        """Make the error for an instruction."""
         name = f"{instruction.opcode} {instruction.name!r}"
         return attributes.syntax_error(self.module.text, instruction.start, f"{name} {what}")
 
     def _named(self, instruction: hm.Instruction) -> list[str]:
         text = instruction.text[instruction.attributes_start : instruction.end]
         return [w for w in _NAMED.findall(text) if w in self.module.computations]
-
-    def _pure(self, name: str) -> bool:
-        strange = self.module.strange
-        return not self._any(
-            name, self._impure, lambda i: i.opcode not in _PURE or i.start in strange
-        )
-
-    def _any(
-        self, name: str, answers: dict[str, bool], test: Callable[[hm.Instruction], bool]
-    ) -> bool:
-        """Tell whether an instruction in a computation, or in its callees, passes a test."""
-        stack = [name]
-        while stack:
-            current = stack[-1]
-            computation = self.module.computations[current]
-            below = [c for i in computation.instructions for c in i.calls if c not in answers]
-            if current in answers or not below:
-                stack.pop()
-                answers[current] = answers.get(current) or any(
-                    test(i) or any(answers[c] for c in i.calls) for i in computation.instructions
-                )
-            else:
-                stack.extend(dict.fromkeys(below))
-        return answers[name]

@@ -75,15 +75,14 @@ class Channel:
     kind: str  # one of KINDS
     groups: hd.Groups  # the device groups; for a permute, the pairs' connected devices
     ordered: bool  # the result depends on the order of the group's members
-    mesh: hn.TextMesh | None  # the mesh in the notation, if any
+    mesh: hn.TextMesh | None = None  # the mesh in the notation, if any
     # The reduction's opcode, or a checksum of several operations; "" if there is no reduction.
-    reduction: str
+    reduction: str = ""
     dimension: str = ""  # the dimension along which parts are joined or split, "" for none
     unread: str = ""  # why its attributes are not understood, "" if they are
 
 
 def make_groups(lists: hn.IdLists, relations: hd.Relations) -> hd.Groups:
-    """Make groups of flattened ids."""
     members, sizes = lists
     labels = np.arange(relations.device_count)
     labels[members] = np.repeat(members[np.cumsum(sizes) - sizes], sizes)
@@ -98,12 +97,18 @@ def read_channel(
     relations: hd.Relations,
     cache: dict[Any, Any],
 ) -> Channel:
-    """Read a collective's attributes."""
-    values, unread = _attributes(instruction)
-    connections, doubt = _connections(module, instruction, kind, values, relations, cache)
-    groups, mesh = connections
+    values: dict[str, tuple[str, int]] = {}
+    unread = ""
+    for key, start, end in instruction.attributes():
+        if key in values:
+            why = f"attribute {key!r} is given twice"
+            raise attributes.syntax_error(instruction.text, start, why)
+        values[key] = (instruction.text[start:end], start)
+        if key not in _ATTRIBUTES:
+            unread = f"an unknown attribute, {key}={values[key][0][:40]}"
+    (groups, mesh), doubt = _connections(module, instruction, kind, values, relations, cache)
     if kind == "collective-permute":
-        return Channel(kind, groups, True, None, "", unread=doubt or unread)
+        return Channel(kind, groups, True, unread=doubt or unread)
     reduction, ordered = "", True
     if "to_apply" in values:
         called = module.computations.get(values["to_apply"][0].lstrip("%"))
@@ -111,20 +116,6 @@ def read_channel(
         ordered = not (kind == "all-reduce" and orderless(reduction, instruction))
     along = values.get("dimensions", ("", 0))[0].strip("{} \n")
     return Channel(kind, groups, ordered, mesh, reduction, along, doubt or unread)
-
-
-def _attributes(instruction: hm.Instruction) -> tuple[dict[str, tuple[str, int]], str]:
-    values: dict[str, tuple[str, int]] = {}
-    unread = ""
-    for key, start, end in instruction.attributes():
-        if key in values:
-            raise attributes.syntax_error(
-                instruction.text, start, f"attribute {key!r} is given twice"
-            )
-        values[key] = (instruction.text[start:end], start)
-        if key not in _ATTRIBUTES:
-            unread = f"an unknown attribute, {key}={values[key][0][:40]}"
-    return values, unread
 
 
 # Groups, and the mesh in the notation, if any.
@@ -295,28 +286,23 @@ def is_send(instruction: hm.Instruction) -> bool:
 def send_blocker(instruction: hm.Instruction) -> hs.Blocker:
     """Give the blocker of a send: the proof does not follow it."""
     match = _TYPE.search(instruction.attribute("frontend_attributes") or "")
-    kind = f" ({match[1]} by Megascale)" if match else ""
-    return hs.Blocker(
-        f"send {instruction.name!r} to other devices{kind}, which the proof doesn't follow"
-    )
+    to = "other devices" + (f" ({match[1]} by Megascale)" if match else "")
+    return hs.Blocker(f"send {instruction.name!r} to {to}, which the proof doesn't follow")
 
 
 def read_send(instruction: hm.Instruction, relations: hd.Relations) -> Channel:
     """Give a send's channel; without pairs in the text it may reach any device."""
-    number = (instruction.attribute("channel_id") or "").strip()
     match = _PAIRS.search(instruction.attribute("frontend_attributes") or "")
+    # As for a permute, but channel 0 means no channel (XLA's GetP2PConfigForSendRecv).
+    channel = (instruction.attribute("channel_id") or "").strip(" 0") != ""
     try:
-        if match is None:
-            raise hn.NotationError("a send without pairs")
-        # As for a permute, but channel 0 means no channel (XLA's GetP2PConfigForSendRecv).
-        channel = number.strip("0") != ""
-        groups, _ = read_pairs(match[1], channel, None, relations)
+        groups, _ = read_pairs(match[1] if match else "", channel, None, relations)
     except hn.NotationError:
         count = relations.device_count
         everyone = make_groups((np.arange(count), np.array([count])), relations)
         # Incomplete groups, so that no axes are named.
         groups = dataclasses.replace(everyone, complete=False)
-    return Channel("collective-permute", groups, True, None, "", "no proof of what is received")
+    return Channel("collective-permute", groups, True)
 
 
 def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:

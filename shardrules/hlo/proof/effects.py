@@ -106,7 +106,6 @@ def _spread(proof: Proof, computation, instruction, operands) -> Any:
 
 
 def custom_call(proof: Proof, computation, position, instruction, operands, guard):
-    """Evaluate a custom call by its resolution."""
     values = proof.values
     if operands:
         spread = _spread(proof, computation, instruction, operands)
@@ -191,4 +190,4 @@ def _mesh_channel(proof: Proof, effect, sizes: dict[str, int]) -> hc.Channel:
     along = [n for n in sizes if (n in effect.axes) != (effect.kind == "typed")]
     rows = hd.Mesh([("", relations.replicas), *sizes.items()], relations).lines(along)
     lists = rows.reshape(-1), np.full(len(rows), rows.shape[1])
-    return hc.Channel("custom-call", hc.make_groups(lists, relations), True, None, "")
+    return hc.Channel("custom-call", hc.make_groups(lists, relations), True)

@@ -31,14 +31,9 @@ _NUMBERS = exact.OPCODES | {"constant", "partition-id", "replica-id"}
 _FORMS = frozenset("bitcast reshape copy transpose convert".split())
 
 
-@dataclasses.dataclass(frozen=True)
-class Scatter:
-    """A fusion that is a reduce-scatter."""
-
-    computation: hm.Computation  # the one that holds the fusion
-    position: int
-    # The reduce-scatter's channel, with each group's members in the order of their pieces.
-    channel: hc.Channel
+# A fusion that is a reduce-scatter: the computation that holds it, its position there, and the
+# reduce-scatter's channel, with each group's members in the order of their pieces.
+Scatter = tuple[hm.Computation, int, hc.Channel]
 
 
 def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
@@ -54,20 +49,20 @@ def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
             callers.update(instruction.calls)
             if instruction.start not in module.strange and _emitted(instruction):
                 fusions[instruction.calls[0]] = computation, position
-    scatters = {}
+    scatters: dict[tuple[str, int], Scatter] = {}
     for name, (computation, position) in fusions.items():
         inside = module.computations[name]
         places = [p for p, i in enumerate(inside.instructions) if i.opcode in hc.OPCODES]
         if len(places) == callers[name] == 1:
             channel = _read(proof, inside, places[0])
             if channel is not None:
-                scatters[name, places[0]] = Scatter(computation, position, channel)
+                scatters[name, places[0]] = computation, position, channel
     return scatters
 
 
 def _emitted(fusion: hm.Instruction) -> bool:
     """Tell whether the emitter or the computation's name marks a fusion as a reduce-scatter."""
-    if fusion.opcode != "fusion" or fusion.attribute("kind") != "kCustom" or len(fusion.calls) != 1:
+    if len(fusion.calls) != 1 or (fusion.opcode, fusion.attribute("kind")) != ("fusion", "kCustom"):
         return False
     config = fusion.attribute("backend_config") or ""
     return _EMITTER in config or fusion.calls[0].startswith(_NAME)
@@ -82,26 +77,23 @@ def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | N
         return None
     groups = record.channel.groups
     slices = _slices(inside, position)
-    made_of = [_made_of(inside, operand) for operand in reduce.operands]
-    if slices is None or made_of != [*range(len(made_of))] or groups.matrix is None:
+    made_of = [hm.behind(inside, operand, {*_FORMS, "pad"}) for operand in reduce.operands]
+    in_order = [("parameter", str(number)) for number in range(len(made_of))]
+    whole = [(i.opcode, i.literal.strip()) for i in made_of] == in_order
+    if slices is None or not whole or groups.matrix is None:
         return None
     numbers = _numbers(proof, inside)
-    orders, along = [], []
-    for piece in slices:
-        read = _order(inside, piece, numbers, groups.matrix)
-        if read is None:
-            return None
-        orders.append(read[1])
-        along.append(str(read[0]))
-    if any((order != orders[0]).any() for order in orders):
+    read = [_order(inside, piece, numbers, groups.matrix) for piece in slices]
+    orders = [r for r in read if r is not None]
+    if len(orders) < len(read) or any((order != orders[0][1]).any() for _, order in orders):
         return None
-    members = np.take_along_axis(groups.matrix, orders[0], axis=1).reshape(-1)
+    members = np.take_along_axis(groups.matrix, orders[0][1], axis=1).reshape(-1)
     return dataclasses.replace(
         record.channel,
         kind="reduce-scatter",
         groups=dataclasses.replace(groups, members=members),
         ordered=True,
-        dimension=",".join(dict.fromkeys(along)),
+        dimension=",".join(dict.fromkeys(str(along) for along, _ in orders)),
     )
 
 
@@ -127,12 +119,6 @@ def _slices(inside: hm.Computation, position: int) -> list[hm.Instruction] | Non
         i.opcode == "dynamic-slice" and i.operands[:1] == (t,) for i, t in zip(sliced_by, takers)
     ]
     return sliced_by if len(sliced_by) == count and all(alone + sliced) else None
-
-
-def _made_of(inside: hm.Computation, position: int) -> int | None:
-    """Give the number of the parameter behind an operand's padding and reshapes, or None."""
-    instruction = hm.behind(inside, position, {*_FORMS, "pad"})
-    return int(instruction.literal) if instruction.opcode == "parameter" else None
 
 
 def _numbers(proof: Proof, inside: hm.Computation) -> list[Any]:

@@ -170,12 +170,9 @@ class _Judge:
         """Judge one collective: operand by operand, range by range."""
         instruction = computation.instructions[position]
         record, reached = self._record(computation, position)
-        channel = record.channel
         shapes = [computation.instructions[o].shape for o in instruction.operands]
-        scatter = self.scatters.get((computation.name, position))
-        if scatter is not None:
-            channel = scatter.channel
-            computation, position = scatter.computation, scatter.position
+        itself = computation, position, record.channel
+        computation, position, channel = self.scatters.get((computation.name, position), itself)
         self.channels[instruction.name] = channel
         in_place = hc.updates_in_place(instruction, channel.kind)
         # In a permute in place, the start of the moved slice may differ as well as its data.

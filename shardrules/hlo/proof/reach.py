@@ -50,8 +50,8 @@ class Reach:
         self.unfollowed: dict[str, hs.Blocker] = {}
         self.talking: set[str] = set()  # computations with a collective, directly or through calls
         self._impure: set[str] = set()
-        for name in module.order:  # callees first
-            for instruction in module.computations[name].instructions:
+        for name, computation in module.computations.items():  # callees first
+            for instruction in computation.instructions:
                 opcode, calls = instruction.opcode, instruction.calls
                 speaks = opcode in hc.OPCODES or opcode == "custom-call"
                 if speaks or not self.talking.isdisjoint(calls):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from shardrules import hlo
 from shardrules.arguments import checked
+from shardrules.door import compiled
+from shardrules.door.places import leave_out_frames
 from shardrules.errors import HloError, HloSyntaxError, NotInstalledError, ShardrulesError
 from shardrules.hlo.reader import files
 from shardrules.registry.table import Registry
@@ -26,16 +28,11 @@ class Program(NamedTuple):
     is_compiled: bool = False  # the text comes from a compiled object; text alone does not say
 
     def module(self) -> hlo.Module:
-        """Parse the text."""
         return hlo.parse(self.text, name=self.name)
 
     def platform(self) -> str | None:
         """Return ``cpu``, ``tpu`` or ``gpu``; None if nothing but text is known."""
-        if self.compiled is None:
-            return None
-        from shardrules.door import compiled
-
-        return compiled.placements(self.compiled).platform()
+        return None if self.compiled is None else compiled.placements(self.compiled).platform()
 
 
 @checked(own=("mesh",))
@@ -80,8 +77,6 @@ def judged(
     module = program.module()
     shapes = output_shapes(module)
     if program.compiled is not None:
-        from shardrules.door import compiled
-
         placements = compiled.placements(program.compiled)
         own_mesh, shardings = placements.mesh(), placements.parameters()
         outputs = placements.results(compiled.output_paths(program.compiled), shapes)
@@ -106,7 +101,7 @@ def judged(
 
 
 def output_shapes(module: hlo.Module) -> list[str]:
-    """List the shape on one device of each array that a module returns, as HLO prints it."""
+    """List the shape on one device of each array that a module returns."""
     return [str(leaf) for leaf in module.entry.instructions[module.entry.root].shape.leaves()]
 
 
@@ -117,8 +112,9 @@ def judge_logical(
     if isinstance(program, (str, os.PathLike)):
         return hlo.judge(read(program, args, kwargs).module(), mesh=mesh, unpartitioned=True)
     if hasattr(program, "as_text") and hasattr(program, "compile"):
-        lowered = _alone(program, args, kwargs)
-    elif _is_exported(program) or (callable(program) and not hasattr(program, "as_text")):
+        _refuse(program, args, kwargs)
+        lowered = program
+    elif _is_exported(program) or is_function(program):
         lowered = lower(program, args, kwargs)
     else:
         raise ShardrulesError(
@@ -127,8 +123,6 @@ def judge_logical(
             "jax.stages.Lowered",
             program=program,
         )
-    from shardrules.door import compiled
-
     text = compiled.unoptimized_text(lowered)
     own_mesh = _shardy_mesh(text) or compiled.mesh_shape((args, kwargs))
     if own_mesh is None:  # no public attribute of a Lowered holds its arguments
@@ -187,10 +181,6 @@ def _text(text: str) -> str:
 def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Program:
     """Return a program's compiled HLO; errors say what to pass instead."""
     kwargs = dict(kwargs or {})
-    if isinstance(program, str) and ("\n" in program or not os.path.exists(program)):
-        return Program(read_text(_text(_alone(program, args, kwargs)), "<text>"), "<text>")
-    if isinstance(program, (str, os.PathLike)):
-        return read_file(_alone(pathlib.Path(program), args, kwargs))
     if isinstance(program, (bytes, bytearray, memoryview)):
         raise ShardrulesError(
             f"{type(program).__name__} holds a serialized program, not HLO text; pass "
@@ -198,13 +188,28 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
             "jax.experimental.serialize_executable returns",
             program=program,
         )
-    if hasattr(program, "as_text") and hasattr(program, "compile"):
-        program = _alone(program, args, kwargs).compile()
-    if hasattr(program, "as_text"):
-        compiled = _alone(program, args, kwargs)
-        return Program(_text_of(compiled), "<compiled>", compiled, True)
-    if hasattr(program, "hlo_modules"):  # a loaded executable below JAX's stages
-        modules = _alone(program, args, kwargs).hlo_modules()
+    if _is_exported(program) or (is_function(program) and not hasattr(program, "hlo_modules")):
+        executable = lower(program, args, kwargs).compile()
+        name = getattr(program, "__name__", "<function>")
+        return Program(executable.as_text(), name, executable, True)
+    forms = ("as_text", "hlo_modules", "as_hlo_text", "to_string")
+    form = next((name for name in forms if hasattr(program, name)), None)
+    if form is None and not isinstance(program, (str, os.PathLike)):
+        raise ShardrulesError(
+            f"{type(program).__name__} is not a program; pass a function with its arguments, a "
+            "jax.stages.Lowered or Compiled, HLO text, or the path of a file with it",
+            program=program,
+        )
+    _refuse(program, args, kwargs)
+    if form is None:
+        if isinstance(program, str) and ("\n" in program or not os.path.exists(program)):
+            return Program(read_text(_text(program), "<text>"), "<text>")
+        return read_file(pathlib.Path(program))
+    if form == "as_text":
+        executable = program.compile() if hasattr(program, "compile") else program
+        return Program(_text_of(executable), "<compiled>", executable, True)
+    if form == "hlo_modules":  # a loaded executable below JAX's stages
+        modules = program.hlo_modules()
         if len(modules) != 1:
             raise ShardrulesError(
                 f"this executable holds {len(modules)} HLO modules; pass the "
@@ -212,47 +217,41 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
                 program=program,
             )
         return Program(modules[0].to_string(), "<executable>", None, True)
-    for text_of in ("as_hlo_text", "to_string"):  # an XlaComputation, an HloModule
-        if hasattr(program, text_of) and not callable(program):
-            return Program(str(getattr(_alone(program, args, kwargs), text_of)()), "<module>")
-    if _is_exported(program) or callable(program):
-        compiled = lower(program, args, kwargs).compile()
-        name = getattr(program, "__name__", "<function>")
-        return Program(compiled.as_text(), name, compiled, True)
-    raise ShardrulesError(
-        f"{type(program).__name__} is not a program; pass a function with its arguments, a "
-        "jax.stages.Lowered or Compiled, HLO text, or the path of a file with it",
-        program=program,
-    )
+    return Program(str(getattr(program, form)()), "<module>")  # an XlaComputation, an HloModule
 
 
-def _text_of(compiled: Any) -> str:
+def _text_of(executable: Any) -> str:
     text, why = "", ""
     try:
-        text = compiled.as_text()
+        text = executable.as_text()
     except Exception as error:  # the backend's C API may raise anything
         why = f" ({str(error).splitlines()[0]})"
     if not text:
         raise ShardrulesError(
             f"this executable does not give its HLO{why}; pass the jax.stages.Compiled that "
             "f.lower(...).compile() returned, or its text",
-            program=compiled,
+            program=executable,
         )
     return text
+
+
+def is_function(program: Any) -> bool:
+    """Whether a program is traced with its arguments; a Compiled can be called, too."""
+    return callable(program) and not hasattr(program, "as_text")
 
 
 def _is_exported(program: Any) -> bool:
     return hasattr(program, "mlir_module_serialized") and hasattr(program, "call")
 
 
-def _alone(program: Any, args: tuple, kwargs: dict) -> Any:
+def _refuse(program: Any, args: tuple, kwargs: dict) -> None:
+    """Raise if arguments were given with what takes none."""
     if args or kwargs:
         raise ShardrulesError(
             f"{len(args) + len(kwargs)} arguments were given with a program that is lowered "
             "already; pass arguments with a function only",
             program=program,
         )
-    return program
 
 
 def lower(program: Any, args: tuple, kwargs: dict) -> Any:
@@ -271,7 +270,6 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
             )
         return jax.jit(program.call).lower(*args, **kwargs)
     from shardrules import hooks
-    from shardrules.door.places import leave_out_frames
 
     leave_out_frames()
     jitted = program if hasattr(program, "lower") else jax.jit(program)
@@ -302,9 +300,7 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
 
 def matching(module: hlo.Module, shardings: Any) -> list[str] | None:
     """Return the shardings of the entry's parameters, None if the shapes differ."""
-    if shardings is None:
-        return None
     shapes = [tuple(parameter.shape.dimensions) for parameter in module.entry.parameters]
-    if [tuple(shape) for shape, _ in shardings] != shapes:
+    if shardings is None or [tuple(shape) for shape, _ in shardings] != shapes:
         return None
     return [sharding for _, sharding in shardings]

@@ -6,7 +6,6 @@ also of absent accelerators), a ``Lowered``, a ``Compiled``, or HLO text.
 
 from __future__ import annotations
 
-import collections
 import os
 import pathlib
 from collections.abc import Mapping
@@ -17,14 +16,18 @@ from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.checks import budget as budgets
 from shardrules.checks import updates
-from shardrules.checks.costs.host import assert_donated, assert_no_host_transfers
-from shardrules.checks.costs.loops import assert_loop
-from shardrules.checks.costs.offloaded import assert_offloaded, named_values
-from shardrules.checks.costs.placement import assert_no_large_constants, assert_output_sharding
-from shardrules.checks.costs.steady import steady_state
+from shardrules.checks.costs import (
+    assert_donated,
+    assert_loop,
+    assert_no_host_transfers,
+    assert_no_large_constants,
+    assert_output_sharding,
+)
 from shardrules.checks.expectations import at_most, exactly, for_platforms, pick
+from shardrules.checks.offloaded import assert_offloaded, named_values
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
+from shardrules.checks.steady import steady_state
 from shardrules.checks.unchecked import assert_same_unchecked
 from shardrules.costs import accounts, findings, waste
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
@@ -98,7 +101,6 @@ def _judged(
     registry: Registry | None,
     mesh: Mapping[str, int] | None,
 ) -> tuple[hlo.Judgement, accounts.Account, str | None]:
-    """Return a judgement, its account, and the platform if it is known."""
     if level not in _LEVELS:
         raise ShardrulesError(
             f"level={level!r} is unknown; there are {' and '.join(_LEVELS)}", level=level
@@ -162,10 +164,8 @@ def assert_no_defensive_psum(
     dearer = waste.dearer(waste.hints(judgement), None if cheapest else judgement)
     bad, _, unused = allowances.split(findings.find(judgement, strict) + dearer)
     if bad:
-        counts = collections.Counter(f.kind for f in bad)
-        kinds = ", ".join(
-            f"{n} {kind}" for kind, n in sorted(counts.items(), key=lambda c: _ORDER.index(c[0]))
-        )
+        each = [finding.kind for finding in bad]
+        kinds = ", ".join(f"{each.count(k)} {k}" for k in sorted(set(each), key=_ORDER.index))
         could = cheapest or any(f.hint is not None for f in bad)
         what = "needed, or could be cheaper" if could else "needed"
         raise CollectiveAssertionError(
@@ -174,7 +174,7 @@ def assert_no_defensive_psum(
             verdicts=tuple(f.verdict for f in bad),
             judgement=judgement,
         )
-    if cheapest and callable(program) and not hasattr(program, "as_text"):
+    if cheapest and programs.is_function(program):
         text, placements = _wasted(program, *args, **kwargs)
         if placements:
             raise CollectiveAssertionError(text, placements=placements, judgement=judgement)
@@ -207,11 +207,10 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...]]:
-    """Return the placements that would save bytes, as text and as data."""
     from shardrules.hooks.explain.explain import explain
     from shardrules.hooks.explain.explanation import describe_placement
 
-    if not callable(f) or hasattr(f, "as_text"):
+    if not programs.is_function(f):
         raise ShardrulesError(
             f"{type(f).__name__} has no casts to look at; pass the function that takes the "
             "gradient, with its arguments"
@@ -300,12 +299,10 @@ def assert_collectives(
         wrong.append(f"  {line}")
         wrong += report.listed(entries, [verdicts[id(e)] for e in entries])
     if wrong:
-        holds = str(actual)
+        holds = str(actual).replace("\n", "\n  ")
         raise CollectiveAssertionError(
-            "the collectives are not the expected ones:\n"
-            + "\n".join(wrong)
-            + "\nthe program holds:\n  "
-            + holds.replace("\n", "\n  "),
+            "\n".join(["the collectives are not the expected ones:", *wrong])
+            + f"\nthe program holds:\n  {holds}",
             expect=expect,
             judgement=judgement,
         )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import tomllib
@@ -20,25 +21,17 @@ _HEAD = (
 )
 _TEXTS = ("what", "element_type", "source")
 _COUNTS = ("sites", "count", "bytes", "wire_bytes", "unknown", "unknown_bytes")
-
-
 _ROOT_FILES = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
 
 
+@dataclasses.dataclass
 class Budget:
     """The contents of a budget file."""
 
-    def __init__(
-        self,
-        level: str,
-        mesh: str,
-        rows: dict[tuple[str, ...], accounts.Totals],
-        allow: dict[str, str] | None = None,
-    ):
-        self.level = level
-        self.mesh = mesh
-        self.rows = rows
-        self.allow = dict(allow or {})
+    level: str
+    mesh: str
+    rows: dict[tuple[str, ...], accounts.Totals]
+    allow: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def differences(self, now: Budget) -> list[str]:
         """List how another budget differs, a line each; allowances are not compared."""
@@ -52,11 +45,9 @@ class Budget:
 
 def root_of(path: pathlib.Path) -> str:
     """Return the project folder that a budget's paths are relative to."""
-    folder = path.resolve().parent
-    for parent in (folder, *folder.parents):
-        if any((parent / name).exists() for name in _ROOT_FILES):
-            return str(parent)
-    return str(folder)
+    folders = path.resolve().parents
+    roots = (f for f in folders if any((f / name).exists() for name in _ROOT_FILES))
+    return str(next(roots, folders[0]))
 
 
 def of(account: accounts.Account, root: str) -> Budget:
@@ -81,7 +72,6 @@ def dump(budget: Budget) -> str:
 
 
 def allowed(what: str, reason: str) -> str:
-    """Return the TOML entry that allows a finding."""
     return f"[[allow]]\nwhat = {_quoted(what)}\nreason = {_quoted(reason)}\n"
 
 
@@ -91,12 +81,10 @@ def _quoted(text: str) -> str:
 
 
 def load(path: pathlib.Path) -> Budget:
-    """Read a budget."""
     content = _read(path)
     if content.get("version") != VERSION:
-        raise _fail(
-            path, f"version is {content.get('version')!r}, and this shardrules reads {VERSION}"
-        )
+        version = content.get("version")
+        raise _fail(path, f"version is {version!r}, and this shardrules reads {VERSION}")
     head = {k: value for k, value in content.items() if k not in ("collective", "allow")}
     _check(path, "the head", head, {"version": int, "level": str, "mesh": str})
     budget = Budget(head["level"], head["mesh"], {}, _allowances(path, content))
@@ -127,9 +115,8 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     except OSError as error:
         raise BudgetError(f"can't read the budget {path}: {error.strerror}", path=path) from error
     except UnicodeDecodeError as error:
-        raise BudgetError(
-            f"the budget {path} is not UTF-8 (byte {error.start})", path=path
-        ) from error
+        where = f"(byte {error.start})"
+        raise BudgetError(f"the budget {path} is not UTF-8 {where}", path=path) from error
     except tomllib.TOMLDecodeError as error:
         raise _fail(path, f"it is not TOML: {error}") from error
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ from shardrules.errors import ShardrulesError
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 _NAMES = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}  # with JAX's names
-_NUMBERS = ("count", "bytes", "wire_bytes", "sites")
+_UNITS = {"count": "{}", "bytes": "{} B", "wire_bytes": "{} B on the wire", "sites": "{} sites"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,47 +33,32 @@ class Expected:
         selectors = {text: accounts.Selector.read(text) for text in self.numbers}
         for text, selector in selectors.items():
             selector.check_axes(text, account.mesh)
-        taken: dict[str, list[accounts.Entry]] = {text: [] for text in self.numbers}
-        rest = []
+        taken: dict[str, list[accounts.Entry]] = {text: [] for text in ["", *self.numbers]}
         for entry in account:
             # The most specific selector takes the collective, such as one that names a phase.
-            names = sorted(
-                (t for t, s in selectors.items() if s.matches(entry)),
-                key=lambda t: -sum(map(bool, selectors[t])),
-            )
-            if names:
-                taken[names[0]].append(entry)
-            else:
-                rest.append(entry)
+            fitting = [text for text, selector in selectors.items() if selector.matches(entry)]
+            best = max(fitting, key=lambda text: sum(map(bool, selectors[text])), default="")
+            taken[best].append(entry)
         lines: list[tuple[str, list[accounts.Entry]]] = []
+        is_wrong, word = (operator.ne, "") if self.exact else (operator.gt, " at most")
         for text, wanted in self.numbers.items():
-            totals = accounts.Totals()
-            for entry in taken[text]:
-                totals = totals.plus(entry)
-            bad = [
-                n
-                for n, value in wanted.items()
-                if (getattr(totals, n) != value if self.exact else getattr(totals, n) > value)
-            ]
+            totals = functools.reduce(accounts.Totals.plus, taken[text], accounts.Totals())
             unsure = totals.unknown and set(wanted) != {"sites"}
-            if bad or unsure:
-                word = "expected" if self.exact else "expected at most"
-                note = (
-                    f" ({totals.unknown} in loops whose trip count isn't known: give 'sites' "
-                    "for these)"
-                    if unsure
-                    else ""
-                )
-                line = f"{text}: {word} {_numbers(wanted)}, found {_totals(totals, wanted)}{note}"
+            if unsure or any(is_wrong(getattr(totals, n), most) for n, most in wanted.items()):
+                line = f"{text}: expected{word} {_numbers(wanted)}, found {_totals(totals, wanted)}"
+                if unsure:
+                    line += (
+                        f" ({totals.unknown} in loops whose trip count isn't known: give 'sites' "
+                        "for these)"
+                    )
                 lines.append((line, taken[text]))
-        if rest:
-            lines.append(("not expected:", rest))
+        if taken[""]:
+            lines.append(("not expected:", taken[""]))
         return lines
 
 
 def _numbers(wanted: Mapping[str, int]) -> str:
-    units = {"count": "{}", "bytes": "{} B", "wire_bytes": "{} B on the wire", "sites": "{} sites"}
-    return ", ".join(units[name].format(value) for name, value in wanted.items())
+    return ", ".join(_UNITS[name].format(value) for name, value in wanted.items())
 
 
 def _totals(totals: accounts.Totals, wanted: Mapping[str, int]) -> str:
@@ -112,11 +99,8 @@ def _read(given: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     for key, value in given.items():
         accounts.Selector.read(key)
         wanted = dict(value) if isinstance(value, Mapping) else {"count": value}
-        if (
-            not wanted
-            or not set(wanted) <= set(_NUMBERS)
-            or not all(map(_is_count, wanted.values()))
-        ):
+        known = all(name in _UNITS and _is_count(number) for name, number in wanted.items())
+        if not wanted or not known:
             raise ShardrulesError(
                 f"{value!r} for {key!r} is not an expectation; give a count, or "
                 "{'count': 1, 'bytes': 512}, of count, bytes, wire_bytes and sites",
@@ -134,13 +118,13 @@ def _is_count(number: Any) -> bool:
 
 def platform_name(name: Any) -> str:
     """Return our name of a platform from any of JAX's names."""
-    if str(name).lower() not in _NAMES:
+    given = str(name).lower()
+    if given not in _NAMES:
+        near = accounts.near(given, PLATFORMS)
         raise ShardrulesError(
-            f"platform={name!r} is none of {', '.join(PLATFORMS)}"
-            + accounts.near(str(name).lower(), PLATFORMS),
-            platform=name,
+            f"platform={name!r} is none of {', '.join(PLATFORMS)}{near}", platform=name
         )
-    return _NAMES[str(name).lower()]
+    return _NAMES[given]
 
 
 def for_platforms(expect: Any) -> dict[str, Any]:
@@ -168,12 +152,8 @@ def pick(expect: Any, platform: str | None) -> Expected:
     if not each:
         return exactly(expect)
     if platform not in each:
+        why = "the text does not say which of these it is for; pass platform="
+        why = f"the program is for {platform}" if platform else why
         shown = ", ".join(each)
-        raise ShardrulesError(
-            f"expectations are given for {shown}, and the program is for {platform}"
-            if platform
-            else f"expectations are given for {shown}, and the text does not say which of these "
-            "it is for; pass platform=",
-            platform=platform,
-        )
+        raise ShardrulesError(f"expectations are given for {shown}, and {why}", platform=platform)
     return pick(each[platform], platform)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardrules import hlo
@@ -62,29 +63,25 @@ def assert_outputs_replicated(
     source = programs.read(program, args, kwargs)
     judgement = programs.judged(source, registry, mesh)
     outputs = judgement.outputs
-    promised, count = judgement.promises, len(outputs)
     if output_shardings is not None:
+        if len(output_shardings) != len(outputs):
+            raise ShardrulesError(
+                f"output_shardings has {len(output_shardings)} entries, but the program returns "
+                f"{len(outputs)} arrays; give one for each",
+                count=len(output_shardings),
+            )
         places = ("".join(f"[{index}]" for index in output.path) for output in outputs)
-        promised = tuple(zip(places, map(str, output_shardings)))
-        count = len(output_shardings)
-    if promised is None:
+        promises = tuple(zip(places, map(str, output_shardings)))
+        judgement = dataclasses.replace(judgement, promises=promises)
+    if judgement.promises is None:
         raise ShardrulesError(
             f"{source.name} does not say how its outputs are sharded; pass the jax.stages.Compiled "
             "(or the function with its arguments), or output_shardings=['{replicated}', ...]",
             program=program,
         )
-    if count != len(outputs):
-        raise ShardrulesError(
-            f"output_shardings has {count} entries, but the program returns "
-            f"{len(outputs)} arrays; give one for each",
-            count=count,
-        )
-    judgement = dataclasses.replace(judgement, promises=promised)
-    list(_promised(judgement))  # raises where a sharding can't be read
+    declared = list(_declared(judgement))
     bad, _, unused = findings.Allowances(allow).split(unequal.find(judgement))
-    wrong = list(map(_shown, bad))
-    if strict:
-        wrong += _declared(judgement)
+    wrong = [*map(_shown, bad), *(declared if strict else ())]
     if wrong:
         raise ReplicationAssertionError(
             f"{len(wrong)} of {len(outputs)} outputs are not proven equal where their shardings "
@@ -98,46 +95,36 @@ def assert_outputs_replicated(
     return judgement
 
 
-def _promised(judgement: hlo.Judgement) -> Iterator[tuple[hlo.Output, str, tuple[int, ...]]]:
-    """Yield each output whose sharding says replicated, with its name and its tiles."""
-    for output, promise in zip(judgement.outputs, judgement.promises or ()):
-        if promise is None:
-            continue
-        path, text = promise
-        name = f"output {path}" if path else "the output"
-        try:
-            tiles = unequal.tiles(judgement, text)
-        except notations.NotationError as error:
-            raise ShardrulesError(
-                f"{name} has a sharding that can't be read: {error}", sharding=text
-            ) from None
-        if tiles is not None:
-            yield output, name, tiles
-
-
 def _shown(output: unequal.Unequal) -> str:
-    path = output.name.removeprefix("output")
-    name = f"output {path}" if path else "the output"
+    name = _named(output.name.removeprefix("output"))
     return (
         f"  {name}, {output.shape}: called {output.over}, not proven equal\n"
         f"    because {output.because}\n    to do: {output.advice}"
     )
 
 
-def _declared(judgement: hlo.Judgement) -> list[str]:
-    lines = []
-    for output, name, tiles in _promised(judgement):
-        weak = [s.what for s in findings.unaudited(output.supports)]
-        if weak and output.broken(tiles) is None:
-            lines.append(
+def _named(path: str) -> str:
+    return f"output {path}" if path else "the output"
+
+
+def _declared(judgement: hlo.Judgement) -> Iterator[str]:
+    """Yield what rests on declared rules alone; raise where a sharding can't be read."""
+    for output, promise in zip(judgement.outputs, judgement.promises or ()):
+        if promise is None:
+            continue
+        name, text = _named(promise[0]), promise[1]
+        try:
+            tiles = unequal.tiles(judgement, text)
+        except notations.NotationError as error:
+            raise ShardrulesError(
+                f"{name} has a sharding that can't be read: {error}", sharding=text
+            ) from None
+        weak = [support.what for support in findings.unaudited(output.supports)]
+        if tiles is not None and weak and output.broken(tiles) is None:
+            yield (
                 f"  {name}, {output.shape}: proven equal, but the proof rests on declared rules of "
-                f"{', '.join(weak)}\n    to do: let the audit prove it, or leave out "
-                "strict=True"
+                f"{', '.join(weak)}\n    to do: let the audit prove it, or leave out strict=True"
             )
-    return lines
-
-
-# -- arrays ---------------------------------------------------------------------------------------
 
 
 def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
@@ -160,33 +147,27 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
       >>> testing.check_replicated_inputs(w)
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    import jax
-
     leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    wrong, array_count = [], 0
+    differences = []
     for path, leaf in leaves:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             continue
-        array_count += 1
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         argument = path[1]  # the first entry selects args or kwargs
         number = argument.idx if hasattr(argument, "idx") else repr(argument.key)
-        difference = _difference(f"argument {number}{jax.tree_util.keystr(path[2:])}", leaf)
-        wrong += [difference] if difference else []
-    if not array_count:
+        name = f"argument {number}{jax.tree_util.keystr(path[2:])}"
+        differences.append(_difference(name, leaf))
+    if not differences:
         kinds = sorted({type(leaf).__name__ for _, leaf in leaves}) or ["nothing"]
         raise ShardrulesError(
             f"check_replicated_inputs compares the shards of jax.Arrays and was given none "
             f"({', '.join(kinds)}); call it outside of jit, on what jax.device_put returned",
             kinds=kinds,
         )
-    if wrong:
-        raise ReplicationAssertionError(
-            "arrays differ between devices on which their shardings call them the same:\n"
-            + "\n".join(wrong),
-            leaves=tuple(wrong),
-        )
+    if wrong := tuple(filter(None, differences)):
+        title = "arrays differ between devices on which their shardings call them the same:"
+        raise ReplicationAssertionError("\n".join([title, *wrong]), leaves=wrong)
 
 
 def _difference(name: str, array: Any) -> str:

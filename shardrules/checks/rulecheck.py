@@ -14,6 +14,11 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
 from shardrules import hooks
 from shardrules.arguments import checked, shown
 from shardrules.checks.wellformed import check_well_formed
@@ -67,17 +72,15 @@ def check_rule(
       >>> testing.check_rule(scale, mesh, x, in_specs=P("data"), gradients=False)
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    import jax
-
     _check_mesh(mesh)
     if in_specs is None:
         in_specs = tuple(_spec_of(i, leaf) for i, leaf in enumerate(args))
-    elif isinstance(in_specs, jax.sharding.PartitionSpec):
+    elif isinstance(in_specs, PartitionSpec):
         in_specs = (in_specs,) * len(args)
     elif (
         not isinstance(in_specs, (tuple, list))
         or len(in_specs) != len(args)
-        or not all(isinstance(spec, jax.sharding.PartitionSpec) for spec in in_specs)
+        or not all(isinstance(spec, PartitionSpec) for spec in in_specs)
     ):
         raise ShardrulesError(
             f"in_specs={shown(in_specs)} does not fit {counted(len(args), 'argument')}; give a "
@@ -102,64 +105,55 @@ class _RuledOp:
     """An op with its arguments on a mesh; ``types`` are its outputs' varying axes by the rule."""
 
     def __init__(self, op: Callable, mesh: Any, values: list[Any], in_specs: Any, out_specs: Any):
-        import jax
-
         self._op, self._mesh, self._values, self._in_specs = op, mesh, values, in_specs
         # A mesh of explicit axes wants its arguments placed.
         self._placed = [
-            jax.device_put(value, jax.sharding.NamedSharding(mesh, spec))
+            jax.device_put(value, NamedSharding(mesh, spec))
             for value, spec in zip(values, in_specs)
         ]
-        self.types, default_specs = self._trace_types(out_specs is None)
-        self._out_specs = default_specs if out_specs is None else out_specs
+        self.types: list[frozenset[str]] = []
+        self._out_specs = out_specs
+        jax.eval_shape(self._mapped(self._trace_types, (), check=True), *self._placed)
 
-    def _trace_types(self, need_specs: bool) -> tuple[list[frozenset[str]], Any]:
-        """Return each output's varying axes, and out_specs that split first dimensions by them."""
-        import jax
-
-        types: list[frozenset[str]] = []
-        specs: list[Any] = []
-
-        def spy(*blocks):
-            flat, tree = jax.tree_util.tree_flatten(self._op(*blocks))
-            types[:] = map(hooks.varying, flat)
-            order = [tuple(a for a in self._mesh.axis_names if a in varying) for varying in types]
-            for number, (leaf, axes) in enumerate(zip(flat, order)):
-                if need_specs and axes and not leaf.ndim:
-                    raise ShardrulesError(
-                        f"output {number} is a scalar that varies over {{{', '.join(axes)}}}; pass "
-                        "an op whose outputs can be split, and its out_specs",
-                        output=number,
-                    )
-            specs[:] = [tree.unflatten([_spec(axes) if axes else _spec() for axes in order])]
+    def _trace_types(self, *blocks: Any) -> tuple[()]:
+        """Note each output's varying axes, and out_specs that split first dimensions by them."""
+        flat, tree = jax.tree_util.tree_flatten(self._op(*blocks))
+        self.types = [hooks.varying(leaf) for leaf in flat]
+        if self._out_specs is not None:
             return ()
-
-        jax.eval_shape(self._mapped(spy, (), check=True), *self._placed)
-        return types, specs[0]
+        specs = []
+        for number, (leaf, varying) in enumerate(zip(flat, self.types)):
+            axes = tuple(axis for axis in self._mesh.axis_names if axis in varying)
+            specs.append(PartitionSpec(axes) if axes else PartitionSpec())
+            if axes and not leaf.ndim:
+                raise ShardrulesError(
+                    f"output {number} is a scalar that varies over {{{', '.join(axes)}}}; pass "
+                    "an op whose outputs can be split, and its out_specs",
+                    output=number,
+                )
+        self._out_specs = jax.tree_util.tree_unflatten(tree, specs)
+        return ()
 
     def _mapped(self, f: Callable, out_specs: Any, check: bool) -> Callable:
         return hooks.shard_map(f, self._mesh, self._in_specs, out_specs, check=check)
 
     def _stacked(self) -> Callable:
         """Return the op as a function that stacks the outputs of all devices, unchecked."""
-        import jax
 
         def stacked(*blocks):
             return [leaf[None] for leaf in jax.tree_util.tree_leaves(self._op(*blocks))]
 
-        return self._mapped(stacked, _spec(tuple(self._mesh.axis_names)), check=False)
+        return self._mapped(stacked, PartitionSpec(tuple(self._mesh.axis_names)), check=False)
 
-    def _places(self, spec: Any, shape: Sequence[int]) -> Any:
-        import jax
-
-        sharding = jax.sharding.NamedSharding(self._mesh, spec)
-        return sharding.devices_indices_map(tuple(shape))
+    def _places(self, specs: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        """Return which part of each array lies on each device."""
+        return [
+            NamedSharding(self._mesh, spec).devices_indices_map(tuple(array.shape))
+            for spec, array in zip(specs, arrays)
+        ]
 
     def check_invariant_blocks(self) -> None:
         """Compare, bit by bit, the blocks that the rule calls equal."""
-        import jax
-        import numpy as np
-
         outputs = jax.jit(self._stacked())(*self._placed)
         for number, (leaf, varying) in enumerate(zip(outputs, self.types)):
             blocks = np.ascontiguousarray(np.asarray(leaf))
@@ -180,62 +174,50 @@ class _RuledOp:
     def check_kernels(self, gradients: bool) -> None:
         """Run the Pallas kernels of one device in JAX's TPU interpreter."""
         first = self._mesh.devices.flat[0]
-        blocks = [
-            value[self._places(spec, value.shape)[first]]
-            for spec, value in zip(self._in_specs, self._values)
-        ]
-        floats = _floats(blocks) if gradients else ()
-        run = _with_gradients(self._op, itertools.repeat(1), floats)
+        places = self._places(self._in_specs, self._values)
+        blocks = [value[place[first]] for value, place in zip(self._values, places)]
+        numbers = _floats(blocks) if gradients else ()
+        run = _with_gradients(self._op, itertools.repeat(1), numbers)
         check_well_formed(run, blocks, self._stacked(), self._placed)
 
     def check_results(
         self, reference: Callable | None, gradients: bool, seed: int, rtol: float
     ) -> None:
         """Compare outputs and gradients with the check on, with it off, and on one device."""
-        import jax
-
-        ways = {
-            f"check {word}": self._mapped(self._op, self._out_specs, check=on)
-            for word, on in (("on", True), ("off", False))
-        }
-        shapes = jax.eval_shape(ways["check on"], *self._placed)
+        on, off = (self._mapped(self._op, self._out_specs, check) for check in (True, False))
+        shapes = jax.eval_shape(on, *self._placed)
         if reference is not None:
             _same_shapes(reference, self._values, shapes)
-        ways["single device"] = reference or self._block_by_block(shapes)
         weights = _draw(jax.tree_util.tree_leaves(shapes), seed)
-        floats = _floats(self._values) if gradients else ()
-        results = {
-            way: jax.device_get(
-                jax.jit(_with_gradients(f, weights, floats))(
-                    *(self._values if way == "single device" else self._placed)
-                )
-            )
-            for way, f in ways.items()
+        numbers = _floats(self._values) if gradients else ()
+        ways = {
+            "check on": (on, self._placed),
+            "check off": (off, self._placed),
+            "single device": (reference or self._block_by_block(shapes), self._values),
         }
+        results = {}
+        for way, (f, arguments) in ways.items():
+            outputs, grads = jax.jit(_with_gradients(f, weights, numbers))(*arguments)
+            results[way] = jax.device_get([*outputs, *grads])
         entering = frozenset().union(*map(_axes_of, self._in_specs))
         drops = any(entering - varying for varying in self.types)
         names = [f"output {number}" for number in range(len(weights))]
-        names += [f"gradient of argument {number}" for number in floats]
-        for position, name in enumerate(names):
-            each = {way: [*leaves, *grads][position] for way, (leaves, grads) in results.items()}
-            _compare_ways(name, each, rtol, drops)
+        names += [f"gradient of argument {number}" for number in numbers]
+        for name, *leaves in zip(names, *results.values()):
+            _compare_ways(name, dict(zip(results, leaves)), rtol, drops)
 
     def _block_by_block(self, shapes: Any) -> Callable:
         """Return the op as a function of the global arrays that runs on one block after another."""
-        import jax
-
         specs = jax.tree_util.tree_leaves(
-            self._out_specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
+            self._out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
         leaves, tree = jax.tree_util.tree_flatten(shapes)
-        specs = specs * len(leaves) if len(specs) == 1 else specs
-        inputs = [self._places(s, value.shape) for s, value in zip(self._in_specs, self._values)]
-        outputs = [self._places(s, leaf.shape) for s, leaf in zip(specs, leaves)]
+        inputs = self._places(self._in_specs, self._values)
+        outputs = self._places(specs * len(leaves) if len(specs) == 1 else specs, leaves)
 
         def reference(*arguments):
-            results = [jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-            written: set[tuple[int, str]] = set()
-            for device in self._mesh.devices.flat:
+            results = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+            for device in reversed(list(self._mesh.devices.flat)):  # of equal blocks the first
                 try:
                     out = self._op(*[a[places[device]] for a, places in zip(arguments, inputs)])
                 except NameError as error:
@@ -246,43 +228,31 @@ class _RuledOp:
                         op=self._op,
                     ) from error
                 for number, block in enumerate(jax.tree_util.tree_leaves(out)):
-                    place = outputs[number][device]
-                    if (number, str(place)) not in written:
-                        written.add((number, str(place)))
-                        results[number] = results[number].at[place].set(block)
+                    results[number] = results[number].at[outputs[number][device]].set(block)
             return jax.tree_util.tree_unflatten(tree, results)
 
         return reference
 
 
-def _spec(*parts: Any) -> Any:
-    import jax
-
-    return jax.sharding.PartitionSpec(*parts)
-
-
-def _is_float(leaf: Any) -> bool:
-    import jax
-
-    return jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+def is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.floating)
 
 
 def _floats(values: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(number for number, leaf in enumerate(values) if _is_float(leaf))
+    return tuple(number for number, leaf in enumerate(values) if is_float(leaf))
 
 
 def _with_gradients(f: Callable, weights: Iterable[Any], floats: tuple[int, ...]) -> Callable:
     """Return a function that gives f's outputs and the gradients of a loss by its float inputs."""
-    import jax
 
     def loss(*arguments):
         leaves = jax.tree_util.tree_leaves(f(*arguments))
         terms = [
             ((leaf * weight).sum() + (leaf**2).sum() / 2).astype("float32")
             for leaf, weight in zip(leaves, weights)
-            if _is_float(leaf)
+            if is_float(leaf)
         ]
-        return sum(terms, jax.numpy.float32(0)), leaves
+        return sum(terms, jnp.float32(0)), leaves
 
     def run(*arguments):
         if not floats:
@@ -294,21 +264,14 @@ def _with_gradients(f: Callable, weights: Iterable[Any], floats: tuple[int, ...]
 
 
 def _axes_of(spec: Any) -> frozenset[str]:
-    return frozenset(
-        axis
-        for part in spec
-        if part is not None
-        for axis in (part if isinstance(part, tuple) else (part,))
-    )
+    parts = (part if isinstance(part, tuple) else (part,) for part in spec)
+    return frozenset(itertools.chain.from_iterable(parts)) - {None}
 
 
 def _check_mesh(mesh: Any) -> None:
-    import jax
-
     if not isinstance(mesh, jax.sharding.Mesh):
         raise ShardrulesError(f"{mesh!r} is not a jax.sharding.Mesh", mesh=mesh)
-    platforms = {d.platform for d in mesh.devices.flat} - {"cpu"}
-    if platforms:
+    if platforms := {device.platform for device in mesh.devices.flat} - {"cpu"}:
         raise ShardrulesError(
             f"check_rule runs on CPU devices; this mesh has {', '.join(sorted(platforms))}; set "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 before jax starts, and build the "
@@ -319,8 +282,6 @@ def _check_mesh(mesh: Any) -> None:
 
 def _draw(args: Sequence[Any], seed: int) -> list[Any]:
     """Draw normal floats and small integers for ShapeDtypeStructs."""
-    import jax
-
     keys = jax.random.split(jax.random.PRNGKey(seed), max(len(args), 1))
     drawn = []
     for i, (key, leaf) in enumerate(zip(keys, args)):
@@ -331,12 +292,12 @@ def _draw(args: Sequence[Any], seed: int) -> list[Any]:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             # A sharded array's type may name explicit axes, and then it can't be cut into blocks.
             is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            drawn.append(leaf if is_key else jax.numpy.asarray(jax.device_get(leaf)))
-        elif jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+            drawn.append(leaf if is_key else jnp.asarray(jax.device_get(leaf)))
+        elif jnp.issubdtype(leaf.dtype, jnp.floating):
             drawn.append(jax.random.normal(key, leaf.shape, "float32").astype(leaf.dtype))
         elif leaf.dtype == bool:
             drawn.append(jax.random.bernoulli(key, 0.5, leaf.shape))
-        elif jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):
+        elif jnp.issubdtype(leaf.dtype, jnp.integer):
             drawn.append(jax.random.randint(key, leaf.shape, 0, 8, leaf.dtype))
         else:
             raise ShardrulesError(
@@ -356,8 +317,6 @@ def _spec_of(number: int, leaf: Any) -> Any:
 
 
 def _same_shapes(reference: Callable[..., Any], values: Any, shapes: Any) -> None:
-    import jax
-
     ours, theirs = (
         [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree_util.tree_leaves(tree)]
         for tree in (shapes, jax.eval_shape(reference, *values))
@@ -372,34 +331,26 @@ def _same_shapes(reference: Callable[..., Any], values: Any, shapes: Any) -> Non
 
 def _compare_ways(what: str, results: dict[str, Any], rtol: float, drops: bool) -> None:
     """Compare one result; with the check off it may differ where a rule drops axes."""
-    off = results.pop("check off")
-    _compare(what, results, rtol)
+    _compare(what, results, ("check on", "single device"), rtol)
     try:
-        _compare(what, {"check on": results["check on"], "check off": off}, rtol)
+        _compare(what, results, ("check on", "check off"), rtol)
     except RuleCheckError as error:
         if not drops:
             raise
         warnings.warn(f"right with the check on only: {error}", stacklevel=5)
 
 
-def _compare(what: str, leaves: dict[str, Any], rtol: float) -> None:
-    import numpy as np
-
-    names = list(leaves)
-    arrays = {name: np.asarray(leaf).astype(np.float64) for name, leaf in leaves.items()}
-    scale = max(float(np.max(np.abs(a), initial=0.0)) for a in arrays.values())
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
-            difference = float(np.max(np.abs(arrays[a] - arrays[b]), initial=0.0))
-            if not difference <= rtol * scale:
-                sizes = ", ".join(
-                    f"{name}: |.| = {np.linalg.norm(arrays[name]):.6g}" for name in names
-                )
-                raise RuleCheckError(
-                    f"{what} differs between {a!r} and {b!r} by {difference:.6g} (allowed: "
-                    f"{rtol * scale:.6g})\n  {sizes}\nA rule that drops an axis changes what a "
-                    "custom_vjp's bwd receives: the cotangent is already summed over that axis, "
-                    "and bwd must pass it on or slice it.",
-                    what=what,
-                    apart=difference,
-                )
+def _compare(what: str, results: dict[str, Any], ways: tuple[str, str], rtol: float) -> None:
+    a, b = (np.asarray(results[way]).astype(np.float64) for way in ways)
+    difference = float(np.max(np.abs(a - b), initial=0.0))
+    allowed = rtol * max(float(np.max(np.abs(array), initial=0.0)) for array in (a, b))
+    if not difference <= allowed:
+        norms = (f"{way}: |.| = {np.linalg.norm(x):.6g}" for way, x in zip(ways, (a, b)))
+        raise RuleCheckError(
+            f"{what} differs between {ways[0]!r} and {ways[1]!r} by {difference:.6g} (allowed: "
+            f"{allowed:.6g})\n  {', '.join(norms)}\nA rule that drops an axis changes what a "
+            "custom_vjp's bwd receives: the cotangent is already summed over that axis, "
+            "and bwd must pass it on or slice it.",
+            what=what,
+            apart=difference,
+        )

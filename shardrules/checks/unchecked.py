@@ -6,7 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from shardrules.arguments import checked
+from shardrules.checks.rulecheck import is_float
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.install import held, install
 from shardrules.hooks.notes import Notes
@@ -33,8 +38,6 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
     Examples:
       >>> sites = testing.assert_same_unchecked(loss, params, batch)
     """
-    import jax
-
     with held() as state, state.enter(dataclasses.replace(state.scope, unchecked="off")):
         plain = _results(f, args)
     notes = Notes()
@@ -55,17 +58,15 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
 
 def _results(f: Callable[..., Any], args: tuple) -> dict[str, Any]:
     """Return the values and, where JAX can differentiate, gradients of the sum of their sines."""
-    import jax
-
     leaves, tree = jax.tree_util.tree_flatten(args)
-    chosen = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+    chosen = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
 
     def scalar(floats):
         given = list(leaves)
         for i, value in zip(chosen, floats):
             given[i] = value
         results = jax.tree_util.tree_leaves(f(*jax.tree_util.tree_unflatten(tree, given)))
-        return sum(jax.numpy.sum(jax.numpy.sin(leaf)) for leaf in results if _is_float(leaf))
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in results if is_float(leaf))
 
     outcome = {"value": jax.jit(lambda *args: f(*args))(*args)}
     try:
@@ -75,21 +76,11 @@ def _results(f: Callable[..., Any], args: tuple) -> dict[str, Any]:
     return outcome
 
 
-def _is_float(leaf: Any) -> bool:
-    import jax
-
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating)
-
-
 def _differs(a: Any, b: Any) -> str:
-    import jax
-    import numpy as np
-
     if not isinstance(a, jax.Array):
         return "" if a == b else f"{a!r} and {b!r}"
     x, y = (np.asarray(array).astype(np.float64) for array in (a, b))
-    eps = float(jax.numpy.finfo(a.dtype).eps) if _is_float(a) else 0.0
+    eps = float(jnp.finfo(a.dtype).eps) if is_float(a) else 0.0
     if not np.allclose(x, y, 200 * eps, 200 * eps * float(np.max(np.abs(x), initial=0))):
         return f"the largest difference is {np.max(np.abs(x - y)):.3g}"
     if _by_device(a) != _by_device(b):
@@ -99,8 +90,6 @@ def _differs(a: Any, b: Any) -> str:
 
 def _by_device(array: Any) -> bool:
     """Whether devices hold different data for one part of an array."""
-    import numpy as np
-
     parts: dict[str, Any] = {}
     return any(
         not np.array_equal(parts.setdefault(str(s.index), np.asarray(s.data)), s.data, True)

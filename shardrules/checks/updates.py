@@ -22,13 +22,11 @@ def write(path: pathlib.Path, text: str) -> None:
 
 
 def wait() -> None:
-    """Hold back budgets until ``settle``."""
     global _waiting
     _waiting = {}
 
 
 def settle(passed: bool) -> None:
-    """Write the budgets that were held back if the test passed."""
     global _waiting
     waiting, _waiting = _waiting or {}, None
     for path, text in waiting.items():

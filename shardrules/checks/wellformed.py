@@ -6,6 +6,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
+import numpy as np
+
 from shardrules.door.interpreter import interpreted
 from shardrules.door.jaxprs import KERNELS, equations, kernel_name
 from shardrules.errors import RuleCheckError, UnsupportedJaxError
@@ -15,9 +18,6 @@ _FAULTS = "races, memory that is read before it is written, or reads out of boun
 
 def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, values: Any) -> None:
     """Raise on races, uninitialized memory and reads out of bounds, in JAX's TPU interpreter."""
-    import jax
-    import numpy as np
-
     try:
         jaxpr, f, args = jax.make_jaxpr(run)(*blocks).jaxpr, run, blocks
     except NameError:  # the kernel names mesh axes

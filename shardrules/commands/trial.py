@@ -119,9 +119,7 @@ def child(path: str) -> int:
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
     else:
-        imported = importing.WhenImported(("jax",), register)
-        imported.start()
-        contexts.callback(imported.stop)
+        contexts.callback(importing.WhenImported("jax", register).stop)
     report = sys.excepthook
 
     def record_error(kind: type, error: BaseException, trace: Any) -> None:

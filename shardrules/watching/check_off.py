@@ -40,9 +40,7 @@ def start(
         watchers.append(record)
         hold.callback(watchers.remove, record)
 
-    imported = WhenImported(("jax",), patch)
-    imported.start()
-    hold.callback(imported.stop)
+    hold.callback(WhenImported("jax", patch).stop)
     return hold.close
 
 
@@ -62,8 +60,7 @@ def switching(
         except ShardrulesError as error:  # the program runs as written
             failed(f"every shard_map runs as written: {error}")
 
-    imported = WhenImported(("jax",), installed)
-    imported.start()
+    imported = WhenImported("jax", installed)
     try:
         yield
     finally:

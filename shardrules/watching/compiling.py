@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -24,6 +25,7 @@ from shardrules.watching.importing import WhenImported
 
 _lock = threading.RLock()
 _patches = Patches()
+_hold = contextlib.ExitStack()  # what the last watcher undoes
 _watchers: list[Callable[[Any, Any], None]] = []
 
 
@@ -102,7 +104,8 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
 
     with _lock:
         if not _watchers:
-            _imported.start()
+            _hold.callback(_patches.undo)
+            _hold.callback(WhenImported(COMPILER, _install).stop)
         if COMPILER in sys.modules:
             watching.forget_fast_paths()
         _watchers.append(watcher)
@@ -112,8 +115,7 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
             if watcher in _watchers:
                 _watchers.remove(watcher)
                 if not _watchers:
-                    _patches.undo()
-                    _imported.stop()
+                    _hold.close()
 
     return stop
 
@@ -145,6 +147,3 @@ def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
                 [params["mesh"] for params in meshes], compiled.result_paths(closed_jaxpr), kernels
             )
     return computation
-
-
-_imported = WhenImported((COMPILER,), _install)

@@ -8,36 +8,27 @@ from typing import Any
 
 
 class WhenImported:
-    """Calls ``action`` with each named module, now or after its import."""
+    """Calls ``action`` with the module of a name, now or after its import, until ``stop``."""
 
-    def __init__(self, names: tuple[str, ...], action: Callable[[Any], None]):
-        self._names = names
+    def __init__(self, name: str, action: Callable[[Any], None]):
+        self._name = name
         self._action = action
-
-    def start(self) -> None:
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
-        for name in self._names:
-            if name in sys.modules:
-                self._action(sys.modules[name])
+        if name in sys.modules:
+            action(sys.modules[name])
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
 
     def stop(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find a named module as the other finders do, and make its loader call the action."""
-        if name not in self._names:
+        """Find the module as the other finders do, and make its loader call the action."""
+        if name != self._name:
             return None
-        for finder in tuple(sys.meta_path):  # including other import hooks
-            find = getattr(finder, "find_spec", None)
-            spec = None if finder is self or find is None else find(name, path, target)
-            if spec is not None:
-                break
-        else:
-            return None
-        if hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self._loaded)
+        others = (f for f in tuple(sys.meta_path) if f is not self and hasattr(f, "find_spec"))
+        spec = next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self._loaded)  # type: ignore[assignment]
         return spec
 
     def _loaded(self, module: Any) -> None:

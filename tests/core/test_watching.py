@@ -240,8 +240,7 @@ def test_other_import_hooks_are_left_their_modules(monkeypatch):
 
     told, hook = [], Hook()
     monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
-    waiting = WhenImported(("late_module",), lambda module: told.append(module.made_by))
-    waiting.start()
+    waiting = WhenImported("late_module", lambda module: told.append(module.made_by))
     try:
         module = importlib.import_module("late_module")
         again = importlib.util.find_spec("no_such_module_at_all")

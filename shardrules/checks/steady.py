@@ -18,7 +18,7 @@ from shardrules.door import compiled, watching
 from shardrules.errors import ShardrulesError, SteadyStateError
 from shardrules.registry.suggestions import is_library
 
-_OWN = str(pathlib.Path(__file__).parents[2]) + os.sep
+_OWN = str(pathlib.Path(__file__).parents[1]) + os.sep
 _FIELDS = ("shape", "dtype", "weak_type", "sharding")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import offloading
+from shardrules.door import compiled
 from shardrules.errors import CostAssertionError, ShardrulesError
 from shardrules.hooks.explain.residuals import NamedValue, named_values
 
@@ -20,29 +21,20 @@ _ADVICE = {
     "recomputed": "the policy does not name it, so it is computed again: name it in "
     "names_which_can_be_offloaded of jax.checkpoint_policies.save_and_offload_only_these_names",
 }
-_SILENT = (
-    "no backward pass of a jax.checkpoint reads it, so there is nothing to save, and no policy "
-    "acts on it"
-)
-_OUTPUT = (
-    "; it is its block's output, and what the backward pass reads is the next block's input: put "
-    "x = checkpoint_name(x, {name!r}) on the first line of the block instead of the last"
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class Offloading:
     """What a program keeps in host memory."""
 
-    buffers: tuple[offloading.HostBuffer, ...]  # in host memory, with the stores and loads of each
-    # each checkpoint_name with what becomes of it; empty without the function
-    names: tuple[NamedValue, ...]
+    buffers: tuple[offloading.HostBuffer, ...]  # with the stores and loads of each
+    names: tuple[NamedValue, ...]  # each with what becomes of it; empty without the function
     host_temp_bytes: int | None
     device_temp_bytes: int | None
 
     @property
     def bytes(self) -> int:
-        """The bytes on one device's host that are stored and loaded again."""
+        """Count the bytes on one device's host that are stored and loaded again."""
         return sum(b.bytes for b in self.buffers if b.stores and b.loads)
 
 
@@ -75,8 +67,6 @@ def assert_offloaded(
         ``judge``.
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    from shardrules.door import compiled
-
     if min_bytes < 0:
         raise ShardrulesError(f"min_bytes={min_bytes!r} is not a count of bytes; give 0 or more")
     traced = _traced(program, args, kwargs, names)
@@ -92,16 +82,13 @@ def assert_offloaded(
     lines = _wrong(result, names or (), min_bytes)
     if lines:
         sizes = f" (temporaries: {host} B on the host, {device} B on a device)"
-        raise CostAssertionError(
-            f"{source.name} does not offload what it should{'' if host is None else sizes}:\n"
-            + "\n".join(lines),
-            offloading=result,
-        )
+        title = f"{source.name} does not offload what it should{'' if host is None else sizes}:"
+        raise CostAssertionError("\n".join([title, *lines]), offloading=result)
     return result
 
 
 def _traced(program: Any, args: tuple, kwargs: dict, names: Any) -> list[NamedValue]:
-    if not callable(program) or hasattr(program, "as_text"):
+    if not programs.is_function(program):
         if names is None:
             return []
         raise ShardrulesError(
@@ -146,5 +133,14 @@ def _wrong(result: Offloading, names: Collection[str], min_bytes: int) -> list[s
 
 
 def _advice(value: NamedValue) -> str:
-    output = _OUTPUT.format(name=value.name) if value.is_output else ""
-    return _ADVICE.get(value.status) or _SILENT + output
+    if value.status in _ADVICE:
+        return _ADVICE[value.status]
+    output = (
+        "; it is its block's output, and what the backward pass reads is the next block's input: "
+        f"put x = checkpoint_name(x, {value.name!r}) on the first line of the block instead of the "
+        "last"
+    )
+    return (
+        "no backward pass of a jax.checkpoint reads it, so there is nothing to save, and no policy "
+        f"acts on it{output if value.is_output else ''}"
+    )

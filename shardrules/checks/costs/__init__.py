@@ -1,1 +1,0 @@
-"""What a test asserts of costs that JAX is silent about."""

@@ -49,22 +49,10 @@ class Loop(NamedTuple):
     graphs: int
 
 
-class _Sum(NamedTuple):
-    """Launches by kind, bytes and graphs; ``known`` is false with a loop of unknown length."""
-
-    kinds: collections.Counter
-    bytes: int
-    graphs: int
-    known: bool
-
-    def plus(self, other: _Sum, times: int = 1) -> _Sum:
-        kinds = self.kinds + collections.Counter({k: n * times for k, n in other.kinds.items()})
-        return _Sum(
-            kinds,
-            self.bytes + other.bytes * times,
-            self.graphs + other.graphs * times,
-            self.known and other.known,
-        )
+# What one run of a computation launches by kind; and under these, what else it does.
+_Sum = collections.Counter[str]
+_BYTES, _UNKNOWN = "bytes copied", "loops of unknown length"
+_GRAPH = "graph"
 
 
 def platform(module: hlo.Module) -> str | None:
@@ -90,7 +78,11 @@ def read(module: hlo.Module, on: str | None = None) -> list[Loop]:
 def in_all(module: hlo.Module) -> int | None:
     """Count what one execution launches on a GPU; None with a loop of unknown length."""
     total = _sums(module)[module.entry.name]
-    return sum(total.kinds.values()) if total.known else None
+    return None if total[_UNKNOWN] else _launched(total)
+
+
+def _launched(total: _Sum) -> int:
+    return total.total() - total[_BYTES] - total[_UNKNOWN]
 
 
 def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: bool) -> Loop:
@@ -101,20 +93,19 @@ def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: boo
     # The count that the compiler wrote down decides how the loop runs, not one that we found.
     asked = gpu and "known_trip_count" not in (instruction.attribute("backend_config") or "")
     if asked:
-        total = total.plus(sums[condition.name])
-        total.kinds["copy of the predicate"] += 1
-    launches = total.known and gpu
+        total = total + sums[condition.name] + _Sum(["copy of the predicate"])
+    known, other = not total[_UNKNOWN], (_BYTES, _UNKNOWN)
     return Loop(
         instruction.name,
         walk.where(module, place),
         place.loop_depth,
         trips,
         "" if trips is not None else _unknown(module, place, condition, body),
-        sum(total.kinds.values()) if launches else None,
-        tuple(sorted(total.kinds.items())) if gpu else (),
+        _launched(total) if known and gpu else None,
+        tuple(sorted((k, n) for k, n in total.items() if k not in other)) if gpu else (),
         asked,
-        total.bytes if total.known else None,
-        total.graphs,
+        total[_BYTES] if known else None,
+        total[_GRAPH],
     )
 
 
@@ -122,55 +113,38 @@ def _sums(module: hlo.Module) -> dict[str, _Sum]:
     """Count what one run of each computation launches, with all that it calls."""
     sums: dict[str, _Sum] = {}
     for name in module.computations:  # callees first
-        sums[name] = _sum(module, module.computations[name], sums)
+        sums[name] = _Sum()
+        for instruction in module.computations[name].instructions:
+            sums[name] += _sum(module, module.computations[name], instruction, sums)
     return sums
 
 
-def _sum(module: hlo.Module, computation: hlo.Computation, sums: dict[str, _Sum]) -> _Sum:
-    total = _Sum(collections.Counter(), 0, 0, True)
-    for instruction in computation.instructions:
-        opcode = instruction.opcode
-        if opcode in walk.NO_WORK or opcode.endswith("-done"):
-            continue
-        if opcode == "while":
-            trips = loops.trip_count(module, computation, instruction)
-            inner = sums[loops.parts(module, instruction)[1].name]
-            total = total.plus(inner, trips) if trips is not None else total._replace(known=False)
-        elif opcode == "conditional" and instruction.calls:
-            total.kinds["branch that the host chooses"] += 1
-            branches = [sums[name] for name in instruction.calls]
-            # At most: the branch that launches most.
-            total = total.plus(max(branches, key=lambda b: sum(b.kinds.values())))
-        elif opcode in ("call", "async-start") and instruction.calls:
-            called = instruction.calls[0]
-            if opcode == "call" and called.startswith("command_buffer"):
-                total.kinds["graph"] += 1
-                total = total._replace(graphs=total.graphs + 1)
-            else:
-                total = total.plus(sums[called])
-        else:
-            kind, size = _launch(instruction)
-            if kind:
-                total.kinds[kind] += 1
-                total = total._replace(bytes=total.bytes + size)
-    return total
-
-
-def _launch(instruction: hlo.Instruction) -> tuple[str, int]:
-    """Name what one instruction launches, with the bytes that it copies."""
-    opcode = instruction.opcode.removesuffix("-start")
+def _sum(module, computation, instruction: hlo.Instruction, sums: dict[str, _Sum]) -> _Sum:
+    opcode, calls = instruction.opcode, instruction.calls
+    if opcode in walk.NO_WORK or opcode.endswith("-done"):
+        return _Sum()
+    if opcode == "while":
+        trips = loops.trip_count(module, computation, instruction)
+        inner = sums[loops.parts(module, instruction)[1].name]
+        return _Sum([_UNKNOWN] if trips is None else {k: n * trips for k, n in inner.items()})
+    if opcode == "conditional" and calls:
+        # At most: the branch that launches most.
+        most = max((sums[name] for name in calls), key=_launched)
+        return most + _Sum(["branch that the host chooses"])
+    if opcode == "call" and calls and calls[0].startswith("command_buffer"):
+        return _Sum([_GRAPH])
+    if opcode in ("call", "async-start") and calls:
+        return sums[calls[0]]
+    opcode = opcode.removesuffix("-start")
     if opcode == "custom-call":
         target = walk.target(instruction)
-        if target == "AllocateBuffer":
-            return "", 0
-        return ("library call" if target.startswith(_LIBRARY) else "custom call"), 0
+        kind = "library call" if target.startswith(_LIBRARY) else "custom call"
+        return _Sum([] if target == "AllocateBuffer" else [kind])
     if opcode == "copy":
         leaves = instruction.shape.leaves()
-        return "copy", sum(leaves[n].bytes for n in walk.result_leaves(instruction))
-    return "fusion" if opcode == "fusion" else f"{opcode} kernel", 0
-
-
-# -- what made a trip count unknown ---------------------------------------------------------------
+        copied = sum(leaves[n].bytes for n in walk.result_leaves(instruction))
+        return _Sum({"copy": 1, _BYTES: copied})
+    return _Sum(["fusion" if opcode == "fusion" else f"{opcode} kernel"])
 
 
 def _unknown(
@@ -233,9 +207,12 @@ def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
             instruction = computation.instructions[instruction.operands[0]]
         elif instruction.opcode in ("copy", "bitcast") and instruction.operands:
             instruction = computation.instructions[instruction.operands[0]]
-        elif instruction.opcode == "parameter" and (caller := _caller(module, computation)):
+        elif instruction.opcode == "parameter":
             # XLA's CPU compiler puts small loops into calls.
-            computation, call = caller
+            callers = walk.callers(module, computation)
+            if len(callers) != 1 or callers[0][1].opcode != "call":
+                break
+            ((computation, call),) = callers
             instruction = computation.instructions[call.operands[int(instruction.literal)]]
         else:
             break
@@ -247,16 +224,3 @@ def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
     name = metadata.op_name.rpartition("/")[2] or instruction.name
     at = f" at {metadata.frames[0]}" if metadata.frames else ""
     return f"computed outside of it ({name}, {instruction.shape}{at})"
-
-
-def _caller(
-    module: hlo.Module, computation: hlo.Computation
-) -> tuple[hlo.Computation, hlo.Instruction] | None:
-    """Find the one call of a computation; None if there are several callers, or a loop."""
-    callers = [
-        (caller, instruction)
-        for caller in module.computations.values()
-        for instruction in caller.instructions
-        if computation.name in instruction.calls
-    ]
-    return callers[0] if len(callers) == 1 and callers[0][1].opcode == "call" else None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import walk
+from shardrules.hlo.reader.module import behind
 
 _PMAP_AXIS = "_internal_pmap_axis_name"
 
@@ -69,13 +70,8 @@ def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) ->
     reached = [position]
     for reader in reached:
         reached += [user for user in users[reader] if user not in reached]
-    callers = [
-        instruction
-        for caller in module.computations.values()
-        for instruction in caller.instructions
-        if computation.name in instruction.calls
-    ]
     readers = [computation.instructions[n] for n in reached[1:]]
+    callers = [instruction for _, instruction in walk.callers(module, computation)]
     return walk.source(module, [*readers, *callers])
 
 
@@ -95,32 +91,17 @@ def gathered(module: hlo.Module) -> list[Gathered]:
     outputs = root.operands if root.opcode == "tuple" else (entry.root,)
     outputs_gathered = []
     for number, position in enumerate(outputs):
-        collective = _collective(entry, position)
-        if collective is None:
-            continue
-        place = walk.Place(entry, collective, 0, 1)
-        instruction = entry.instructions[collective]
-        operand = entry.instructions[instruction.operands[0]].shape
         after = entry.instructions[position].shape
-        before = operand.bytes
-        name = module.metadata(instruction).op_name
-        if instruction.opcode.startswith("all-reduce"):
-            if not re.search(r"(^|/)(xla_)?pmap", name):
+        made = behind(entry, position, walk.PASS_ON | {"all-gather-done"})
+        if made.opcode.startswith("all-gather"):
+            before = entry.instructions[made.operands[0]].shape.bytes
+        elif made.opcode.startswith("all-reduce"):
+            if not re.search(r"(^|/)(xla_)?pmap", module.metadata(made).op_name):
                 continue
             before = after.bytes // max(module.replica_count or 1, 1)
-        source = walk.where(module, place)
+        else:
+            continue
+        operands = [entry.instructions[operand] for operand in made.operands]
+        source = walk.source(module, [made, *operands]) or made.name
         outputs_gathered.append(Gathered(number, str(after), before, after.bytes, source))
     return outputs_gathered
-
-
-def _collective(computation: hlo.Computation, position: int) -> int | None:
-    """Follow an output to the collective that made it, through what moves no element."""
-    while True:
-        instruction = computation.instructions[position]
-        opcode = instruction.opcode.removesuffix("-start")
-        if opcode in ("all-gather", "all-reduce"):
-            return position
-        moves = opcode in walk.PASS_ON or opcode == "all-gather-done"
-        if not moves or not instruction.operands:
-            return None
-        position = instruction.operands[0]

@@ -55,7 +55,7 @@ def read(module: hlo.Module) -> list[Transfer]:
         described = _transfer(module, place)
         if described is not None:
             kind, direction, size, target = described
-            name, source = place.instruction.name, walk.where(module, place)
+            name, source = (place.instruction.name, walk.where(module, place))
             run = (place.runs, place.loop_depth)
             transfers.append(Transfer(kind, direction, size, *run, name, target, source))
     # A loop of unknown length may be the longest.

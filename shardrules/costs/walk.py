@@ -44,7 +44,6 @@ class Place(NamedTuple):
 
     @property
     def instruction(self) -> hlo.Instruction:
-        """Give the instruction."""
         return self.computation.instructions[self.position]
 
 
@@ -81,6 +80,17 @@ def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
     return ""
 
 
+def callers(
+    module: hlo.Module, called: hlo.Computation
+) -> list[tuple[hlo.Computation, hlo.Instruction]]:
+    return [
+        (computation, computation.instructions[position])
+        for computation in module.computations.values()
+        for position in computation.calling
+        if called.name in computation.instructions[position].calls
+    ]
+
+
 def reached(start: Iterable[_T], follow: Callable[[_T], Iterable[_T]]) -> set[_T]:
     """List some places, and all that can be reached from them."""
     seen = set(start)
@@ -114,12 +124,10 @@ def is_zero(constant: hlo.Instruction) -> bool:
 
 
 def target(call: hlo.Instruction) -> str:
-    """Give a custom call's target."""
     return (call.attribute("custom_call_target") or "").strip('"')
 
 
 def host_buffer(shape: hlo.Shape) -> bool:
-    """Tell whether an array lies in host memory."""
     return not shape.is_tuple and _HOST_SPACE in shape.layout
 
 

@@ -27,6 +27,7 @@ FUNCTIONS = (UNARY | MOVES) | frozenset(
     "subtract xor iota concatenate pad reduce dot".split()
 )
 _MOST = 256  # steps on the way of one value
+_DEPTH = 4  # of fusions in fusions: those deeper stay, as each may hold the same one twice
 
 
 class Node:
@@ -102,7 +103,7 @@ class Flat:
         self._module = module
         self._home = computation
         self.nodes: list[Node] = []
-        self.at = self._dissolved(computation, None)
+        self.at = self._dissolved(computation, [])
         self.root = root = self.at[computation.root]
         returned = root.operands if root.opcode == "tuple" else [root]
         self.end = self._new(root.instruction, returned, opcode="return")
@@ -118,18 +119,19 @@ class Flat:
         self.nodes.append(Node(self._home, instruction, operands, fused, opcode))
         return self.nodes[-1]
 
-    def _dissolved(self, computation: hlo.Computation, given: list[Node] | None) -> list[Node]:
+    def _dissolved(
+        self, computation: hlo.Computation, given: list[Node], depth: int = 0
+    ) -> list[Node]:
         """List a computation's nodes by position; ``given`` is what its fusion takes."""
-        fused = given is not None
-        nodes: list[Node] = []
+        fused, nodes = depth > 0, list[Node]()
         for i in computation.instructions:
             operands = [nodes[o] for o in i.operands]
-            if given is not None and i.opcode == "parameter":
+            if fused and i.opcode == "parameter":
                 known = int(i.literal) < len(given)
                 node = given[int(i.literal)] if known else self._new(i, [], True, "unknown")
-            elif i.opcode == "fusion" and len(i.calls) == 1:
+            elif i.opcode == "fusion" and len(i.calls) == 1 and depth < _DEPTH:
                 called = self._module.computations[i.calls[0]]
-                node = self._dissolved(called, operands)[called.root]
+                node = self._dissolved(called, operands, depth + 1)[called.root]
             elif i.opcode == "get-tuple-element":
                 index = int(i.attribute("index") or -1)
                 node = self._element(i, operands[0], index, i.shape, fused)

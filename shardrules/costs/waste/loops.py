@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from shardrules.costs.waste.graph import FUNCTIONS, Node
+from shardrules.costs.waste.graph import Node
 from shardrules.costs.waste.loop_flow import Unread, unread
 from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Program, Site
-from shardrules.hlo.known.values import ELEMENTWISE, LOCAL
 from shardrules.hlo.proof.collectives import KINDS, OPCODES
+from shardrules.hlo.proof.reach import Reach
 
 # -- the same operand on every trip ---------------------------------------------------------------
 
-# Functions of their operands alone: they give the same on each trip if their operands are the same.
-_PURE = FUNCTIONS | ELEMENTWISE | LOCAL | OPCODES.keys() | {f"{kind}-done" for kind in KINDS}
-_PURE |= frozenset("constant get-tuple-element tuple partition-id replica-id".split())
+# Beside what is deterministic, these give the same on each trip if their operands are the same.
+_SAME = OPCODES.keys() | {f"{kind}-done" for kind in KINDS}
+_SAME |= frozenset("copy-start copy-done partition-id replica-id".split())
 
 
 def _repeated(site: Site) -> Hint | None:
@@ -46,8 +46,10 @@ def _repeated(site: Site) -> Hint | None:
 def _invariant(program: Program, body: str) -> set[Node]:
     """List the values in a loop's body that are the same on every trip."""
     same: set[Node] = set()
+    reach = Reach(program.module)
     for node in program.flat(body).nodes:
-        computed = node.opcode in _PURE and same.issuperset(node.operands)
+        stays = node.opcode in _SAME or reach.deterministic(node.instruction)
+        computed = stays and node.opcode != "parameter" and same.issuperset(node.operands)
         if computed or program.unchanged(node):
             same.add(node)
     return same

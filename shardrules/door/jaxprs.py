@@ -158,31 +158,29 @@ def is_in(eqn: Any, scope: str) -> bool:
     return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)
 
 
-def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:
-    """Return the mesh axes over which backward passes in a jaxpr sum."""
-    axes: frozenset[str] = frozenset()
+def _transposed(jaxpr: Any, runs: int = 1, inside: bool = False) -> Iterator[tuple[Any, int]]:
+    """Yield the equations of a jaxpr's backward passes, and how often scans around run each."""
     for eqn in jaxpr.eqns:
-        inside = in_gradient or is_transposed(eqn)
-        if inside and "psum" in eqn.primitive.name:
-            axes |= named_axes(eqn.params)
-        elif eqn.primitive.name not in KERNELS:
-            axes = axes.union(*(gradient_sums(j, inside) for j in inner_jaxprs(eqn.params)))
-    return axes
-
-
-def transposed_sums(
-    jaxpr: Any, runs: int = 1, in_gradient: bool = False
-) -> Iterator[tuple[int, frozenset[str]]]:
-    """Yield the bytes and the axes of each psum that a jaxpr's backward passes hold."""
-    for eqn in jaxpr.eqns:
-        inside = in_gradient or is_transposed(eqn)
-        if inside and eqn.primitive.name in SUMS:
-            for atom in eqn.invars:
-                size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
-                yield size_bytes * runs, named_axes(eqn.params)
-        elif eqn.primitive.name not in KERNELS:
+        is_inside = inside or is_transposed(eqn)
+        if is_inside:
+            yield eqn, runs
+        if eqn.primitive.name not in KERNELS:
             for inner in inner_jaxprs(eqn.params):
-                yield from transposed_sums(inner, runs * eqn.params.get("length", 1), inside)
+                yield from _transposed(inner, runs * eqn.params.get("length", 1), is_inside)
+
+
+def gradient_sums(jaxpr: Any) -> frozenset[str]:
+    """Return the mesh axes over which backward passes in a jaxpr sum."""
+    sums = [eqn for eqn, _ in _transposed(jaxpr) if "psum" in eqn.primitive.name]
+    return frozenset().union(*(named_axes(eqn.params) for eqn in sums))
+
+
+def transposed_sums(jaxpr: Any) -> Iterator[tuple[int, frozenset[str]]]:
+    """Yield the bytes and the axes of each psum that a jaxpr's backward passes hold."""
+    for eqn, runs in _transposed(jaxpr):
+        for atom in eqn.invars if eqn.primitive.name in SUMS else ():
+            size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
+            yield size_bytes * runs, named_axes(eqn.params)
 
 
 def kernel_name(params: dict[str, Any]) -> tuple[str, str]:

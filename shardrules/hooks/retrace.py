@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
+import itertools
+import math
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, equations, inner_jaxprs, name_of, opened
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """An output that its spec calls replicated, over axes over which it may vary."""
 
     path: str
@@ -27,17 +27,12 @@ class Output:
     axes: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """An all-reduce of the body or of its derivative: a device's operand bytes, devices, runs.
+class Sum(NamedTuple):
+    """An all-reduce of the body or of its derivative."""
 
-    Attributes:
-      runs: for the loops around it; None where a while_loop is one of them.
-    """
-
-    bytes: int
-    group_size: int
-    runs: int | None
+    bytes: int  # of its operand on one device
+    group_size: int  # devices
+    runs: int | None  # for the loops around it; None where a while_loop is one of them
 
 
 class _Elsewhere:
@@ -55,25 +50,19 @@ class _Elsewhere:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    out: Any = _Elsewhere(sys.stdout)
-    err: Any = _Elsewhere(sys.stderr)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        yield
-
-
-@contextlib.contextmanager
-def state_kept() -> Iterator[None]:
-    """Restore Python's and NumPy's generators afterwards: a body may draw as it is traced."""
-    # Not where other threads run: they would draw the same numbers twice.
+def unseen() -> Iterator[None]:
+    """Drop what this thread prints, and restore Python's and NumPy's generators afterwards."""
+    # Not the generators where other threads run: they would draw the same numbers twice.
     import random
 
     import numpy as np
 
-    python, numpy = random.getstate(), np.random.get_state()
-    alone = _alone()
+    python, numpy, alone = random.getstate(), np.random.get_state(), _alone()
+    out: Any = _Elsewhere(sys.stdout)
+    err: Any = _Elsewhere(sys.stderr)
     try:
-        yield
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield
     finally:
         if alone and _alone():
             random.setstate(python)
@@ -84,11 +73,22 @@ def _alone() -> bool:
     # A thread that Python didn't start is listed once it has asked for its name (a callback that
     # logs, in a thread of XLA's); to Python 3.11 it stays listed.
     dummy: Any = getattr(threading, "_DummyThread", ())
-    return all(
-        isinstance(thread, dummy)
-        for thread in threading.enumerate()
-        if thread is not threading.current_thread()
-    )
+    here = threading.current_thread()
+    return all(isinstance(thread, dummy) or thread is here for thread in threading.enumerate())
+
+
+def _of_some(
+    function: Callable[..., Any], values: Sequence[Any], numbers: Sequence[int]
+) -> Callable[..., Any]:
+    """Return a function of some of the values, which passes on the others as they are."""
+
+    def of_some(*some: Any) -> Any:
+        given = list(values)
+        for n, value in zip(numbers, some):
+            given[n] = value
+        return function(*given)
+
+    return of_some
 
 
 def traced(f: Any, args: tuple, derivative: bool) -> Any:
@@ -97,58 +97,40 @@ def traced(f: Any, args: tuple, derivative: bool) -> Any:
     import numpy as np
 
     leaves, tree = jax.tree_util.tree_flatten(args)
-    arrays = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    numbers = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    arrays = [leaves[n] for n in numbers]
+    called = _of_some(lambda *xs: f(*jax.tree_util.tree_unflatten(tree, xs)), leaves, numbers)
 
-    def called(*values: Any) -> Any:
-        given = list(leaves)
-        for n, value in zip(arrays, values):
-            given[n] = value
-        return f(*jax.tree_util.tree_unflatten(tree, given))
-
-    def floats(values: Any) -> list[int]:
-        return [n for n, v in enumerate(values) if jax.numpy.issubdtype(v.dtype, np.inexact)]
+    def is_float(x: Any) -> bool:
+        return jax.numpy.issubdtype(x.dtype, np.inexact)
 
     def differentiated(*values: Any) -> Any:
-        chosen = floats(values)
-
-        def of_floats(*some: Any) -> Any:
-            given = list(values)
-            for n, value in zip(chosen, some):
-                given[n] = value
-            return called(*given)
-
+        chosen = [n for n, value in enumerate(values) if is_float(value)]
+        of_floats = _of_some(called, values, chosen)
         out, backward = jax.vjp(of_floats, *(values[n] for n in chosen))
-        cotangents = jax.tree_util.tree_map(
-            lambda x: (
-                jax.numpy.ones_like(x)
-                if jax.numpy.issubdtype(x.dtype, np.inexact)
-                else np.zeros(x.shape, jax.dtypes.float0)
-            ),
-            out,
-        )
-        return out, backward(cotangents)
+        return out, backward(jax.tree_util.tree_map(cotangent, out))
 
-    if derivative and not floats([leaves[n] for n in arrays]):
+    def cotangent(x: Any) -> Any:
+        return jax.numpy.ones_like(x) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+
+    if derivative and not any(map(is_float, arrays)):
         raise TypeError("no argument is of a float type")
-    return jax.make_jaxpr(differentiated if derivative else called)(*(leaves[n] for n in arrays))
+    return jax.make_jaxpr(differentiated if derivative else called)(*arrays)
 
 
 def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterator[Sum]:
     """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
-    jaxpr = opened(jaxpr)
-    for eqn in jaxpr.eqns:
+    for eqn in opened(jaxpr).eqns:
         name, params = eqn.primitive.name, eqn.params
         if name in KERNELS:
             continue
         if name in SUMS and sizes is not None:
-            axes = params.get("axes", ())
+            axes = [axis for axis in params.get("axes", ()) if isinstance(axis, str)]
             groups = params.get("axis_index_groups")
-            count = len(groups[0]) if groups else 1
-            for axis in () if groups else axes:
-                count *= sizes.get(axis, 1) if isinstance(axis, str) else 1
+            count = len(groups[0]) if groups else math.prod(sizes.get(axis, 1) for axis in axes)
             avals = [v.aval for v in eqn.invars]
             moved = sum(int(a.size) * a.dtype.itemsize for a in avals if hasattr(a, "size"))
-            if any(isinstance(axis, str) for axis in axes):
+            if axes:
                 yield Sum(moved, count, runs)
         inner_sizes, inner_runs = sizes, runs
         if name == "shard_map":
@@ -158,10 +140,10 @@ def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterato
         elif name == "while":
             inner_runs = None
         inside = [list(sums(j, inner_sizes, inner_runs)) for j in inner_jaxprs(params)]
-        if name == "cond" and inside:
-            inside = [max(inside, key=lambda some: sum(s.bytes * (s.runs or 1) for s in some))]
-        for some in inside:
-            yield from some
+        if name == "cond":
+            yield from max(inside, key=summed_bytes, default=())
+        else:
+            yield from itertools.chain(*inside)
 
 
 def sent_bytes(sums: Iterable[Sum]) -> int:
@@ -200,7 +182,6 @@ _UNREPLICATED = re.compile(
     r"|only varying across mesh axes \{[^}]*\} and not \{(?P<new>[^}]*)\})"
 )
 
-
 # Who is about to switch the check on is not to be told to switch it off.
 _OFF_AGAIN = re.compile(
     r"\s*Please open an issue at \S+?,? and as a temporary workaround pass the "
@@ -215,8 +196,8 @@ def words(error: BaseException) -> str:
 
 def outputs(error: BaseException) -> tuple[Output, ...]:
     """List the outputs that JAX names in an error about out_specs; none for another error."""
-    text = str(error)
-    if "out_specs which require replication" not in " ".join(text.split()):
+    text = " ".join(str(error).split())
+    if "out_specs which require replication" not in text:
         return ()
     return tuple(
         Output(
@@ -224,5 +205,5 @@ def outputs(error: BaseException) -> tuple[Output, ...]:
             match["spec"],
             (match["one"] or match["new"] or match["old"] or "").strip(" .{}").split(" Check")[0],
         )
-        for match in _UNREPLICATED.finditer(re.sub(r"\s+", " ", text))
+        for match in _UNREPLICATED.finditer(text)
     )

@@ -45,9 +45,8 @@ class Site:
         self, why: str, before: int | None = None, after: int | None = None, arguments: str = ""
     ) -> UncheckedSite:
         """Return the decision: left for the reason ``why``, or switched if that is empty."""
-        return UncheckedSite(
-            self.file, self.line, self.function, not why, why, before, after, arguments
-        )
+        where = self.file, self.line, self.function
+        return UncheckedSite(*where, not why, why, before, after, arguments)
 
 
 class Missing(NamedTuple):
@@ -161,7 +160,8 @@ class UncheckedHooks(Hooks):
                 return off
             bound.arguments[check] = True
             on = functools.partial(original, *bound.args, **bound.kwargs)
-            return _Unchecked(self, site, off, on, bound.arguments).called()
+            unchecked = _Unchecked(self, site, off, on, bound.arguments)
+            return functools.wraps(off)(lambda *args: unchecked(*args))
 
         patches.attribute(*self.door.owner("make_shard_map"), shard_map)
 
@@ -171,6 +171,8 @@ class UncheckedHooks(Hooks):
 
 
 class _Unchecked:
+    """A shard_map whose check is off, as the program calls it."""
+
     def __init__(self, hooks: UncheckedHooks, site: Site, off: Any, on: Any, asked: dict[str, Any]):
         self.hooks = hooks
         self.door = hooks.door
@@ -181,47 +183,42 @@ class _Unchecked:
         self.asked = asked
         self.watched: set[str] = set()
 
-    def called(self) -> Callable:
-        """Return the function that the program gets instead of the shard_map."""
+    def __call__(self, *args: Any) -> Any:
+        scope = self.state.scope
+        if scope.unchecked == "on":
+            return self._inside(args)
+        if scope.unchecked == "check" and scope.active and self.state.patched:
+            return self._decided(args, scope)
+        if not self.hooks.watchers or scope.unchecked == "off":
+            return self.off(*args)
+        with self._enter(scope, "off"):
+            result = self.off(*args)  # its errors are the program's own
+        kind = _kind(args)
+        if kind not in self.watched and self.hooks.watchers:
+            self.watched.add(kind)
+            for watcher in tuple(self.hooks.watchers):
+                watcher(
+                    lambda: self.look(args, kind, "cheapest"),
+                    lambda error: Call(self.site, None, "", error=error),
+                )
+        return result
 
-        @functools.wraps(self.off)
-        def mapped(*args: Any) -> Any:
-            scope = self.state.scope
-            if scope.unchecked == "on":
-                return self._inside(args)
-            if scope.unchecked == "check" and scope.active and self.state.patched:
-                return self._decided(args, scope)
-            if not self.hooks.watchers or scope.unchecked == "off":
-                return self.off(*args)
-            with self.state.enter(dataclasses.replace(scope, unchecked="off")):
-                result = self.off(*args)  # its errors are the program's own
-            kind = _kind(args)
-            if kind not in self.watched and self.hooks.watchers:
-                self.watched.add(kind)
-                for watcher in tuple(self.hooks.watchers):
-                    watcher(
-                        lambda: self.look(args, kind, "cheapest"),
-                        lambda error: Call(self.site, None, "", error=error),
-                    )
-            return result
-
-        return mapped
+    def _enter(
+        self, scope: Scope, unchecked: str, **changes: Any
+    ) -> contextlib.AbstractContextManager:
+        return self.state.enter(dataclasses.replace(scope, unchecked=unchecked, **changes))
 
     def _inside(self, args: tuple) -> Any:
         """Call it with its check on, inside a shard_map that is traced so or switched."""
-        met = self.state.here.met
+        met, blamed = self.state.here.met, self.state.here.blamed
         if met is not None and self.site not in met:
             met.append(self.site)
         try:
             return self.on()(*args)
         except Exception as error:
-            if met is not None and not any(blamed is error for blamed, _ in self._blamed):
-                self._blamed.append((error, self.site))
+            if met is not None and not any(known is error for known, _ in blamed):
+                blamed.append((error, self.site))
             raise
-
-    @property
-    def _blamed(self) -> list[tuple[BaseException, Site]]:
-        return self.state.here.blamed
 
     # install(unchecked="check").
 
@@ -232,11 +229,11 @@ class _Unchecked:
             why = "called outside of tracing"
         if not why and self._decide(args, scope).switched:
             try:
-                with self.state.enter(dataclasses.replace(scope, unchecked="on")):
+                with self._enter(scope, "on"):
                     return self.on()(*args)
             except Exception as error:  # although the first trace passed
                 why = f"another trace was refused: {retrace.first_line(error)}"
-        with self.state.enter(dataclasses.replace(scope, unchecked="off")):
+        with self._enter(scope, "off"):
             result = self.off(*args)  # if this raises too, the error is the program's own
         if why:
             self._note((self.site, why), self.site.decided(why))
@@ -251,7 +248,7 @@ class _Unchecked:
 
     def _decide(self, args: tuple, scope: Scope) -> UncheckedSite:
         try:
-            with retrace.quiet(), retrace.state_kept(), self._off(scope):
+            with retrace.unseen(), self._enter(scope, "off", notes=None):
                 program = _fingerprint(self.door, retrace.traced(self.off, args, False))
             # The key holds all that the decision depends on; derivatives around the call don't.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
@@ -276,55 +273,53 @@ class _Unchecked:
 
     # Tracing with the check off and on.
 
-    def _off(self, scope: Scope) -> contextlib.AbstractContextManager:
-        return self.state.enter(dataclasses.replace(scope, unchecked="off", notes=None))
-
     def look(self, args: tuple, kind: str, casts: str) -> list[Call]:
         """Trace a call and its derivative with the check off and on; inner calls come after it."""
-        undifferentiated = ""
-        scope = self.state.scope
-        with retrace.quiet(), retrace.state_kept():
-            with self._off(scope):
+        undifferentiated, scope = "", self.state.scope
+        with retrace.unseen():
+            with self._enter(scope, "off", notes=None):
                 called = retrace.traced(self.off, args, False)
                 try:
                     before = tuple(retrace.sums(retrace.traced(self.off, args, True)))
                 except Exception as error:  # an integer loop, an effect: what JAX can't transpose
                     before = tuple(retrace.sums(called))
                     undifferentiated = retrace.first_line(error)
-            forward = self._trace_on(args, False, casts)
-            on, where = forward, ""
+            on = forward = self._trace_on(args, False, casts)
             if forward.error is None and not undifferentiated:
                 on = self._trace_on(args, True, casts)
-                where = "in the derivative: "
-        failed, culprit = on.error, on.culprit or self.site
-        errors = dict.fromkeys((self.site, *on.met), f"waits for line {culprit.line}")
-        errors[culprit] = where + retrace.words(failed) if failed else ""
-        outputs = {culprit: retrace.outputs(failed) if failed else ()}
+        culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
+
+        def refused(site: Site) -> dict[str, Any]:
+            if failed is None:
+                return {}
+            if site != culprit:
+                return {"error": f"waits for line {culprit.line}"}
+            where = "" if on is forward else "in the derivative: "
+            return {"outputs": retrace.outputs(failed), "error": where + retrace.words(failed)}
+
         call = Call(
             self.site,
             None,
             kind,
-            on.missing or forward.missing,
-            outputs.get(self.site, ()),
-            errors[self.site] if failed else "",
-            undifferentiated,
-            gradients,
-            before,
-            on.sums,
-            on.declared,
-            on.annotations,
-            (*self._doubts(called, forward.closed), *on.doubts),
+            _missing(on.notes) or _missing(forward.notes),
+            undifferentiated=undifferentiated,
+            takes_gradients=gradients,
+            before=before,
+            after=None if on.closed is None else tuple(retrace.sums(on.closed)),
+            declared=tuple(dict.fromkeys(on.notes.declared)),
+            annotations=tuple(dict.fromkeys(on.notes.annotations)),
+            doubts=(*self._doubts(called, forward.closed), *dict.fromkeys(on.notes.doubts)),
+            **refused(self.site),
         )
         inner = [
             Call(
                 site,
                 self.site,
                 "",
-                outputs=outputs.get(site, ()),
-                error=errors[site] if failed else "",
                 undifferentiated=undifferentiated,
                 takes_gradients=gradients,
+                **refused(site),
             )
             for site in on.met
         ]
@@ -349,13 +344,12 @@ class _Unchecked:
     def _trace_on(self, args: tuple, derivative: bool, casts: str) -> _On:
         """Trace with the check on and the hooks acting; record the error if it fails."""
         notes, closed, failed = Notes(), None, None
-        scope = dataclasses.replace(
-            self.state.scope, active=True, policy=COLLECT, notes=notes, casts=casts, unchecked="on"
-        )
         met: list[Site] = []
         gradients: list[None] = []
         with (
-            self.state.enter(scope),
+            self._enter(
+                self.state.scope, "on", active=True, policy=COLLECT, notes=notes, casts=casts
+            ),
             self.state.locally(met=met, blamed=[]),
             self.state.recording_gradients(gradients),
         ):
@@ -363,32 +357,22 @@ class _Unchecked:
                 closed = retrace.traced(self.on(), args, derivative)
             except Exception as error:  # it becomes the reason why the check stays off
                 failed = error
-            culprit = next((site for error, site in self._blamed if error is failed), None)
-        return _On(
-            closed,
-            None if closed is None else tuple(retrace.sums(closed)),
-            tuple(dict.fromkeys(Missing(call.name, lines) for call, _, lines in notes.unknown)),
-            tuple(dict.fromkeys(notes.declared)),
-            tuple(dict.fromkeys(notes.annotations)),
-            tuple(dict.fromkeys(notes.doubts)),
-            bool(gradients),
-            failed,
-            culprit,
-            tuple(met),
-        )
+            blamed = self.state.here.blamed
+        culprit = next((site for error, site in blamed if error is failed), None)
+        return _On(closed, notes, bool(gradients), failed, culprit, met)
 
 
 class _On(NamedTuple):
-    closed: Any
-    sums: tuple[retrace.Sum, ...] | None
-    missing: tuple[Missing, ...]
-    declared: tuple[str, ...]
-    annotations: tuple[str, ...]
-    doubts: tuple[str, ...]
-    gradients: bool
+    closed: Any  # None if an error ended the trace
+    notes: Notes
+    gradients: bool  # whether it takes gradients
     error: Exception | None
-    culprit: Site | None
-    met: tuple[Site, ...]
+    culprit: Site | None  # the inner shard_map that raised it
+    met: list[Site]  # the inner shard_maps
+
+
+def _missing(notes: Notes) -> tuple[Missing, ...]:
+    return tuple(dict.fromkeys(Missing(call.name, lines) for call, _, lines in notes.unknown))
 
 
 def _name(function: Any) -> str:
@@ -404,16 +388,10 @@ def _site(frame: Any, function: str) -> Site | None:
     if frame is None or places.owns(frame.f_code.co_filename):
         return None
     positions = list(frame.f_code.co_positions())
-    line, end_line, column, end_column = positions[frame.f_lasti // 2]
+    line, end_line, *columns = positions[frame.f_lasti // 2]
     line = line or frame.f_lineno
-    return Site(
-        frame.f_code.co_filename,
-        line,
-        -1 if column is None else column,
-        end_line or line,
-        -1 if end_column is None else end_column,
-        function,
-    )
+    start, end = (-1 if column is None else column for column in columns)
+    return Site(frame.f_code.co_filename, line, start, end_line or line, end, function)
 
 
 def _kind(args: tuple) -> str:

@@ -19,9 +19,8 @@ ARROWS = {
     "registry": {"arguments", "errors"},
     "door": {"errors", "registry"},
     # Inside of hooks, from what is below to what installs all of it.
-    "hooks": {"hooks.install", "hooks.sharded"},
+    "hooks": {"door", "hooks.install"},
     "hooks.notes": set(),
-    "hooks.sharded": set("door errors".split()),
     "hooks.state": set("door errors registry hooks.notes".split()),
     "hooks.types": set("door errors registry hooks.notes hooks.state".split()),
     "hooks.retyping": set("door errors registry hooks.notes hooks.state hooks.types".split()),
@@ -36,7 +35,7 @@ ARROWS = {
     ),
     "hooks.retrace": {"door"},
     "hooks.unchecked": set("door hooks.notes hooks.state hooks.retrace".split()),
-    "hooks.selftest": set("door registry hooks.sharded hooks.state".split()),
+    "hooks.selftest": set("door registry hooks.state".split()),
     "hooks.order": set(
         "hooks.state hooks.types hooks.retyping hooks.cotangents hooks.casts hooks.sets "
         "hooks.unchecked".split()

@@ -1,4 +1,4 @@
-"""Where in JAX what is watched or told apart stands, known before JAX is imported."""
+"""Where in JAX what is watched or told apart stands."""
 
 from __future__ import annotations
 
@@ -52,6 +52,17 @@ def devices() -> list[Any]:
     import jax
 
     return jax.devices()
+
+
+def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) -> Any:
+    """Return ``f`` in shard_map, by the names that this JAX has for it and for its check."""
+    import jax
+
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
+    from jax.experimental.shard_map import shard_map as old
+
+    return old(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=check)
 
 
 @functools.cache

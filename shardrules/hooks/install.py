@@ -154,6 +154,13 @@ def touched() -> tuple[tuple[Any, Any], ...]:
     return _patches.touched()
 
 
+def varying(value: Any) -> frozenset[str]:
+    """Return the mesh axes over which a value varies, as its type here says."""
+    door = internals.load()
+    door.need_types("hooks.varying")
+    return door.axis_type(door.typeof(value)).varying
+
+
 def state() -> State:
     return _state
 
@@ -232,7 +239,7 @@ def _release(holder: Any) -> None:
         if was_held and not _holders:
             _state.patched = False
             _state.warned.clear()
-            _state.of(UncheckedHooks).forget()
+            _state.of(UncheckedHooks).decisions = {}  # handles keep the old one
             _patches.undo()
 
 

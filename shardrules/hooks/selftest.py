@@ -10,8 +10,9 @@ import concurrent.futures
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from shardrules.door import internals
 from shardrules.door.jaxprs import SUMS, equations, named_axes
-from shardrules.hooks.sharded import mesh_without_devices, shard_map, varying
+from shardrules.door.places import shard_map
 from shardrules.hooks.state import Scope, State
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.builtin import no_communication
@@ -34,8 +35,13 @@ def bodies() -> Iterator[Body]:
     from jax.experimental import pallas
     from jax.extend import core
 
-    kernel, both = _kernel(), "data model"
-    shape = jax.ShapeDtypeStruct((2, 2), "float32")
+    both, shape = "data model", jax.ShapeDtypeStruct((2, 2), "float32")
+
+    @no_communication
+    def shardrules_selftest(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] * w_ref[...]
+
+    kernel = pallas.pallas_call(shardrules_selftest, out_shape=shape)
     op = jax.custom_vjp(kernel)
     # Its bwd returns this device's share of the cotangent of w: the hooks sum it.
     op.defvjp(
@@ -76,20 +82,6 @@ def bodies() -> Iterator[Body]:
     yield Body("run_state", stored, both)
 
 
-def _kernel() -> Callable[[Any, Any], Any]:
-    """Return the call of a Pallas kernel that has a rule."""
-    import jax
-    from jax.experimental import pallas
-
-    @no_communication
-    def shardrules_selftest(x_ref, w_ref, o_ref):
-        o_ref[...] = x_ref[...] * w_ref[...]
-
-    return pallas.pallas_call(
-        shardrules_selftest, out_shape=jax.ShapeDtypeStruct((2, 2), "float32")
-    )
-
-
 def differences(state: State) -> list[str]:
     """Say what differs from what is expected: the program's name, and in what. JAX is patched."""
     # A thread of its own is in no trace and in no mesh, whatever the caller is in.
@@ -113,15 +105,20 @@ def _difference(body: Body) -> str:
     import jax
     from jax.sharding import PartitionSpec as P
 
+    door = internals.load()
     results: list[frozenset[str]] = []
 
     def traced(x, w):
         result = body.function(x, w)
-        results.append(varying(result))
+        results.append(door.axis_type(door.typeof(result)).varying)
         return result
 
+    kinds = getattr(jax.sharding, "AxisType", None)
+    auto = getattr(kinds, "Auto", None)  # from JAX 0.12 axes are explicit if this is not said
+    types = {} if auto is None else {"axis_types": (auto, auto)}
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"), **types)
     specs = (P("data", "model"), P(None, "model"))
-    mapped = shard_map(traced, mesh_without_devices(), specs, P("data", "model"), check=True)
+    mapped = shard_map(traced, mesh, specs, P("data", "model"), check=True)
     x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 4), (2, 4)))
     jax.eval_shape(mapped, x, w)
     if results[0] != frozenset(body.axes.split()):

@@ -165,10 +165,6 @@ class UncheckedHooks(Hooks):
 
         patches.attribute(*self.door.owner("make_shard_map"), shard_map)
 
-    def forget(self) -> None:
-        """Start a new dict of decisions; handles keep the old one."""
-        self.decisions = {}
-
 
 class _Unchecked:
     """A shard_map whose check is off, as the program calls it."""

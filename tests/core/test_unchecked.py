@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from core import versions
-from shardrules.hooks import unchecked
+from shardrules.hooks import shard_map, unchecked
 from shardrules.hooks.install import touched
-from shardrules.hooks.sharded import shard_map
 
 pytestmark = versions.where(versions.types_values)
 
@@ -99,7 +98,7 @@ def test_a_kernels_defensive_psum_goes(cpu_mesh):
     f = off(double, cpu_mesh, P("data"), P("data"))
     (site,) = both(f, X)
     assert (site.switched, site.reason, site.function) == (True, "", "double")
-    assert site.file.endswith("sharded.py") and (site.before_bytes, site.after_bytes) == (128, 0)
+    assert site.file.endswith("places.py") and (site.before_bytes, site.after_bytes) == (128, 0)
     assert sum_count(f, X) == 1
     with shardrules.install(unchecked="check"):
         assert sum_count(f, X) == 0

@@ -8,8 +8,9 @@ compiling, nor, before JAX 0.8, a donated argument that no output fits.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardrules import hlo
@@ -89,20 +90,12 @@ def _index(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
 
-def _places(roots: Sequence[hlo.Shape]) -> dict[tuple[int, tuple[int, ...]], int]:
-    """Give each array leaf of several shapes its number, by shape and index below it."""
-    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-
-    def visit(number: int, index: tuple[int, ...], shape: hlo.Shape) -> None:
-        if shape.elements is None:
-            numbers[number, index] = len(numbers)
-            return
-        for position, element in enumerate(shape.elements):
-            visit(number, (*index, position), element)
-
-    for number, shape in enumerate(roots):
-        visit(number, (), shape)
-    return numbers
+def _places(shape: hlo.Shape, place: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """List where a shape's array leaves stand in it."""
+    if shape.elements is None:
+        yield place
+    for number, element in enumerate(shape.elements or ()):
+        yield from _places(element, (*place, number))
 
 
 def read(
@@ -112,14 +105,17 @@ def read(
 ) -> list[Leaf]:
     """List the leaves of a program's arguments, with what became of each one's memory."""
     # ``arguments`` holds pruned leaves too; it is None, as ``results``, where only text is known.
-    roots = [parameter.shape for parameter in module.entry.parameters]
-    inputs = [leaf for root in roots for leaf in root.leaves()]
-    output_root = module.entry.instructions[module.entry.root].shape
-    outputs = output_root.leaves()
-    aliased, donors = _table(module, roots, output_root)
+    taken_in = hlo.Shape("tuple", elements=tuple(p.shape for p in module.entry.parameters))
+    given_out = module.entry.instructions[module.entry.root].shape
+    inputs, outputs = taken_in.leaves(), given_out.leaves()
+    aliased, donors = _table(module, taken_in, given_out)
     # The tokens of ordered effects stand before a program's own arguments and outputs.
     skip_in, skip_out = _leading_tokens(inputs), _leading_tokens(outputs)
-    named = _results(results, outputs[skip_out:])
+    outputs = outputs[skip_out:]
+    if results is not None and len(results) == len(outputs):
+        named = [result._replace(path=result.path or "(all of it)") for result in results]
+    else:
+        named = [Result(f"{n}", "", "") for n in range(len(outputs))]
     only_text = arguments is None
     if arguments is None:
         arguments = _from_text(module, inputs, skip_in, {*aliased, *donors})
@@ -136,38 +132,41 @@ def read(
     places = iter(range(first, len(inputs)))
     leaves = []
     for argument in arguments:
-        path, donated = argument.path, argument.donated
+        donated: bool | None = argument.donated
+        why = ("", "", "")
         if not argument.kept:
-            pruned = ("unused", "the compiled program does not take it") if donated else ("", "")
-            size = _bytes(argument.shape)
-            leaves.append(Leaf(path, argument.shape, size, donated, "pruned", "", *pruned))
-            continue
-        place = next(places)
-        shape = inputs[place]
-        if place in aliased:
-            output = named[aliased[place] - skip_out].path
-            leaves.append(Leaf(path, str(shape), shape.bytes, True, "aliased", output, "", ""))
-        elif donated:
-            why = _why(argument, shape, named, outputs[skip_out:], taken)
-            leaves.append(Leaf(path, str(shape), shape.bytes, True, "donor", *why))
+            what, size, status = argument.shape, _bytes(argument.shape), "pruned"
+            if donated:
+                why = ("", "unused", "the compiled program does not take it")
         else:
-            not_donated = None if only_text else False
-            leaves.append(Leaf(path, str(shape), shape.bytes, not_donated, "kept", "", "", ""))
+            place = next(places)
+            shape = inputs[place]
+            what, size, status = str(shape), shape.bytes, "kept"
+            if place in aliased:
+                status, donated = "aliased", True
+                why = (named[aliased[place] - skip_out].path, "", "")
+            elif donated:
+                status, why = "donor", _why(argument, shape, named, outputs, taken)
+            elif only_text:
+                donated = None
+        leaves.append(Leaf(argument.path, what, size, donated, status, *why))
     return leaves
 
 
 def _table(
-    module: hlo.Module, inputs: Sequence[hlo.Shape], output: hlo.Shape
+    module: hlo.Module, inputs: hlo.Shape, output: hlo.Shape
 ) -> tuple[dict[int, int], set[int]]:
     """Read which leaf of the outputs has the memory of which input, and the donated inputs."""
-    in_places, out_places = _places(inputs), _places([output])
+    in_places, out_places = (
+        {place: n for n, place in enumerate(_places(shape))} for shape in (inputs, output)
+    )
     aliased: dict[int, int] = {}
     donors: set[int] = set()
     try:
         for out, number, inner in _ALIAS.findall(module.header.get("input_output_alias", "")):
-            aliased[in_places[int(number), _index(inner)]] = out_places[0, _index(out)]
+            aliased[in_places[int(number), *_index(inner)]] = out_places[_index(out)]
         for number, inner in _DONOR.findall(module.header.get("buffer_donor", "")):
-            donors.add(in_places[int(number), _index(inner)])
+            donors.add(in_places[int(number), *_index(inner)])
     except KeyError as error:
         raise HloError(
             f"the module's alias table names {error.args[0]}, which is no parameter or output of it"
@@ -198,23 +197,8 @@ def _bytes(shape: str) -> int:
         return 0
 
 
-def _differ(first: str, second: str) -> bool:
-    """Tell whether two shardings in one notation, both specs or both HLO's, differ."""
-    return bool(first and second) and first[0] == second[0] and first != second
-
-
 def _leading_tokens(shapes: Sequence[hlo.Shape]) -> int:
-    count = 0
-    while count < len(shapes) and shapes[count].element_type == "token":
-        count += 1
-    return count
-
-
-def _results(results: Sequence[Result] | None, outputs: Sequence[hlo.Shape]) -> list[Result]:
-    """Give each output a path, a whole shape and a sharding, as far as they are known."""
-    if results is not None and len(results) == len(outputs):
-        return [result._replace(path=result.path or "(all of it)") for result in results]
-    return [Result(f"{n}", "", "") for n in range(len(outputs))]
+    return len([*itertools.takewhile(lambda shape: shape.element_type == "token", shapes)])
 
 
 def _why(
@@ -230,26 +214,26 @@ def _why(
     def rank(n: int) -> tuple[bool, int]:
         """Prefer an output whose memory is free, and one with the argument's keys."""
         theirs = re.findall(r"\w+", named[n].path)
-        common = 0
-        for mine, other in zip(reversed(keys), reversed(theirs)):
-            if mine != other:
-                break
-            common += 1
-        return n not in taken, common
+        pairs = zip(reversed(keys), reversed(theirs))
+        common = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        return n not in taken, len([*common])
 
     def differs(n: int) -> tuple[str, str] | None:
         output, result = outputs[n], named[n]
         alike = output[:2] == shape[:2]
-        if alike and n not in taken:
+        sharded = f"is sharded as {result.sharding}, it as {argument.sharding}"
+        if alike and n in taken:
+            return "taken", f"has its shape and the memory of {taken[n]}"
+        if alike:
             if output.layout != shape.layout:
                 return "layout", f"lies in memory as {{{output.layout}}}, it as {{{shape.layout}}}"
-            if _differ(argument.sharding, result.sharding):
-                return "sharding", f"is sharded as {result.sharding}, it as {argument.sharding}"
+            # In one notation, both specs or both HLO's.
+            mine, its = argument.sharding, result.sharding
+            if mine != its and mine[:1] and mine[:1] == its[:1]:
+                return "sharding", sharded
             return "unknown", "has its shape, and XLA wrote it elsewhere all the same"
-        if not alike and result.shape and result.shape == argument.shape:
-            return "sharding", f"is sharded as {result.sharding}, it as {argument.sharding}"
-        if alike:
-            return "taken", f"has its shape and the memory of {taken[n]}"
+        if result.shape and result.shape == argument.shape:
+            return "sharding", sharded
         if output.dimensions == shape.dimensions:
             return "dtype", f"is {output}"
         if output[0] == shape[0] and output.element_count == shape.element_count:

@@ -119,7 +119,7 @@ def test_what_can_not_be_asked():
 
 def test_the_alias_table_is_checked():
     text = jax.jit(lambda s: s + 1, donate_argnums=0).lower(F32).compile().as_text()
-    with pytest.raises(HloError, match=r"alias table names \(7, \(\)\), which is no parameter"):
+    with pytest.raises(HloError, match=r"alias table names \(7,\), which is no parameter"):
         testing.assert_donated(
             text.replace("(0, {}, may-alias)", "(7, {}, may-alias)"), paths=["s"]
         )

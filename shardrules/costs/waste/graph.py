@@ -82,15 +82,6 @@ class Use(NamedTuple):
     taken: Node
 
 
-class Loop(NamedTuple):
-    """A while: where it stands, its condition and its body."""
-
-    around: str
-    position: int
-    condition: str
-    body: str
-
-
 class Flat:
     """One computation's nodes, operands first.
 
@@ -174,22 +165,22 @@ class Graph:
         return self._flat[name]
 
     @functools.cached_property
-    def loops(self) -> dict[str, Loop]:
+    def loops(self) -> dict[str, Node]:
         """List the loops by their bodies' names, without bodies that two loops share."""
-        loops_of: dict[str, list[Loop]] = {}
-        for computation in self.module.computations.values():
+        loops_of: dict[str, list[Node]] = {}
+        for name, computation in self.module.computations.items():
             for position in computation.calling:
-                if computation.instructions[position].opcode != "while":
+                loop = computation.instructions[position]
+                if loop.opcode != "while":
                     continue
-                condition, body = loops.parts(self.module, computation.instructions[position])
+                condition, body = loops.parts(self.module, loop)
                 if len(condition.parameters) == len(body.parameters) == 1:
-                    loop = Loop(computation.name, position, condition.name, body.name)
-                    loops_of.setdefault(body.name, []).append(loop)
+                    loops_of.setdefault(body.name, []).append(self.flat(name).at[position])
         return {name: these[0] for name, these in loops_of.items() if len(these) == 1}
 
-    def start(self, loop: Loop) -> list[Node]:
+    def start(self, loop: Node) -> list[Node]:
         """List what the elements of a loop's carry start from; nothing where that isn't shown."""
-        start = self.flat(loop.around).at[loop.position].operands[0]
+        (start,) = loop.operands
         return start.operands if start.opcode == "tuple" else []
 
     def unchanged(self, node: Node) -> bool:
@@ -241,10 +232,9 @@ class Graph:
             return [] if passed_on else None
         entered = []
         for taker in user.users:
-            loop = self.loops.get(taker.instruction.calls[1]) if taker.opcode == "while" else None
-            if loop is None:
+            if taker not in self.loops.values():
                 return None
-            carry, read = (self.flat(name).parameter for name in (loop.body, loop.condition))
+            read, carry = (self.flat(name).parameter for name in taker.instruction.calls)
             for element in elements:
                 inside = carry.elements.get(element)
                 passed_on = inside is None or self.before_loop(inside) is not None

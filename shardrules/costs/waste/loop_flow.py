@@ -19,7 +19,6 @@ from shardrules.costs.waste.graph import (
     FUNCTIONS,
     MOVES,
     Flat,
-    Loop,
     Node,
     is_constant,
     is_unfilled,
@@ -102,7 +101,7 @@ def unread(program: Program) -> dict[_Source, Unread]:
         if not outcome:
             continue
         outcomes[name] = outcome
-        outer, own = (program.runs.get(n) for n in (loop.around, name))
+        outer, own = (program.runs.get(n) for n in (loop.home.name, name))
         trips = None
         if own and outer and own.count is not None and outer.count:
             trips = own.count // outer.count
@@ -113,7 +112,7 @@ def unread(program: Program) -> dict[_Source, Unread]:
             if "written" in ways:
                 copies = None if trips is None or copies is None else copies * trips
             named = before.ways | {_WAYS[way] for way in ways}
-            found[source] = Unread(loop.around, copies, named)
+            found[source] = Unread(loop.home.name, copies, named)
     return found
 
 
@@ -129,21 +128,27 @@ def _held(outcome: _Outcome) -> _Sources:
     return frozenset().union(*(sources for _, sources in outcome.values()))
 
 
-def _settle(program: Program, loop: Loop, outcomes, sources: _Sources) -> _Outcome:
+def _settle(program: Program, loop: Node, outcomes, sources: _Sources) -> _Outcome:
     """Evaluate a loop's body until no further result turns out to be read."""
-    body, condition = program.flat(loop.body), program.flat(loop.condition)
+    condition, body = map(program.flat, loop.instruction.calls)
     if body.root.opcode != "tuple" or not sources:
         return {}
-    same = _same(program, loop, outcomes)
+    count = len(body.end.operands)
+    same = {k for k, node in enumerate(program.start(loop)[:count]) if is_constant(node)}
     elements: _Outcome = {}
     while sources:
         trip = _Trip(program, outcomes, sources)
         carry = tuple(
             _SAME if k in same else _Carried(k, elements.get(k, ("", frozenset()))[1])
-            for k in range(len(body.end.operands))
+            for k in range(count)
         )
+        returned = trip.evaluate(body, [carry])
+        kept = {k for k in same if isinstance(returned[k], _Same)}
+        if kept != same:
+            same, elements = kept, {}
+            continue
         after: _Outcome = {}
-        for k, value in enumerate(trip.evaluate(body, [carry])):
+        for k, value in enumerate(returned):
             if not _sources([value]):
                 continue
             if isinstance(value, _Result):
@@ -160,21 +165,6 @@ def _settle(program: Program, loop: Loop, outcomes, sources: _Sources) -> _Outco
         else:
             elements = after
     return {}
-
-
-def _same(program: Program, loop: Loop, outcomes) -> set[int]:
-    """List the elements of a carry that are the same on every device in each trip."""
-    body = program.flat(loop.body)
-    count = len(body.end.operands)
-    same = {k for k, node in enumerate(program.start(loop)[:count]) if is_constant(node)}
-    while same:
-        carry = tuple(_SAME if k in same else _PLAIN for k in range(count))
-        returned = _Trip(program, outcomes, frozenset()).evaluate(body, [carry])
-        kept = {k for k in same if isinstance(returned[k], _Same)}
-        if kept == same:
-            break
-        same = kept
-    return same
 
 
 class _Trip:

@@ -21,7 +21,7 @@ def _repeated(site: Site) -> Hint | None:
     stays = site.program.remembered(_invariant, site.computation.name)
     if site.source not in stays:
         return None
-    times = site.runs_of(site.program.loops[site.computation.name].around)
+    times = site.runs_of(site.program.loops[site.computation.name].home.name)
     before, after = site.in_all(site.entry.bytes), site.entry.bytes * times
     if before is not None and before <= after:
         return None

@@ -1,6 +1,7 @@
 """Each kind of waste in programs as people write them: found, followed, executed; and near misses."""
 
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -633,8 +634,5 @@ def test_an_array_is_followed_through_a_barrier_into_a_fusion(index, kinds):
 
 
 def test_a_kind_is_a_row():
-    assert len(set(waste.KINDS)) == len(waste.rows)
     page = (pathlib.Path(__file__).parents[2] / "docs" / "waste.md").read_text()
-    for kind in waste.rows:
-        assert f"| *{kind.name}* | {kind.looks} | {kind.shard_map} | {kind.jit} |" in page
-        assert all(text.strip() for text in (kind.name, kind.looks, kind.shard_map, kind.jit))
+    assert tuple(re.findall(r"^\| \*([a-z ]+)\* \|", page, re.MULTILINE)) == waste.KINDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from shardrules import hlo
 from shardrules.costs import accounts, findings
@@ -15,30 +16,29 @@ from shardrules.costs.waste import (
     slices,
     undone,
 )
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import Hint, Program, Site
 
-__all__ = ["KINDS", "Hint", "Kind", "dearer", "hints", "rows"]
+__all__ = ["KINDS", "Hint", "dearer", "hints"]
 
-# A collective gets the hint of the first kind that matches it.
-rows: tuple[Kind, ...] = (
-    loops.REPEATED,
-    loops.AFTER_LOOP,
-    gathers.ONLY_RETURNED,
-    reductions.REDUCE_FIRST,
-    reductions.REDUCE_INSTEAD,
-    reductions.ADD_FIRST,
-    slices.ONLY_A_SLICE,
-    slices.ONE_PART,
-    undone.KIND,
-    gathers.GATHERED_TOO,
-    narrow_first.KIND,
-    gathers.GATHERED_TWICE,
-    left_apart.KIND,
-)
-KINDS = tuple(kind.name for kind in rows)
-_OF_LOOPS = (loops.REPEATED.name, loops.AFTER_LOOP.name)
-# The collective stays, with less.
-_IN_PLACE = (reductions.REDUCE_FIRST.name, narrow_first.KIND.name)
+# A collective gets the hint of the first kind that finds one. docs/waste.md has a row for each.
+_FIND: dict[str, Callable[[Site], Hint | None]] = {
+    "repeated": loops.repeated,
+    "after the loop": loops.after_loop,
+    "only returned": gathers.only_returned,
+    "reduce first": reductions.reduce_first,
+    "reduce instead": reductions.reduce_instead,
+    "add first": reductions.add_first,
+    "only a slice": slices.only_a_slice,
+    "one part": slices.one_part,
+    "undone": undone.find,
+    "gathered too": gathers.gathered_too,
+    "narrow first": narrow_first.find,
+    "gathered twice": gathers.gathered_twice,
+    "left apart": left_apart.find,
+}
+KINDS = tuple(_FIND)
+_OF_LOOPS = ("repeated", "after the loop")
+_IN_PLACE = ("reduce first", "narrow first")  # the collective stays, with less
 _LEAST = 64  # bytes sent: what saves fewer, and no round trip, is not worth reading
 
 
@@ -47,9 +47,11 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
     program = Program(judgement)
     found: dict[Site, Hint] = {}
     for site in program.sites:
-        hint = next(filter(None, (kind.find(site) for kind in rows)), None) if site.needed else None
-        if hint is not None:
-            found[site] = hint
+        for kind, find in _FIND.items() if site.needed else ():
+            hint = find(site)
+            if hint is not None:
+                found[site] = dataclasses.replace(hint, kind=kind)
+                break
     for site, hint in found.items():
         parts = program.parts(site.instruction)
         stays = [part not in found or found[part].kind in _IN_PLACE for part in parts]
@@ -65,7 +67,7 @@ def _saves(hint: Hint) -> bool:
     if before is None or after is None or trips != hint.round_trips_before:
         return True
     # Of parts that leave a loop together, the first counts the round trips that they save.
-    return hint.kind == loops.AFTER_LOOP.name or before - after >= _LEAST
+    return hint.kind == "after the loop" or before - after >= _LEAST
 
 
 _SHARE = 0.01  # of a program's wire bytes: a smaller sum in a loop is a hint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.graph import BARRIERS, Graph, Node, made_by
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import Hint, Program, Site
 
 _WHOLE = frozenset("bitcast reshape copy transpose copy-start copy-done".split())
 _MOVES = _WHOLE | BARRIERS
@@ -12,7 +12,7 @@ _MOVES = _WHOLE | BARRIERS
 # -- what is only returned ------------------------------------------------------------------------
 
 
-def _only_returned(site: Site) -> Hint | None:
+def only_returned(site: Site) -> Hint | None:
     if site.collective.kind != "all-gather" or not site.computation.is_entry:
         return None
     uses = site.uses(frozenset(["copy", "bitcast", "all-gather-done"]))
@@ -31,21 +31,13 @@ def _only_returned(site: Site) -> Hint | None:
         f"{site.entry.bytes} B become 0 B (the array is the same; a device then holds its shard "
         "of it)"
     )
-    return site.without(ONLY_RETURNED.name, advice)
+    return site.without(advice)
 
-
-ONLY_RETURNED = Kind(
-    "only returned",
-    "an all-gather whose result the program returns and does not read",
-    "leave the output sharded: the axis in its out_specs instead of the all_gather",
-    "leave the output sharded: the axis in its out_shardings",
-    _only_returned,
-)
 
 # -- what is moved as well ------------------------------------------------------------------------
 
 
-def _gathered_too(site: Site) -> Hint | None:
+def gathered_too(site: Site) -> Hint | None:
     if site.collective.kind not in ("all-to-all", "collective-permute") or not site.whole:
         return None
     if site.collective.in_place:
@@ -61,8 +53,8 @@ def _gathered_too(site: Site) -> Hint | None:
             f"{site.entry.bytes} B become 0 B"
         )
         if not site.in_shard_map:
-            advice += f" ({GATHERED_TOO.jit})"
-        return site.without(GATHERED_TOO.name, advice)
+            advice += f" ({'constrain the array once to the whole layout, and slice that'})"
+        return site.without(advice)
     return None
 
 
@@ -79,18 +71,10 @@ def _within(site: Site, gather: Site) -> bool:
     return all(len({group.get(d, -1 - d) for d in row}) == 1 for row in rows)
 
 
-GATHERED_TOO = Kind(
-    "gathered too",
-    "an all-to-all or permute of an array that is all-gathered over the same devices as well",
-    "take its part of the gathered array",
-    "constrain the array once to the whole layout, and slice that",
-    _gathered_too,
-)
-
 # -- what is gathered again in the backward pass --------------------------------------------------
 
 
-def _gathered_twice(site: Site) -> Hint | None:
+def gathered_twice(site: Site) -> Hint | None:
     entry = site.entry
     if site.collective.kind != "all-gather" or entry.phase not in ("backward", "recompute"):
         return None
@@ -121,7 +105,7 @@ def _gathered_twice(site: Site) -> Hint | None:
         f"the forward pass gathers the same array at {first.where}: gathered again, it sends "
         f"{entry.wire_bytes * runs} B; kept, it takes {kept} B of memory on each device: {keep}"
     )
-    return site.without(GATHERED_TWICE.name, advice)
+    return site.without(advice)
 
 
 def _forward(program: Program) -> list[Site]:
@@ -183,12 +167,3 @@ def _stacked(graph: Graph, taken: Node) -> Node | None:
         if node.opcode == "dynamic-slice":
             node = made_by(node.operands[0], _MOVES)
     return None if node.fused else node
-
-
-GATHERED_TWICE = Kind(
-    "gathered twice",
-    "an array that is gathered in the forward pass and again in the backward pass, or recomputed",
-    "name it by jax.ad_checkpoint.checkpoint_name and save it by the policy of jax.checkpoint",
-    "the same: name the array behind its constraint, and save it by the policy of jax.checkpoint",
-    _gathered_twice,
-)

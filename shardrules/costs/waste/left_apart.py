@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from shardrules.costs.waste.program import SMALL, Hint, Kind, Program, Site
+from shardrules.costs.waste.program import SMALL, Hint, Program, Site
 from shardrules.hlo.proof.collectives import OPCODES
 
 _KINDS = ("all-reduce", "all-gather", "collective-permute", "all-to-all")
 
 
-def _find(site: Site) -> Hint | None:
+def find(site: Site) -> Hint | None:
     if site.collective.kind not in _KINDS or not site.whole or not _alone(site):
         return None
     groups = site.program.remembered(_together)
@@ -24,13 +24,13 @@ def _hint(site: Site, group: list[Site]) -> Hint:
     if site.collective.kind != "all-reduce":
         change = "stack the operands and take the result apart"
     if not site.in_shard_map:
-        change = KIND.jit
+        change = "concatenate or stack the arrays before the reduction or the constraint"
     advice = (
         f"it is independent of the {site.collective.kind} at {group[0].where}, which runs over the "
         f"same devices: {change}: {len(group)} round trips become 1, with the same {size} B"
     )
     size_after = site.in_all(site.entry.bytes)
-    return site.hint(KIND.name, advice, bytes_after=size_after, trips_after=0)
+    return site.hint(advice, bytes_after=size_after, trips_after=0)
 
 
 def _alone(site: Site) -> bool:
@@ -91,13 +91,3 @@ def _needed(program: Program, computation: str) -> tuple[list[int], list[int]] |
         collectives.append(mine)
         large.append(mine_large)
     return collectives, large
-
-
-KIND = Kind(
-    "left apart",
-    "small collectives of one kind over the same devices, which neither take each other's results "
-    "nor wait for other work, and which the compiler did not combine",
-    "concatenate or stack the operands, and run one collective",
-    "concatenate or stack the arrays before the reduction or the constraint",
-    _find,
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardrules.costs.waste.graph import Node
 from shardrules.costs.waste.loop_flow import Unread, unread
-from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Program, Site
+from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Program, Site
 from shardrules.hlo.proof.collectives import KINDS, OPCODES
 from shardrules.hlo.proof.reach import Reach
 
@@ -15,7 +15,7 @@ _SAME = OPCODES.keys() | {f"{kind}-done" for kind in KINDS}
 _SAME |= frozenset("copy-start copy-done partition-id replica-id".split())
 
 
-def _repeated(site: Site) -> Hint | None:
+def repeated(site: Site) -> Hint | None:
     if not site.in_loop:
         return None
     stays = site.program.remembered(_invariant, site.computation.name)
@@ -34,13 +34,17 @@ def _repeated(site: Site) -> Hint | None:
     if site.in_inner_shard_map:
         change += ", in a shard_map of its own, and give the loop's shard_map its result"
     elif not site.in_shard_map:
-        moves = site.collective.kind == "all-gather"
-        change = REPEATED.jit if moves else "compute what it makes before the loop"
+        change = "compute what it makes before the loop"
+        if site.collective.kind == "all-gather":
+            change = (
+                "give the array the layout that the loop needs, by "
+                "jax.lax.with_sharding_constraint before it"
+            )
     advice = (
         f"its operand is the same on every trip of the loop: {change}, and "
         f"{now} become {after} B (the result then stays in memory)"
     )
-    return site.hint(REPEATED.name, advice, bytes_after=after, trips_after=times, together=whole)
+    return site.hint(advice, bytes_after=after, trips_after=times, together=whole)
 
 
 def _invariant(program: Program, body: str) -> set[Node]:
@@ -55,20 +59,12 @@ def _invariant(program: Program, body: str) -> set[Node]:
     return same
 
 
-REPEATED = Kind(
-    "repeated",
-    "a collective in a loop whose operand is the same on every trip",
-    "run it before the loop and close over the result",
-    "give the array the layout that the loop needs, by jax.lax.with_sharding_constraint before it",
-    _repeated,
-)
-
 # -- results that no trip reads -------------------------------------------------------------------
 
 _NOTE = " (equal up to rounding)"
 
 
-def _after_loop(site: Site) -> Hint | None:
+def after_loop(site: Site) -> Hint | None:
     if not site.in_loop or not site.is_written or site.in_inner_shard_map:
         return None
     sites = site.program.parts(site.instruction)
@@ -88,7 +84,7 @@ def _after_loop(site: Site) -> Hint | None:
     elif "stacks" in own.ways or not site.pays_alone(after):
         return None
     advice = _advice(site, own, after, times) + site.cast("before the loop")
-    return site.hint(AFTER_LOOP.name, advice, bytes_after=after, trips_after=times, together=whole)
+    return site.hint(advice, bytes_after=after, trips_after=times, together=whole)
 
 
 def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
@@ -118,14 +114,3 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
         return f"{what}: {change}, and {size} B on every trip become {then} round trips{_NOTE}"
     trips = "1 round trip" if runs == 1 else f"{runs} round trips"
     return f"{what}: {change}, and {runs * size} B in {trips} become {then}{_NOTE}"
-
-
-AFTER_LOOP = Kind(
-    "after the loop",
-    "an all-reduce or all-gather in a loop that only stacks, adds up, scales, converts or passes "
-    "on its results",
-    "return the operand from the scan's body, or carry the sum of operands, and run one collective "
-    "after the scan",
-    "reduce within the shards in the body, and over the shards after the loop",
-    _after_loop,
-)

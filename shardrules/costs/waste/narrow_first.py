@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from shardrules.costs.waste.graph import BARRIERS, made_by
-from shardrules.costs.waste.program import Hint, Kind, Site
+from shardrules.costs.waste.program import Hint, Site
 
 # These move elements and change none: a conversion may stand on either side.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")
@@ -28,7 +28,7 @@ class _Narrower(NamedTuple):
     change: str
 
 
-def _find(site: Site) -> Hint | None:
+def find(site: Site) -> Hint | None:
     if site.collective.kind not in _KINDS or not site.is_written:
         return None
     if not site.whole or site.collective.in_place:
@@ -47,7 +47,7 @@ def _find(site: Site) -> Hint | None:
         f"{narrower.why}: {narrower.change}, and {site.entry.bytes} B become {narrower.bytes} B "
         "(the values are the same)"
     )
-    return site.smaller(KIND.name, advice, narrower.bytes)
+    return site.smaller(advice, narrower.bytes)
 
 
 def _size(site: Site, bits: int) -> int:
@@ -131,13 +131,3 @@ def _dtype(element_type: str) -> str:
 
 def _spelled(match: re.Match[str]) -> str:
     return {"s": "int", "u": "uint", "f": "float"}[match[1]] + match[2]
-
-
-KIND = Kind(
-    "narrow first",
-    "an all-gather, permute or all-to-all of an array that was widened just before or is narrowed "
-    "by every use: f32 for bf16, s64 for s32, s32 for a predicate, a one-hot array for indices",
-    "convert before it; hold the conversion by jax.lax.optimization_barrier",
-    "convert, hold it by jax.lax.optimization_barrier, then constrain",
-    _find,
-)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from shardrules import hlo
 from shardrules.costs import accounts, launches, walk
@@ -60,23 +60,6 @@ class Hint:
     sent_before: int | None = None
     sent_after: int | None = None
     waited_for: bool = False
-
-
-class Kind(NamedTuple):
-    """One kind of waste.
-
-    Attributes:
-      name: of the hints.
-      looks: what it looks like in a program.
-      shard_map, jit: what to type instead in a shard_map, and in a jit with shardings.
-      find: returns the hint for a collective, or None.
-    """
-
-    name: str
-    looks: str
-    shard_map: str
-    jit: str
-    find: Callable[[Site], Hint | None]
 
 
 class Program(Graph):
@@ -235,7 +218,6 @@ class Site:
 
     def hint(
         self,
-        kind: str,
         advice: str,
         *,
         bytes_after: int | None,
@@ -253,7 +235,7 @@ class Site:
         if sent_after is None and bytes_after is not None and entry.bytes:
             sent_after = -(-bytes_after * entry.wire_bytes // entry.bytes)
         return Hint(
-            kind,
+            "",
             self.verdict,
             entry,
             self.in_all(entry.bytes),
@@ -266,14 +248,13 @@ class Site:
             not self.program.remembered(_overlaps, self.computation.name, self.position),
         )
 
-    def without(self, kind: str, advice: str) -> Hint:
+    def without(self, advice: str) -> Hint:
         """Make the hint that the collective goes away."""
-        return self.hint(kind, advice, bytes_after=0, trips_after=0)
+        return self.hint(advice, bytes_after=0, trips_after=0)
 
-    def smaller(self, kind: str, advice: str, size: int, sent: int | None = None) -> Hint:
+    def smaller(self, advice: str, size: int, sent: int | None = None) -> Hint:
         """Make the hint that each run takes fewer bytes, or is of another kind that sends fewer."""
         return self.hint(
-            kind,
             advice,
             bytes_after=self.in_all(size),
             trips_after=self.entry.runs,

@@ -9,24 +9,28 @@ from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import slices
 from shardrules.costs.waste.graph import Node, Use, is_constant, is_zero, made_by
-from shardrules.costs.waste.program import WITHIN_SHARDS, Hint, Kind, Site
+from shardrules.costs.waste.program import WITHIN_SHARDS, Hint, Site
 
 # -- a sum on each device -------------------------------------------------------------------------
 # What a broadcast or a repeat becomes in the backward pass is a reduce, and what a gather does, a
 # scatter that adds.
 
 
-def _reduce_first(site: Site) -> Hint | None:
+def reduce_first(site: Site) -> Hint | None:
     before = site.entry.bytes
     size = _size_after(site) if site.adds and site.whole and site.is_written else None
     if size is None or size >= before:
         return None
-    change = "reduce before you psum" if site.in_shard_map else REDUCE_FIRST.jit
+    change = (
+        "reduce before you psum"
+        if site.in_shard_map
+        else "sum over all of these dimensions at once, x.sum((0, 1))"
+    )
     advice = (
         f"its result is only summed up on each device: {change}, and {before} B become "
         f"{size} B{site.cast('before it is broadcast')}"
     )
-    return site.smaller(REDUCE_FIRST.name, advice, size)
+    return site.smaller(advice, size)
 
 
 def _size_after(site: Site) -> int | None:
@@ -56,20 +60,12 @@ def _size(array: hlo.Shape, bits: int) -> int:
     return (array.element_count * bits + 7) // 8
 
 
-REDUCE_FIRST = Kind(
-    "reduce first",
-    "an all-reduce whose result each device only sums up, or scatters into fewer places",
-    "reduce before the psum, or cast with shardrules.vary before the broadcast",
-    "sum over all of these dimensions at once, x.sum((0, 1))",
-    _reduce_first,
-)
-
 # -- a reduction of what is gathered --------------------------------------------------------------
 
 _NAMES = {"add": "psum", "maximum": "pmax", "minimum": "pmin"}
 
 
-def _reduce_instead(site: Site) -> Hint | None:
+def reduce_instead(site: Site) -> Hint | None:
     entry, size = site.entry, site.collective.group_size
     along = site.collective.dimension
     if site.collective.kind != "all-gather" or size < 2 or not along.isdecimal():
@@ -97,22 +93,13 @@ def _reduce_instead(site: Site) -> Hint | None:
     note = " (equal up to rounding)" if name == "add" else ""
     change = f"reduce on each device and {_NAMES[name]} that"
     if not site.in_shard_map:
-        change = REDUCE_INSTEAD.jit
+        change = "reduce the sharded array itself, without a constraint that replicates it"
     advice = (
         f"its result is only reduced over what it gathered: {change}, and a device sends {sent} B "
         f"where it sends {entry.wire_bytes} B{note}"
     )
-    return site.smaller(REDUCE_INSTEAD.name, advice, after, sent)
+    return site.smaller(advice, after, sent)
 
-
-REDUCE_INSTEAD = Kind(
-    "reduce instead",
-    "an all-gather whose result is only summed up, or whose maximum or minimum is taken, over what "
-    "it gathered",
-    "reduce on each device, then psum, pmax or pmin",
-    "reduce the sharded array itself, without a constraint that replicates it",
-    _reduce_instead,
-)
 
 # -- two sums that are added ----------------------------------------------------------------------
 
@@ -126,7 +113,7 @@ _OF_AN_ARRAY = (
 )
 
 
-def _add_first(site: Site) -> Hint | None:
+def add_first(site: Site) -> Hint | None:
     size = site.entry.bytes
     indexed = operation(site.collective) == "scatter-add" and site.entry.phase == "backward"
     written = site.is_written or indexed
@@ -134,13 +121,17 @@ def _add_first(site: Site) -> Hint | None:
         return None
     change = "add the operands and psum that once"
     if not site.in_shard_map:
-        change = _OF_AN_ARRAY if indexed else ADD_FIRST.jit
+        change = (
+            _OF_AN_ARRAY
+            if indexed
+            else f"in both, {WITHIN_SHARDS}, add these, and reduce over the shards once"
+        )
     advice = (
         f"its result is only added to that of another sum over the same devices: {change}, and "
         f"{2 * size} B of both become {size} B (equal up to rounding)"
         f"{site.cast('once, before its first use')}"
     )
-    return site.without(ADD_FIRST.name, advice)
+    return site.without(advice)
 
 
 def _added_to_another(site: Site) -> bool:
@@ -175,12 +166,3 @@ def _made(site: Site, value: Node) -> Site | None:
     made = made_by(made, {"get-tuple-element", "all-reduce-done"})
     parts = [] if made.fused else site.program.parts(made.instruction)
     return next((p for p in parts if p.whole and p.operand == element), None)
-
-
-ADD_FIRST = Kind(
-    "add first",
-    "an all-reduce whose result is only added to that of another one over the same devices",
-    "add the operands and psum the sum",
-    f"in both, {WITHIN_SHARDS}, add these, and reduce over the shards once",
-    _add_first,
-)

@@ -10,7 +10,7 @@ import numpy as np
 from shardrules import hlo
 from shardrules.costs import accounts
 from shardrules.costs.waste.graph import BARRIERS, UNARY, Node, Use
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import Hint, Program, Site
 from shardrules.hlo.known import exact
 from shardrules.hlo.known.ranges import Exact
 
@@ -122,7 +122,7 @@ def _device_rows(program: Program, node: Node, depth: int = 0) -> Exact | None:
 _LEAST_ON_TPU = 2**20
 
 
-def _only_a_slice(site: Site) -> Hint | None:
+def only_a_slice(site: Site) -> Hint | None:
     entry, size = site.entry, site.collective.group_size
     if site.program.platform == "tpu" and entry.bytes < _LEAST_ON_TPU:
         return None
@@ -150,21 +150,13 @@ def _only_a_slice(site: Site) -> Hint | None:
         f"each device reads only its own 1/{size} of the result: {change} sends {sent} B where it "
         f"sends {entry.wire_bytes} B"
     )
-    return site.smaller(ONLY_A_SLICE.name, advice, entry.bytes, sent)
+    return site.smaller(advice, entry.bytes, sent)
 
-
-ONLY_A_SLICE = Kind(
-    "only a slice",
-    "an all-reduce of which each device reads only its own slice",
-    "psum_scatter instead of the psum and the dynamic_slice",
-    "a shard_map around it, with psum_scatter: on TPU and GPU XLA often makes one itself",
-    _only_a_slice,
-)
 
 # -- a part of what is gathered -------------------------------------------------------------------
 
 
-def _one_part(site: Site) -> Hint | None:
+def one_part(site: Site) -> Hint | None:
     entry, size = site.entry, site.collective.group_size
     if site.collective.kind != "all-gather" or size < 2 or not site.whole:
         return None
@@ -203,8 +195,8 @@ def _one_part(site: Site) -> Hint | None:
         f"{entry.wire_bytes} B"
     )
     if not sent:
-        return site.without(ONE_PART.name, advice)
-    return site.smaller(ONE_PART.name, advice, entry.bytes, sent)
+        return site.without(advice)
+    return site.smaller(advice, entry.bytes, sent)
 
 
 def _sources(groups, part: _Part) -> list[tuple[int, int]] | None:
@@ -226,12 +218,3 @@ def _permutation(groups, part: _Part) -> str:
         return "[...]"
     pairs = [(source, target) for target, source in enumerate(places.pop())]
     return str(sorted(pairs)) if len(pairs) <= 8 else "[...]"
-
-
-ONE_PART = Kind(
-    "one part",
-    "an all-gather of which each device reads only one shard, or its own slice of every shard",
-    "ppermute for one shard, all_to_all for a slice of each",
-    "give what makes the array and what reads it one layout, or write a shard_map",
-    _one_part,
-)

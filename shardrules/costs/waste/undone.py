@@ -10,13 +10,13 @@ import numpy as np
 from shardrules import hlo
 from shardrules.costs import walk
 from shardrules.costs.waste.graph import UNARY, Node
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import Hint, Program, Site
 
 _MOST = 2**24  # elements, of all devices of a group, that are evaluated
 _MOST_STEPS = 256  # between the two
 
 
-def _find(site: Site) -> Hint | None:
+def find(site: Site) -> Hint | None:
     if site.collective.kind != "all-to-all" or not site.whole:
         return None
     other = site.program.remembered(_pairs).get(site.node)
@@ -30,7 +30,7 @@ def _find(site: Site) -> Hint | None:
         )
     size = site.entry.bytes
     advice = f"{what}: do what stands between them on the device itself, and {size} B become 0 B"
-    return site.without(KIND.name, advice)
+    return site.without(advice)
 
 
 def _pairs(program: Program) -> dict[Node, Site]:
@@ -169,12 +169,3 @@ def _bitcast(array: np.ndarray, before: hlo.Shape, after: hlo.Shape) -> np.ndarr
     memory = array.transpose([0, *(d + 1 for d in orders[0])])
     placed = memory.reshape([array.shape[0], *(after.dimensions[d] for d in orders[1])])
     return placed.transpose([0, *(orders[1].index(d) + 1 for d in range(len(orders[1])))])
-
-
-KIND = Kind(
-    "undone",
-    "an all-to-all that brings each element back to the device from which the one before sent it",
-    "do what stands between the two before the first, and drop both",
-    "constrain the array to one layout, and drop the constraint between",
-    _find,
-)

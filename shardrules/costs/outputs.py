@@ -13,7 +13,7 @@ from shardrules import hlo
 from shardrules.costs import donation
 from shardrules.errors import HloError
 from shardrules.hlo.proof.judgement import Broken
-from shardrules.hlo.reader import notations, shardings
+from shardrules.hlo.reader import notations
 
 _SHOWN = 8  # device groups that are listed
 
@@ -64,7 +64,7 @@ def name(path: str) -> str:
 
 def tiles(judgement: hlo.Judgement, text: str) -> tuple[int, ...] | None:
     """Give the tile that a sharding promises to each partition; None where it promises nothing."""
-    partition_tiles = shardings.read_sharding(text, judgement.partitions).tiles
+    partition_tiles = notations.sharding_tiles(text, judgement.partitions)
     if partition_tiles is None or judgement.replicas > 1:
         return partition_tiles
     return None if len(set(partition_tiles)) == len(partition_tiles) else partition_tiles

@@ -18,7 +18,6 @@ from shardrules.hlo.proof import customcalls
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import notations as hn
-from shardrules.hlo.reader import shardings
 
 MAX_DEVICES = 1 << 20
 _SIZED = r'[^",=}]++=\d++'
@@ -110,7 +109,7 @@ def promises(
         )
     if given is None:
         text = root.attribute("sharding")
-        parts = shardings.split_tuple_sharding(text) if text else []
+        parts = hn.split_tuple_sharding(text) if text else []
         if len(parts) != count:
             return None
         alone = root.shape.elements is None
@@ -151,7 +150,7 @@ def parameter_values(
             why = f"{what} has no sharding in the text (pass parameter_shardings=)"
             values.append(states.blocked(hs.Blocker(why)))
             continue
-        parts = shardings.split_tuple_sharding(text)
+        parts = hn.split_tuple_sharding(text)
         if len(parts) == 1:
             parts = parts * leaves
         leaf_states = []
@@ -184,7 +183,7 @@ def _state(states: hs.States, read, cause: hs.Cause, text: str, shared: bool, su
 
 def _relation(relations: hd.Relations, text: str, shared: bool) -> int | None:
     """Read a sharding; ``shared``: all replicas hold the same. None if it doesn't say."""
-    tiles = shardings.read_sharding(text, relations.partitions).tiles
+    tiles = hn.sharding_tiles(text, relations.partitions)
     if tiles is None:
         return None
     ids = np.arange(relations.device_count)
@@ -197,7 +196,7 @@ def _relation(relations: hd.Relations, text: str, shared: bool) -> int | None:
 def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) -> list[bool]:
     """Tell for each array of a shape whether a sharding calls it replicated."""
     leaves = shape.leaves()
-    parts = shardings.split_tuple_sharding(sharding) if sharding else []
+    parts = hn.split_tuple_sharding(sharding) if sharding else []
     if len(parts) == 1:
         parts *= len(leaves)
     if len(parts) != len(leaves):
@@ -205,7 +204,7 @@ def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) ->
     replicated = []
     for part in parts:
         try:
-            tiles = shardings.read_sharding(part, partitions).tiles
+            tiles = hn.sharding_tiles(part, partitions)
         except hn.NotationError:
             tiles = None
         replicated.append(tiles is not None and set(tiles) == {0})

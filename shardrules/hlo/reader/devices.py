@@ -69,7 +69,6 @@ class Relations:
         return number
 
     def labels(self, relation: int) -> np.ndarray:
-        """Give the lowest device of each device's class."""
         return self._arrays[relation]
 
     def refine(self, a: int, b: int) -> int:
@@ -104,7 +103,6 @@ class Relations:
             labels = lowest
 
     def refines(self, fine: int, coarse: int) -> bool:
-        """Tell whether devices that are equal in ``fine`` are equal in ``coarse``."""
         return self.refine(fine, coarse) == fine
 
     def linked(self, ends: np.ndarray) -> int:
@@ -119,7 +117,6 @@ class Relations:
 
 
 def row_numbers(rows: np.ndarray) -> np.ndarray:
-    """Give each row a number, the same for equal rows."""
     if rows.shape[1] <= 1:
         return np.unique(rows.sum(axis=1), return_inverse=True)[1].reshape(-1)
     width = rows.shape[1] * rows.itemsize
@@ -153,7 +150,6 @@ class Groups:
 
     @functools.cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """List the members of each group."""
         members, stops = self.members.tolist(), np.cumsum(self.sizes).tolist()
         return tuple([tuple(members[a:b]) for a, b in zip([0, *stops], stops)])
 
@@ -171,7 +167,6 @@ class Groups:
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """Give each group's start in ``members``."""
         return np.cumsum(self.sizes) - self.sizes
 
     @functools.cached_property
@@ -181,12 +176,10 @@ class Groups:
 
     @functools.cached_property
     def size(self) -> int:
-        """Count the members of the largest group."""
         return int(self.sizes.max(initial=0))
 
     @functools.cached_property
     def moves(self) -> bool:
-        """Tell whether a permute moves anything to another device."""
         return self.ends is None or bool((self.ends[0] != self.ends[1]).any())
 
     @functools.cached_property
@@ -204,7 +197,6 @@ class Groups:
 
     @functools.cached_property
     def in_any_order(self) -> str:
-        """Write the groups as sets of devices."""
         return notations.notation(self.rows)
 
 
@@ -213,59 +205,42 @@ class Mesh:
 
     def __init__(self, axes: Mapping[str, int] | Sequence[tuple[str, int]], relations: Relations):
         self.axes = tuple(dict(axes).items())
+        self.names = tuple(name for name, _ in self.axes)
         self._relations = relations
         self._ids = np.arange(relations.device_count).reshape([s for _, s in self.axes])
-        self._names: dict[int, tuple[str, ...] | None] = {}
-        self._over: dict[tuple[str, ...], int] = {}
+        self._along: dict[int, tuple[str, ...] | None] = {}
         self._varying: dict[int, tuple[str, ...]] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """List the axis names in order."""
-        return tuple(name for name, _ in self.axes)
 
     def lines(self, names: Sequence[str]) -> np.ndarray:
         """Give the groups along some axes, one per row, members in row-major order."""
-        order = [i for i, (n, _) in enumerate(self.axes) if n not in names]
-        grouped = [self.names.index(n) for n in self.names if n in names]
+        grouped = [i for i, name in enumerate(self.names) if name in names]
+        order = [i for i in range(len(self.names)) if i not in grouped]
         size = math.prod(self.axes[i][1] for i in grouped)
         return self._ids.transpose(order + grouped).reshape(-1, size)
 
-    def relation(self, names: Sequence[str]) -> int:
-        """Give the relation in which devices along these axes are equal."""
-        key = tuple(n for n in self.names if n in names)
-        relation = self._over.get(key)
-        if relation is None:
-            rows = self.lines(key)
-            labels = np.empty(self._relations.device_count, np.int64)
-            labels[rows.reshape(-1)] = np.repeat(np.arange(rows.shape[0]), rows.shape[1])
-            relation = self._over[key] = self._relations.intern(labels)
-        return relation
-
     def constant_along(self, labels: np.ndarray) -> tuple[str, ...]:
-        """List the axes along which devices' labels stay the same."""
         grid, axes = labels[self._ids], enumerate(self.names)
         return tuple(name for i, name in axes if (grid == grid.take([0], axis=i)).all())
 
     def varying(self, relation: int) -> tuple[str, ...]:
-        """List the axes over which a value with this relation may vary."""
         if relation not in self._varying:
             same = self.constant_along(self._relations.labels(relation))
             self._varying[relation] = tuple(name for name in self.names if name not in same)
         return self._varying[relation]
 
     def axes_of(self, groups: Groups) -> tuple[str, ...] | None:
-        """Name the axes whose lines are exactly these groups, or None."""
         return self.along(groups.relation) if groups.complete else None
 
     def along(self, relation: int) -> tuple[str, ...] | None:
         """Name the axes along which, and only along which, devices are equal, or None."""
-        if relation not in self._names:
+        if relation not in self._along:
             varying = self.varying(relation)
             names = tuple(n for n, size in self.axes if size > 1 and n not in varying)
-            exact = self.relation(names) == relation
-            self._names[relation] = names if exact else None
-        return self._names[relation]
+            rows, labels = self.lines(names), np.empty(self._relations.device_count, np.int64)
+            labels[rows] = np.arange(len(rows))[:, None]
+            exact = self._relations.intern(labels) == relation
+            self._along[relation] = names if exact else None
+        return self._along[relation]
 
     def better_order(self, relations: Sequence[int]) -> tuple[tuple[str, int], ...] | None:
         """Give an order of the axes under which more of these relations follow axes, or None."""
@@ -303,7 +278,6 @@ def axes_of(mesh: object) -> dict[str, int] | None:
 
 
 def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str) -> Mesh:
-    """Check a caller's mesh against the module."""
     for name, length in dict(axes).items():
         if not isinstance(length, (int, np.integer)) or length < 1:
             raise errors.HloError(

@@ -1,4 +1,4 @@
-"""The notation of device groups and meshes, read and written.
+"""The notation of device groups, meshes and shardings.
 
 ``{{0,1},{2,3}}``, ``[2,4]<=[4,2]T(1,0)``, ``mesh['data'=4,'model'=2] {'model'}``.
 """
@@ -15,17 +15,24 @@ import numpy as np
 
 _NUMBERS = re.compile(r"\d+")
 _IOTA = re.compile(r"\[([\d,\s]*)\]\s*<=\s*\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?")
-# Possessive, since spaces between groups could be split in 2**n ways.
-_LIST = re.compile(r"\{\s*+(?:\{[\d,\s]*+\}\s*+,?\s*+)*+\}")
+_ROW = r"\{(?:\d{1,9}(?:,\d{1,9})*+)?\}"
+_LIST = re.compile(rf"\{{(?:{_ROW}(?:,{_ROW})*+)?\}}")
+_FILLED = re.compile(r"\{(\d[\d,]*)\}")
 _AS_LISTED = str.maketrans("[]()", "{}{}", " ")
-_INNER = re.compile(r"\{([\d,\s]*)\}")
 _MESH = re.compile(r"mesh\[([^\]]*?)(?:,\s*(device_ids=\(.*?\)\)?))?\]")
 _IDS_AFTER = re.compile(r"\s*,\s*(?=device_ids=)")
 _AXIS = re.compile(r"'((?:[^'\\]|\\.)*)'\s*=\s*(\d+)")
 _DEVICE_IDS = re.compile(
     r"device_ids=\(\s*+(?:\[([\d,\s]*)\]\s*+(?:T\(([\d,\s]*)\))?|([\d,\s]*+))\s*+\)"
 )
-AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
+_AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
+_TILED = re.compile(  # possessive, since spaces could be split in many ways
+    r"devices\s*+=\s*+(\[[\d,\s]*\])\s*+(<=\s*+\[[\d,\s]*\]\s*+(?:T\([\d,\s]*\))?|[\d,\s]++)"
+    r"\s*+(last_tile_dim_replicate|last_tile_dims=\{([^}]*)\})?\s*+"
+    r"(?:shard_(?:as|like)\s++\d++)?\s*+"
+)
+_ALIKE = re.compile(r"(?<!\s)\s*+shard_(?:as|like)\s++\d++\s*$")
+_METADATA = re.compile(r"metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}")
 _MAX_DEVICES = 1 << 20
 # Concatenated lists of ids, and the length of each.
 IdLists = tuple[np.ndarray, np.ndarray]
@@ -104,7 +111,7 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
     return TextMesh(axes, devices.reshape(sizes)), end
 
 
-def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
+def _axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
     """Group a mesh's devices over axes and sub-axes."""
     # 'a':(2)2 is the factor of size 2 of axis 'a' after a major factor of size 2.
     names = [name for name, _ in mesh.axes]
@@ -153,46 +160,25 @@ def read_groups(text: str) -> tuple[IdLists, TextMesh | None]:
         rest = text[end:].strip().lstrip(",").strip()
         if not (rest.startswith("{") and rest.endswith("}")):
             raise NotationError(f"expected {{'axis',...}} after the mesh in {text[:80]!r}")
-        return _lists_of(axis_groups(mesh, AXIS_REF.findall(rest))), mesh
+        return _lists_of(_axis_groups(mesh, _AXIS_REF.findall(rest))), mesh
     if text.startswith("["):
         match = _IOTA.fullmatch(text)
         tiles = iota_tiles(text)
         if not match or tiles.ndim != 2:
             raise NotationError(f"expected [groups,members]<=[...], got {text[:60]!r}")
         return _lists_of(tiles), None
-    printed = _read_printed(text)
-    if printed is not None:
-        return printed, None
-    if not _LIST.fullmatch(text):
+    rows = "".join(text.split())
+    if not _LIST.fullmatch(rows):
         raise NotationError(
             f"expected {{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh[...] {{...}}, got {text[:60]!r}"
         )
-    rows = [row for row in (read_ints(m[1]) for m in _INNER.finditer(text, 1)) if row]
-    sizes = np.array([len(row) for row in rows], np.int64)
-    return (np.array([n for row in rows for n in row], np.int64), sizes), None
+    filled = _FILLED.findall(rows)
+    members = np.fromstring(",".join(filled), np.int64, sep=",")
+    return (members, np.array([row.count(",") + 1 for row in filled], np.int64)), None
 
 
 def _lists_of(matrix: np.ndarray) -> IdLists:
     return matrix.reshape(-1).astype(np.int64), np.full(len(matrix), matrix.shape[1], np.int64)
-
-
-def _read_printed(text: str) -> IdLists | None:
-    """Read ``{{0,1},{2,3}}`` with lists of equal length, as XLA prints it; else None."""
-    if not text.isascii():
-        return None
-    data = text.encode()
-    frame = data.translate(None, b"0123456789")
-    count = frame.count(b"{") - 1
-    width = (frame.count(b",") + 1) // max(count, 1)
-    if count < 1 or frame != b"{" + b",".join([b"{" + b"," * (width - 1) + b"}"] * count) + b"}":
-        return None
-    flat = data.translate(None, b"{}")
-    if not flat or b",," in flat or flat.startswith(b",") or flat.endswith(b","):
-        return None
-    members = np.fromstring(flat.decode(), np.int64, sep=",")
-    if members.size != count * width or members.max() >= 10**9:
-        return None
-    return members, np.full(count, width, np.int64)
 
 
 def id_count(mode: str, partitions: int, replicas: int) -> int:
@@ -229,6 +215,102 @@ def flatten_groups(groups: IdLists, mode: str, partitions: int, replicas: int) -
         members = (members[:, None] * partitions + copies).reshape(-1)[order]
         sizes = np.repeat(sizes, partitions)
     return members, sizes
+
+
+def split_tuple_sharding(text: str) -> list[str]:
+    """Split ``{{replicated}, {devices=...}}`` into its leaves; a single leaf is returned alone."""
+    text = re.sub(r"/\*.*?\*/", "", text).strip()
+    if not text.startswith("{"):
+        text = "{" + text + "}"
+    inner = text[1:-1].strip()
+    if not inner.startswith("{"):
+        return [text]
+    leaves = []
+    depth = start = 0
+    for position, letter in enumerate(inner):
+        if letter == "{":
+            start = start if depth else position
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+            if not depth:
+                leaves.append(inner[start : position + 1])
+    return leaves
+
+
+def sharding_tiles(text: str, partitions: int) -> tuple[int, ...] | None:
+    """Give the number of each partition's tile in one leaf's sharding.
+
+    None if we must assume that every device has its own (maximal, manual, unreduced, unknown).
+    """
+    inner = _METADATA.sub("", text.strip())
+    if inner.startswith("{") and inner.endswith("}"):
+        inner = inner[1:-1]
+    inner = _ALIKE.sub("", inner.strip().rstrip(",").strip())
+    if inner == "replicated":
+        return (0,) * partitions
+    if inner.startswith("mesh["):
+        holders = _named_holders(text, inner, partitions)
+    elif inner.startswith("devices"):
+        holders = _tiled_holders(text, inner, partitions)
+    elif inner.startswith(("maximal", "manual", "unknown", "unreduced")):
+        return None
+    else:
+        raise NotationError(f"can't read the sharding {text[:80]!r}")
+    if holders is None:
+        return None
+    numbers = np.empty(partitions, np.int64)
+    numbers[holders] = np.arange(len(holders))[:, None]
+    return tuple(numbers.tolist())
+
+
+def _tiled_holders(text: str, inner: str, partitions: int) -> np.ndarray | None:
+    """Give the partitions that hold each tile, one tile per row; None if copies may differ."""
+    match = _TILED.fullmatch(inner)
+    if not match:
+        raise NotationError(f"can't read the sharding {text[:80]!r}")
+    if match[2].startswith("<="):
+        tiles = iota_tiles(match[1] + match[2])
+    else:
+        sizes, ids = read_ints(match[1]), read_ints(match[2])
+        if int(np.prod(sizes, dtype=np.float64)) != len(ids):
+            raise NotationError(f"the sharding {text[:80]!r} lists {len(ids)} devices")
+        tiles = np.array(ids, dtype=np.int64).reshape(sizes)
+    if sorted(tiles.reshape(-1).tolist()) != list(range(partitions)):
+        raise _wrong_size(text, tiles.size, partitions)
+    kinds = ["replicated"] if match[3] == "last_tile_dim_replicate" else []
+    if match[4]:
+        kinds = [k.strip() for k in match[4].split(",") if k.strip()]
+    if len(kinds) > tiles.ndim:
+        raise NotationError(f"the sharding {text[:80]!r} has too few dimensions")
+    if any(k != "replicated" for k in kinds):
+        # Reading `{unreduced, replicated}` as replicated would call a needed psum redundant.
+        return None
+    return tiles.reshape(-1, math.prod(tiles.shape[tiles.ndim - len(kinds) :]))
+
+
+def _named_holders(text: str, inner: str, partitions: int) -> np.ndarray | None:
+    """Give the partitions that hold each tile, one tile per row; None if copies may differ."""
+    mesh, end = read_mesh(inner)
+    rest = inner[end:].strip().lstrip(",").strip()
+    if rest == "replicated":
+        return np.arange(partitions).reshape(1, -1)
+    if mesh.devices.size != partitions:
+        raise _wrong_size(text, mesh.devices.size, partitions)
+    dims, _, tail = rest.partition("]")
+    leftover = re.sub(r"replicated=\{[^}]*\}", "", tail).replace(",", "").strip()
+    if (
+        not dims.startswith("[") or leftover or "?" in dims
+    ):  # unreduced=, manual=, an open dimension
+        return None
+    return _axis_groups(mesh, _AXIS_REF.findall(dims)).T
+
+
+def _wrong_size(text: str, devices: int, partitions: int) -> NotationError:
+    return NotationError(
+        f"the sharding {text[:80]!r} is for {devices} devices, the module has "
+        f"{partitions} partitions"
+    )
 
 
 def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:

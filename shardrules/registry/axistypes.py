@@ -16,7 +16,6 @@ from shardrules.errors import RuleError
 
 
 def _named(axes: Any, call: str = "") -> frozenset[str]:
-    """Return an axis or several as a set; ``call`` is how to pass them, for the message."""
     try:
         names = (axes,) if isinstance(axes, str) else tuple(axes)
     except TypeError:  # not iterable
@@ -49,7 +48,6 @@ def one_by_one(call: str, axes: tuple[Any, ...]) -> str:
 
 
 def show_axes(axes: Iterable[str]) -> str:
-    """Write axes for a message: sets sorted, sequences in their order."""
     ordered = sorted(axes, key=str) if isinstance(axes, (set, frozenset)) else axes
     return "{" + ", ".join(map(str, ordered)) + "}"
 
@@ -81,7 +79,6 @@ class AxisType:
         unreduced: Iterable[str] = frozenset(),
         reduced: Iterable[str] = frozenset(),
     ) -> AxisType:
-        """Return the one object for these axes."""
         key: tuple[Any, ...] = (varying, unreduced, reduced)
         try:
             existing = cls._types.get(key)
@@ -187,7 +184,6 @@ _EFFECT = re.compile(r"(local|unknown)|(join|exchange|typed)\(([^()]*)\)")
 
 
 def parse_effects(text: str) -> tuple[Effect, ...]:
-    """Read the text that ``format_effects`` writes."""
     if not text:
         return ()
     effects = []

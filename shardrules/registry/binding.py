@@ -25,8 +25,6 @@ _declared: dict[tuple[str, str], Binding] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """A rule, and the source place that declared it."""
-
     rule: Any
     where: str
 
@@ -57,7 +55,6 @@ class Declared:
         self.__shardrules__ = binding
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function under its rule."""
         return Declared.caller(self, *args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -87,7 +84,6 @@ def binding_of(function: Any) -> Binding | None:
 
 
 def declare(target: _F, rule: Any) -> _F:
-    """Bind ``rule`` to the function object ``target``."""
     where = caller_place()
     if not callable(target):
         raise RegistrationError(

@@ -19,8 +19,6 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One declaration or option that processes compare."""
-
     kind: str  # for messages: ``rule``, ``rule in scope 1``, ``option``
     name: str  # unique among the entries of one kind
     value: str  # the text that is compared
@@ -118,7 +116,6 @@ def _keyed(listed: Sequence[Entry]) -> dict[tuple[str, str, int], Entry]:
 
 
 def digest(listed: Sequence[Entry]) -> str:
-    """Return a digest of entries."""
     compared = [(e.kind, e.name, e.value) for e in listed]
     return hashlib.sha256(repr(compared).encode()).hexdigest()
 

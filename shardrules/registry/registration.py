@@ -41,7 +41,6 @@ class Registration:
 
     @functools.cached_property
     def is_pattern(self) -> bool:
-        """Whether the name is a pattern."""
         return any(c in self.name for c in "*?[")
 
     def matches(self, name: str, module: str) -> bool:
@@ -66,8 +65,6 @@ def is_redeclaration(earlier: Registration, entry: Registration) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Overlay:
-    """The declarations of one ``with rules(...)``."""
-
     entries: tuple[Registration, ...]
 
 

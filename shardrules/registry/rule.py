@@ -103,7 +103,6 @@ class Rule:
         return None if self._effects is None else self._effects(output_count)
 
     def types(self, context: RuleContext) -> tuple[Sequence[AxisType], Sequence[AxisType]]:
-        """Return (input types, output types) without checking them."""
         return self._types(context)
 
     def resolve(self, context: RuleContext) -> Resolution:

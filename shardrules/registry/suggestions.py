@@ -34,7 +34,6 @@ def _is_own(place: str) -> bool:
 
 
 def module_at(place: str) -> str:
-    """Return the name of the module at ``file:line``, or an empty string."""
     path = place.rpartition(":")[0]
     for name, module in list(sys.modules.items()):
         if path and getattr(module, "__file__", None) == path:

@@ -188,7 +188,6 @@ def _elementwise(instruction, operands, shapes, spread):
 
 
 def _moved(instruction, operands, shapes, spread):
-    """Compute an opcode that moves elements."""
     opcode, shape, value = instruction.opcode, instruction.shape, operands[0]
     places = ranges.read_ints(instruction.attribute("dimensions"))
     if opcode == "concatenate":

@@ -53,7 +53,6 @@ def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Any]) 
 
 
 def adds(module: hm.Module, instruction: hm.Instruction, reduction: str) -> bool:
-    """Tell whether an all-reduce sums elements, or parts of words."""
     if reduction == "add" or len(instruction.calls) != 1:
         return reduction == "add"
     called = module.computations[instruction.calls[0]].instructions
@@ -93,7 +92,6 @@ def of(
 
 
 def _passed_on(computation: hm.Computation, position: int) -> int:
-    """Follow a value back through reshapes, copies and the cropping of padding."""
     for _ in range(_STEPS):
         instruction = computation.instructions[position]
         target = (

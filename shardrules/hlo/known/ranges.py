@@ -8,6 +8,7 @@ flat array by bitcast and concatenate; ranges keep the packed arrays apart.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -21,19 +22,11 @@ MAX_RANGES = 4096  # an array of more ranges gets one state
 MAX_ELEMENTS = 8192  # an integer array of more elements is not evaluated
 
 
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Ranged:
     """An array in row-major order with a state for each range of elements."""
 
-    __slots__ = ("cuts",)
-
-    def __init__(self, cuts: tuple[tuple[int, int], ...]):
-        self.cuts = cuts  # pairs of a range's end and its state
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Ranged) and self.cuts == other.cuts
-
-    def __hash__(self) -> int:
-        return hash(self.cuts)
+    cuts: tuple[tuple[int, int], ...]  # pairs of a range's end and its state
 
 
 class Exact:
@@ -54,24 +47,12 @@ class Exact:
         return hash(self._key)
 
 
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Started:
     """The value of a ``-start``: its operand, and the result for the ``-done``."""
 
-    __slots__ = ("operand", "result")
-
-    def __init__(self, operand: Any, result: Any):
-        self.operand = operand
-        self.result = result
-
-    def __eq__(self, other: Any) -> bool:
-        return (
-            isinstance(other, Started)
-            and self.operand == other.operand
-            and self.result == other.result
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.operand, self.result))
+    operand: Any
+    result: Any
 
 
 def normal(cuts: Sequence[tuple[int, int]]) -> Any:
@@ -88,7 +69,6 @@ def normal(cuts: Sequence[tuple[int, int]]) -> Any:
 def zip_cuts(
     a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]], combine
 ) -> list[tuple[int, int]]:
-    """Combine two arrays of the same length range by range."""
     cuts = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -102,7 +82,6 @@ def zip_cuts(
 
 
 def joined(parts) -> list[tuple[int, int]]:
-    """Lay arrays end to end."""
     cuts: list[tuple[int, int]] = []
     offset = 0
     for part in parts:
@@ -113,13 +92,9 @@ def joined(parts) -> list[tuple[int, int]]:
 
 def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """Take elements ``start`` to ``stop``."""
-    inside = []
-    for index in range(bisect.bisect_right(cuts, start, key=lambda cut: cut[0]), len(cuts)):
-        end, state = cuts[index]
-        inside.append((min(end, stop) - start, state))
-        if end >= stop:
-            break
-    return inside
+    first = bisect.bisect_right(cuts, start, key=lambda cut: cut[0])
+    last = bisect.bisect_left(cuts, stop, first, key=lambda cut: cut[0])
+    return [(min(end, stop) - start, state) for end, state in cuts[first : last + 1]]
 
 
 def without_padding(cuts: Sequence[tuple[int, int]], constant) -> list[tuple[int, int]]:
@@ -136,7 +111,6 @@ def without_padding(cuts: Sequence[tuple[int, int]], constant) -> list[tuple[int
 
 
 def keeps_order(before: Shape, after: Shape) -> bool:
-    """Tell whether a bitcast keeps the elements' row-major order."""
     # A bitcast reads the same bytes under another layout: if layouts or element widths differ, it
     # permutes or splits elements. Without printed layouts only a single element is certain.
     return before.element_type == after.element_type and (
@@ -178,5 +152,4 @@ def read_slice(text: str, shape: Shape) -> list[tuple[int, int, int]] | None:
 
 
 def read_ints(text: str | None) -> list[int]:
-    """Read ``{1,8}``."""
     return [int(n) for n in re.findall(r"-?\d{1,18}", text or "")]

@@ -61,8 +61,6 @@ class Support(NamedTuple):
 
 
 class State(NamedTuple):
-    """One interned state."""
-
     proven: int = hd.EQUAL  # relation that is proven
     # The relation that would hold if every blocker gave equal values everywhere.
     optimistic: int = hd.EQUAL
@@ -99,7 +97,6 @@ class States:
         return self._all[state]
 
     def intern(self, state: State) -> int:
-        """Give a state's id."""
         number = self._ids.get(state)
         if number is None:
             number = self._ids[state] = len(self._all)
@@ -131,7 +128,6 @@ class States:
         return self.intern(State(hd.DISTINCT, hd.EQUAL, (), blockers))
 
     def refine(self, a: int, b: int) -> int:
-        """Give the state of a function of two values."""
         if a == b or not b:
             return a
         if not a:
@@ -166,12 +162,10 @@ class States:
         return tuple(kept)
 
     def changed(self, state: int, **changes) -> int:
-        """Replace fields of a state."""
         return self.intern(self._all[state]._replace(**changes))
 
 
 def union(a: tuple, b: tuple) -> tuple:
-    """Join two lists, each entry once."""
     if not b or a == b:
         return a
     if not a:
@@ -222,7 +216,6 @@ def rounds(reduction: str, shape: hm.Shape) -> bool:
 
 
 def cancels(computation: hm.Computation, instruction: hm.Instruction) -> bool:
-    """Tell whether an elementwise step may make different data equal."""
     opcode, shape = instruction.opcode, instruction.shape
     operands = instruction.operands
     if opcode in _ROUNDS and shape.elements is None and shape.element_count <= 1:

@@ -38,8 +38,6 @@ _RANGED = frozenset(
 
 
 class Values:
-    """How values combine."""
-
     def __init__(self, states: hs.States, budget: int):
         self.states = states
         self.relations = states.relations
@@ -53,7 +51,6 @@ class Values:
         self.budget = budget
 
     def collapse(self, value: Any) -> int:
-        """Give one state for a whole value."""
         if type(value) is int:
             return value
         if isinstance(value, Exact):
@@ -69,7 +66,6 @@ class Values:
         return state
 
     def merged(self, values) -> int:
-        """Give the state of a function of several values."""
         state = 0
         for value in values:
             state = self.states.refine(state, self.collapse(value))
@@ -115,7 +111,6 @@ class Values:
         return self.join(value, state, self.states.refine)
 
     def evened(self, value: Any) -> Any:
-        """Give a value that may be equal again, without a proof."""
         if type(value) is int:
             return self.states.evened(value)
         if isinstance(value, Ranged):
@@ -125,7 +120,6 @@ class Values:
         return value
 
     def blocked(self, blocker: hs.Blocker | str, operands) -> int:
-        """Give the state of a value of which nothing is known, computed from operands."""
         blocker = hs.Blocker(blocker) if isinstance(blocker, str) else blocker
         return self.states.blocked(blocker, *[self.collapse(o) for o in operands])
 
@@ -137,7 +131,6 @@ class Values:
         return Exact(state, rows.reshape(-1), False)
 
     def computed(self, rows: np.ndarray, splat: bool, operands) -> Any:
-        """Make a value of computed rows."""
         if rows.shape[0] > 1:
             self.budget -= rows.size >> 10
             relation = self.relations.intern(hd.row_numbers(rows.reshape(len(rows), rows[0].size)))

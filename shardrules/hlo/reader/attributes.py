@@ -62,7 +62,6 @@ _COMMENT = re.compile(rf"({_QUOTED})|/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*", re.DOTAL
 
 
 def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
-    """Make the error for a place in the text."""
     offset = min(offset, len(text))
     line = text.count("\n", 0, offset) + 1
     start = text.rfind("\n", 0, offset) + 1
@@ -84,7 +83,6 @@ def blanked(text: str) -> str:
 
 
 def skip(text: str, position: int, end: int = sys.maxsize) -> int:
-    """Find the next position after spaces."""
     match = _SPACES.match(text, position, end)
     return match.end() if match else position
 
@@ -122,7 +120,6 @@ def _dictionary_end(text: str, start: int, end: int) -> int:
 
 
 def value_end(text: str, key: str, start: int, end: int) -> int:
-    """Find the end of the attribute value that begins at ``start``."""
     first = text[start : start + 1]
     if first == '"':
         quoted = _BRACKET.match(text, start, end)

@@ -27,8 +27,6 @@ DISTINCT = 1  # the relation in which no two devices are equal
 
 
 class Relations:
-    """The interned relations over a module's devices."""
-
     def __init__(self, partitions: int, replicas: int = 1, counts_stated: bool = True):
         self.partitions = partitions
         self.replicas = replicas
@@ -190,7 +188,6 @@ class Groups:
 
     @functools.cached_property
     def in_order(self) -> str:
-        """Write the pairs, or the groups with the order of their members."""
         if self.pairs is not None:
             return notations.listed(sorted(self.pairs))
         return notations.notation(self.rows, ordered=True)

@@ -26,7 +26,6 @@ _INSTEAD = (
 
 
 def decode(data: bytes, name: str) -> str:
-    """Decode a file's text; unpack it if it is gzip."""
     if data.startswith(_GZIP):
         try:
             data = gzip.decompress(data)

@@ -7,7 +7,7 @@ An ``Instruction`` keeps offsets into the text instead of parsed attributes: mos
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
@@ -58,10 +58,7 @@ class Shape(NamedTuple):
     @property
     def element_count(self) -> int:
         """Count an array's elements."""
-        count = 1
-        for size in self.dimensions:
-            count *= size
-        return count
+        return math.prod(self.dimensions)
 
     @property
     def bits(self) -> int:
@@ -307,13 +304,7 @@ class FrameTable:
         self.by_start: dict[int, Metadata] = {}  # by the instruction's offset
         self._texts = tables
         self._rows: dict[str, dict[int, str]] = {}
-        self._cache: dict[int, tuple[Frame, ...]] = {}
-
-    @functools.cached_property
-    def _shift(self) -> int:
-        # JAX 0.8 to 0.10 print the parent's id plus one, with 0 for "no parent". We can see that if
-        # the first frame, which is the outermost, would be its own parent.
-        return 1 if self._fields("StackFrames", 1).get("parent_frame_id") == 1 else 0
+        self._frames: dict[int, tuple[Frame, ...]] = {}
 
     def _row(self, table: str, key: int) -> str:
         if table not in self._rows:
@@ -326,12 +317,15 @@ class FrameTable:
         return {name: int(value) for name, value in self._LOCATION.findall(row)}
 
     def _string(self, table: str, key: int) -> str:
-        return _unquote(self._row(table, key))
+        return _unescape(self._row(table, key).strip().removeprefix('"').removesuffix('"'))
 
     def frames(self, frame_id: int) -> tuple[Frame, ...]:
         """Follow a stack_frame_id to the frames, innermost first."""
-        if frame_id in self._cache:
-            return self._cache[frame_id]
+        if frame_id in self._frames:
+            return self._frames[frame_id]
+        # JAX 0.8 to 0.10 print the parent's id plus one, with 0 for "no parent". We can see that if
+        # the first frame, which is the outermost, would be its own parent.
+        shift = int(self._fields("StackFrames", 1).get("parent_frame_id") == 1)
         frames: list[Frame] = []
         seen: set[int] = set()
         current = frame_id
@@ -348,18 +342,16 @@ class FrameTable:
             )
             if frame not in frames[-1:]:  # frames that differ only in the column
                 frames.append(frame)
-            current = row.get("parent_frame_id", 0) - self._shift
-        self._cache[frame_id] = tuple(frames)
-        return self._cache[frame_id]
+            current = row.get("parent_frame_id", 0) - shift
+        self._frames[frame_id] = tuple(frames)
+        return self._frames[frame_id]
 
     def metadata(self, text: str) -> Metadata:
         """Read the inside of ``metadata={...}``."""
         op_name = self._OP_NAME.search(text)
-        frames: tuple[Frame, ...] = ()
         frame_id = self._FRAME_ID.search(text)
         source_file = self._SOURCE_FILE.search(text)
-        if frame_id:
-            frames = self.frames(int(frame_id[1][:9]))
+        frames = self.frames(int(frame_id[1][:9])) if frame_id else ()
         if not frames and source_file:  # older notation, without stack-frame tables
             line = self._SOURCE_LINE.search(text)
             frames = (Frame(_unescape(source_file[1]), int(line[1][:9]) if line else 0),)
@@ -368,10 +360,3 @@ class FrameTable:
 
 def _unescape(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text) if "\\" in text else text
-
-
-def _unquote(text: str) -> str:
-    text = text.strip()
-    if len(text) >= 2 and text[0] == text[-1] == '"':
-        text = text[1:-1]
-    return _unescape(text)

@@ -43,7 +43,6 @@ class NotationError(ValueError):
 
 
 def read_ints(text: str) -> list[int]:
-    """Read all numbers in a text."""
     values = [int(n) for n in _NUMBERS.findall(text) if len(n) < 10]
     if len(values) != len(_NUMBERS.findall(text)):
         raise NotationError(f"a number in {text[:60]!r} is too large")
@@ -77,7 +76,6 @@ class TextMesh:
 
     @property
     def is_row_major(self) -> bool:
-        """Tell whether device ids ascend with the position."""
         return bool((self.devices.reshape(-1) == np.arange(self.devices.size)).all())
 
 
@@ -112,7 +110,6 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
 
 
 def _axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
-    """Group a mesh's devices over axes and sub-axes."""
     # 'a':(2)2 is the factor of size 2 of axis 'a' after a major factor of size 2.
     names = [name for name, _ in mesh.axes]
     sizes: list[int] = []

@@ -351,7 +351,6 @@ class _Reader:
         return end
 
     def _calls(self, spans) -> tuple[str, ...]:
-        """List the computations that attributes name."""
         named = {key: span for key, *span in spans if key in _CALL_KEYS}
         names: list[str] = []
         for key in _CALL_KEYS if named else ():

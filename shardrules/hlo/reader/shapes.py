@@ -17,7 +17,6 @@ _LAYOUT = re.compile(r"\s*(?=\{\s*[\d:])|(?=\{\s*\})")
 
 
 def begins(text: str, position: int) -> bool:
-    """Tell whether a shape begins here."""
     return text.startswith(("(", "b("), position) or bool(_ARRAY.match(text, position))
 
 

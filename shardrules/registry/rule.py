@@ -56,7 +56,7 @@ class Rule:
         self.named_axes = named_axes
         self.drops = drops
         self.linear = linear
-        self._types = types
+        self.types = types
         self._effects = effects
         self.identity = identity
         self._resolved: dict[Any, Resolution] = {}
@@ -102,9 +102,6 @@ class Rule:
         """Return each output's effect, or None if they depend on the types at a call."""
         return None if self._effects is None else self._effects(output_count)
 
-    def types(self, context: RuleContext) -> tuple[Sequence[AxisType], Sequence[AxisType]]:
-        return self._types(context)
-
     def resolve(self, context: RuleContext) -> Resolution:
         """Apply the rule to one call."""
         if self.identity is not None:  # a user's function may answer differently each time
@@ -129,7 +126,7 @@ class Rule:
 
     def _resolve(self, context: RuleContext) -> Resolution:
         unreduced = self._check_inputs(context)
-        inputs, outputs = self._types(context)
+        inputs, outputs = self.types(context)
         inputs = self._checked(context, "input", inputs, len(context.inputs))
         outputs = self._checked(context, "output", outputs, context.output_count)
         for i, (have, want) in enumerate(zip(context.inputs, inputs)):

@@ -16,21 +16,8 @@ from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
 from shardrules.costs.worth import Ledger, Worth
 from shardrules.errors import few
-from shardrules.report.grouping import (
-    Row,
-    alike,
-    counted,
-    duration,
-    here,
-    milliseconds,
-    of_step,
-    percent,
-    rows,
-    size,
-    sizes,
-    spread,
-    took,
-)
+from shardrules.report import grouping
+from shardrules.report.grouping import Row, alike, counted, here, percent, size, spread
 from shardrules.report.sections import Block, Item, filled, listed, sections
 
 _UNEQUAL = "Outputs called replicated that are not proven equal"
@@ -137,10 +124,10 @@ class Content:
         parts = [percent(worth.bytes, total.bytes)] if worth.bytes else []
         if self.target is not None:
             of = percent(worth.seconds, total.seconds)
-            parts.append(f"~{duration(worth.seconds)} of communication, {of}")
+            parts.append(f"~{grouping.duration(worth.seconds)} of communication, {of}")
         if self.timings is not None and worth.exposed_seconds:
             of = percent(worth.exposed_seconds, self.timings.step_seconds)
-            parts.append(f"measured: {milliseconds(worth.exposed_seconds)} a step, {of}")
+            parts.append(f"measured: {grouping.milliseconds(worth.exposed_seconds)} a step, {of}")
         return f" ({'; '.join(parts)})" if parts else ""
 
     @property
@@ -176,7 +163,7 @@ class Content:
         """Say which part of a measured step can be avoided; empty without a profile."""
         if self.timings is None:
             return ""
-        return of_step(self.avoidable.exposed_seconds, self.timings.step_seconds)
+        return grouping.of_step(self.avoidable.exposed_seconds, self.timings.step_seconds)
 
     @property
     def headline(self) -> str:
@@ -224,7 +211,7 @@ class Content:
             cost = _sum(map(self.ledger.cost, row.numbers))
             return -cost.exposed_seconds, -cost.seconds, -cost.bytes
 
-        return tuple(sorted(rows(self.account), key=key))
+        return tuple(sorted(grouping.rows(self.account), key=key))
 
     def cells(self, row: Row) -> list[Cell]:
         """Write a row's cells; every row has the same columns."""
@@ -245,8 +232,8 @@ class Content:
             cells += self._measured_cells(row, self.timings)
         if self.target is not None:
             each = max(self.ledger.seconds[number] for number in row.numbers)
-            in_all = f"~{duration(cost.seconds)}" if is_known else "?"
-            cells.append(Cell("est. a run", f"~{duration(each)}", each))
+            in_all = f"~{grouping.duration(cost.seconds)}" if is_known else "?"
+            cells.append(Cell("est. a run", f"~{grouping.duration(each)}", each))
             cells.append(Cell("est. in all", in_all, cost.seconds))
         return [*cells, Cell("source", here(entry.source))]
 
@@ -259,8 +246,8 @@ class Content:
         sent = sum(entry.wire_bytes * each.runs for entry, each in pairs if each)
         speed = sent / timing.seconds if timing.seconds else 0.0
         return [
-            Cell(took, milliseconds(timing.seconds) + spread(timing), timing.seconds),
-            Cell(exposed, milliseconds(timing.exposed_seconds), timing.exposed_seconds),
+            Cell(took, grouping.milliseconds(timing.seconds) + spread(timing), timing.seconds),
+            Cell(exposed, grouping.milliseconds(timing.exposed_seconds), timing.exposed_seconds),
             Cell(bandwidth, f"{size(speed)}/s" if speed else "?", speed),
         ]
 
@@ -346,7 +333,7 @@ class Content:
         time = ""
         if self.timings is not None:
             timing = self.ledger.timing(group)
-            time = took(timing, self.timings.step_seconds) + spread(timing)
+            time = grouping.took(timing, self.timings.step_seconds) + spread(timing)
         return item(group, self.saves(group), time=time)
 
 
@@ -368,7 +355,8 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
     """Say all of findings or hints that are alike; ``reason``: why they stay, if allowed."""
     first, count = same[0], len(same)
     verdict, entry = first.verdict, first.entry
-    each, name, part = sizes([one.entry.bytes for one in same]), verdict.collective.name, ""
+    each, part = grouping.sizes([one.entry.bytes for one in same]), ""
+    name = verdict.collective.name
     if count > 1:
         name += f" and {count - 1} like it"
     elif verdict.range is not None:

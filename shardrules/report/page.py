@@ -9,25 +9,17 @@ import hashlib
 import html
 import os
 import pathlib
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.errors import few
-from shardrules.report import drawn
+from shardrules.report import drawn, grouping
 from shardrules.report.content import Cell, Content, resting_on
 from shardrules.report.drawn import Mark, escaped
-from shardrules.report.grouping import (
-    Row,
-    alike,
-    duration,
-    here,
-    milliseconds,
-    percent,
-    size,
-    sizes,
-)
+from shardrules.report.grouping import Row, alike, here, milliseconds, percent, size
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
 
@@ -68,7 +60,7 @@ def page(content: Content | Several) -> str:
         ("could be cheaper", str(len(content.hints))),
     ]
     if content.target is not None:
-        about = f"~{duration(avoidable.seconds)} of ~{duration(cost.seconds)}"
+        about = f"~{grouping.duration(avoidable.seconds)} of ~{grouping.duration(cost.seconds)}"
         figures.insert(1, (f"of communication, {content.target.name}", about))
     if content.timings is not None:
         figures.insert(0, ("avoidable, measured", content.measured.removeprefix("avoidable: ")))
@@ -104,20 +96,14 @@ def _of_several(several: Several) -> str:
 def whole(title: str, body: Iterable[str]) -> str:
     """Write a page of this look: one style and one script, both inside of it."""
     # No other script runs, whatever a program's names hold.
-    style, script = _asset("page.css"), _asset("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escaped(title)}</title><style>{style}</style></head><body>",
-        *filter(None, body),
-        f"<script>{script}</script>",
-        "</body></html>",
-    ]
-    return "\n".join(parts) + "\n"
+    script = _asset("page.js")
+    return string.Template(_asset("page.html")).substitute(
+        title=escaped(title),
+        style=_asset("page.css"),
+        body="\n".join(filter(None, body)),
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
 
 
 @functools.cache
@@ -296,8 +282,8 @@ def _timed(content: Content) -> str:
     if content.timings is None or not content.timings.ran:
         return ""
     ran = content.timings.ran
-    took = [f"{milliseconds(b - a)} from {milliseconds(a)} on" for _, a, b in ran]
-    marks = _marks(content, [(number, each) for (number, *_), each in zip(ran, took)])
+    took = ((n, f"{milliseconds(b - a)} from {milliseconds(a)} on") for n, a, b in ran)
+    marks = _marks(content, took)
     runs = [(mark, start, end) for mark, (_, start, end) in zip(marks, ran)]
     note = (
         f"Measured on {content.timings.device}, whose collectives took longest. The grey line "
@@ -441,7 +427,8 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
     codes.append(("in the compiled text:", few(names, _SITES)))
     parts += [f'<p class="dim">{what} <code>{escaped(code)}</code></p>' for what, code in codes]
     if row.sites > 1:
-        parts.append(_dim([f"operands of {sizes([entry.bytes for entry in row.entries])}"]))
+        each = grouping.sizes([entry.bytes for entry in row.entries])
+        parts.append(_dim([f"operands of {each}"]))
     return f'<div class="fold">{"".join(parts)}<div class="here"></div></div>'
 
 

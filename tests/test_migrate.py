@@ -12,9 +12,9 @@ import tokenize
 
 import pytest
 
+from shardrules import migration
 from shardrules.commands import migrate, trial
 from shardrules.hooks.unchecked import Call, Site
-from shardrules.migration import edits, sites
 
 SCRIPT = '''\
 """Trains."""
@@ -132,19 +132,19 @@ def test_a_site_whose_patched_script_raises_is_not_switched(tmp_path):
         for line in done.stderr.splitlines()
         if line.startswith("train.py:") and "|" in line
     }
-    assert table["train.py:45"] == sites.RAISES and table["train.py:29"] == sites.SWITCH
+    assert table["train.py:45"] == migration.RAISES and table["train.py:29"] == migration.SWITCH
     assert "with this switched on, the script fails: ValueError: it is patched" in done.stderr
     patch = (tmp_path / "on.patch").read_text()
     assert "def layer" in patch and "4 * x" not in patch
     once = run(tmp_path, "-m", "shardrules", "migrate", "--once", "train.py")
-    assert sites.SWITCH not in once.stderr and sites.UNTRIED in once.stderr
+    assert migration.SWITCH not in once.stderr and migration.UNTRIED in once.stderr
     assert "with the patch" not in once.stderr
 
 
 def test_a_script_that_fails_by_itself_is_not_tried(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT + "\n    raise SystemExit(3)\n")
     done = run(tmp_path, "-m", "shardrules", "migrate", "train.py")
-    assert done.returncode == 3 and sites.SWITCH not in done.stderr
+    assert done.returncode == 3 and migration.SWITCH not in done.stderr
     assert "the script as it is fails: exit code 3" in done.stderr
     assert "running the script again" not in done.stderr
 
@@ -168,14 +168,14 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     monkeypatch.chdir(tmp_path)
     site = call(pathlib.Path("file.py"), "x = shard_map(f, check_vma=False)\n")
     # By a derivative that the script never takes, it would send more.
-    found = [sites.Row(site, (), sites.MORE)]
+    found = [migration.Row(site, (), migration.MORE)]
     rows, outcome = migrate.tried(
         found,
         trial.Outcome(sent={"jit_f": 10}),
-        lambda some: edits.edited(some, "file.py"),
+        lambda some: migration.edited(some, "file.py"),
         lambda _: trial.Outcome(sent={"jit_f": sent}),
     )
-    assert [row.verdict for row in rows] == [getattr(sites, verdict)]
+    assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert (outcome is None) == (verdict == "MORE")
     assert ("send 10 B now, and 11 B with this on" in rows[0].note) == (verdict == "MORE")
 
@@ -248,7 +248,7 @@ def test_hooks_are_installed_once_and_where_the_environment_is_set(
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("file.py")
     site = call(path, before + "x = shard_map(f, check_vma=False)\n")
-    patch, left = patched([sites.Row(site, (), sites.SWITCH)], str(path))
+    patch, left = patched([migration.Row(site, (), migration.SWITCH)], str(path))
     assert left == []
     pathlib.Path("on.patch").write_text(patch)
     subprocess.run(["patch", "-p1", "-i", "on.patch"], check=True)
@@ -265,7 +265,7 @@ def test_an_install_with_other_arguments_is_named(tmp_path, monkeypatch, argumen
     text = (
         f"import shardrules\nshardrules.install({arguments})\nx = shard_map(f, check_vma=False)\n"
     )
-    row = sites.Row(call(pathlib.Path("file.py"), text), (), sites.SWITCH)
+    row = migration.Row(call(pathlib.Path("file.py"), text), (), migration.SWITCH)
     patch, left = patched([row], "file.py")
     assert "+shardrules.install()" in patch
     assert left == [
@@ -278,7 +278,7 @@ def test_rules_are_to_be_written_by_hand_where_the_script_installs_already(tmp_p
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("file.py")
     text = "import shardrules\nshardrules.install()\nx = shard_map(f, check_vma=False)\n"
-    row = sites.Row(call(path, text), (), sites.SWITCH)
+    row = migration.Row(call(path, text), (), migration.SWITCH)
     line = "shardrules.register('k', shardrules.no_communication)"
     patch, left = patched([row], str(path), [line])
     assert line not in patch and left == [f"file.py: write {line} there"]
@@ -286,8 +286,8 @@ def test_rules_are_to_be_written_by_hand_where_the_script_installs_already(tmp_p
 
 def patched(rows, script, rules=()):
     """The patch as text, and what is left to edit by hand."""
-    made = edits.edited(rows, script, rules)
-    return edits.diff(made), made.left
+    made = migration.edited(rows, script, rules)
+    return migration.diff(made), made.left
 
 
 def call(path, text, function="f"):
@@ -317,7 +317,7 @@ def test_only_a_literal_in_the_call_itself_is_changed(tmp_path, monkeypatch, tex
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("file.py")
     site = call(path, "import os\n" + text)
-    row = sites.Row(site, (), sites.SWITCH)
+    row = migration.Row(site, (), migration.SWITCH)
     patch, left = patched([row], str(path))
     if changed is None:
         assert patch == "" and "no check_vma=False" in left[0]
@@ -349,7 +349,7 @@ def test_the_reason_for_which_the_check_was_off_goes_with_it(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("file.py")
     site = call(path, f"f = 1\n\nx = {text}\n")
-    patch, _ = patched([sites.Row(site, (), sites.SWITCH)], "other.py")
+    patch, _ = patched([migration.Row(site, (), migration.SWITCH)], "other.py")
     pathlib.Path("on.patch").write_text(patch)
     subprocess.run(["patch", "-p1", "-i", "on.patch"], check=True)
     after = path.read_text()
@@ -364,13 +364,13 @@ def test_the_reason_for_which_the_check_was_off_goes_with_it(tmp_path, monkeypat
 def test_what_was_looked_at_together_is_switched_together_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     site = call(pathlib.Path("one.py"), "x = shard_map(f, check_vma=False)\n")
-    good = sites.Row(site, (), sites.SWITCH)
-    same_line = sites.Row(dataclasses.replace(site, function="other"), (), sites.RULE)
+    good = migration.Row(site, (), migration.SWITCH)
+    same_line = migration.Row(dataclasses.replace(site, function="other"), (), migration.RULE)
     patch, left = patched([good, same_line], "one.py")
     assert patch == "" and "together with one.py:1 (other)" in left[0]
     inner = call(pathlib.Path("two.py"), "x = shard_map(f, **off)\n")
     within = Call(inner, site, "", (), (), "", "", False, None, None)
-    rows = [good, sites.Row(inner, (within,), sites.SWITCH)]
+    rows = [good, migration.Row(inner, (within,), migration.SWITCH)]
     patch, left = patched(rows, "one.py")
     assert patch == "" and len(left) == 2 and "together with two.py:1 (f)" in left[0]
     assert patched([good], "one.py")[0]
@@ -380,11 +380,11 @@ def test_what_is_not_below_this_folder_or_installs_already_is_left(tmp_path, mon
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     elsewhere = call(tmp_path / "other.py", "x = shard_map(f, check_vma=False)\n")
-    rows = [sites.Row(elsewhere, (), sites.SWITCH)]
+    rows = [migration.Row(elsewhere, (), migration.SWITCH)]
     assert patched(rows, "script.py")[0] == ""
     path = pathlib.Path("script.py")
     text = "import shardrules\nshardrules.install()\nx = shard_map(f, check_vma=False)\n"
-    patch, _ = patched([sites.Row(call(path, text), (), sites.SWITCH)], str(path))
+    patch, _ = patched([migration.Row(call(path, text), (), migration.SWITCH)], str(path))
     assert "install" not in "".join(line for line in patch.splitlines() if line[0] == "+")
-    blocked = [row._replace(verdict=sites.RULE) for row in rows]
+    blocked = [row._replace(verdict=migration.RULE) for row in rows]
     assert patched(blocked, str(path)) == ("", [])

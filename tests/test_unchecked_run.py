@@ -5,8 +5,8 @@ import re
 import pytest
 from test_run import run
 
+from shardrules import migration
 from shardrules.hooks.unchecked import UncheckedSite
-from shardrules.migration import sites
 
 # A library as people have it: JAX's own normalization kernel, in a shard_map of its own.
 LIBRARY = """
@@ -94,11 +94,11 @@ def test_the_table_is_of_sites_the_costliest_first():
     a = UncheckedSite("/lib/a.py", 3, "f", True, "", 1000, 0, "float32(8)")
     b = UncheckedSite("/lib/b.py", 5, "g", False, "no rule for ring", 4000, None)
     again = UncheckedSite("/lib/a.py", 3, "f", True, "", 500, 10, "float32(4)")
-    heading, *lines = sites.decided([a, b, again]).splitlines()
+    heading, *lines = migration.decided([a, b, again]).splitlines()
     assert heading == "2 shard_maps with the check off: 1 switched on, 1 left"
     assert [re.split(r" *\| *", line) for line in lines if "-+-" not in line] == [
         ["shard_map", "bytes off", "bytes on", "outcome"],
         ["/lib/b.py:5 (g)", "4000 B", "?", "as written: no rule for ring"],
         ["/lib/a.py:3 (f)", "1500 B", "10 B", "runs with its check on"],
     ]
-    assert sites.decided([]) == "no shard_map with its check off was called"
+    assert migration.decided([]) == "no shard_map with its check off was called"

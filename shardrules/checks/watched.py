@@ -95,7 +95,7 @@ class PytestCheck:
     def pytest_sessionfinish(self, session: Any) -> None:
         """Write the table, and remove the hooks."""
         self._stack.close()
-        from shardrules.migration.sites import decided
+        from shardrules.migration import decided
 
         sites = [site for handle in self._handles for site in handle.unchecked()]
         self._texts += [decided(sites)] if sites else []

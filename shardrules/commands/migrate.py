@@ -19,10 +19,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from shardrules import migration
 from shardrules.commands import flags, rules, script, trial
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.unchecked import Site
-from shardrules.migration import edits, sites
+from shardrules.migration import BY_HAND, MORE, RAISES, SWITCH, UNTRIED, Edits, Row
 from shardrules.report.grouping import counted, size
 
 USAGE = flags.SCRIPT_USAGE
@@ -55,10 +56,10 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     flags.say(*before.notes)
     lines = [rules.to_write(flag) for flag in before.used]
 
-    def edit(rows: Sequence[sites.Row]) -> edits.Edits:
-        return edits.edited(rows, file, lines)
+    def edit(rows: Sequence[Row]) -> Edits:
+        return migration.edited(rows, file, lines)
 
-    def again(patch: edits.Edits) -> trial.Outcome:
+    def again(patch: Edits) -> trial.Outcome:
         flags.say(f"running the script again with {counted(len(patch.sites), 'site')} switched on")
         text = "".join(patch.after.get(file, ()))  # the patched script registers some rules itself
         flags_left = {
@@ -72,51 +73,51 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
         trial_arguments = argparse.Namespace(**{**vars(arguments), **flags_left})
         return trial.run(trial_arguments, look=False, texts=patch.after)
 
-    untried = sites.rows(before.calls)
+    untried = migration.rows(before.calls)
     try:
         rows, after = tried(untried, before, edit, None if arguments.once else again)
     except KeyboardInterrupt:
         flags.say("the run with the patch was interrupted: no site was tried")
         rows, after = tried(untried, before, edit, None)
-    text = sites.written(rows, before.sent, after.sent if after else None)
+    text = migration.written(rows, before.sent, after.sent if after else None)
     if arguments.diff is not None:
         patch = edit(rows)
-        flags.write(edits.diff(patch), arguments.diff)
+        flags.write(migration.diff(patch), arguments.diff)
         if patch.left:
             text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in patch.left)])
     flags.write(text, arguments.output, sys.stderr)
-    accepted = sites.SWITCH, sites.BY_HAND
+    accepted = SWITCH, BY_HAND
     return 0 if all(row.verdict in accepted for row in rows) else 1
 
 
 def tried(
-    rows: Sequence[sites.Row],
+    rows: Sequence[Row],
     before: trial.Outcome,
-    edit: Callable[[Sequence[sites.Row]], edits.Edits],
-    run: Callable[[edits.Edits], trial.Outcome] | None,
-) -> tuple[list[sites.Row], trial.Outcome | None]:
+    edit: Callable[[Sequence[Row]], Edits],
+    run: Callable[[Edits], trial.Outcome] | None,
+) -> tuple[list[Row], trial.Outcome | None]:
     """Run the script with its patch, and return the sites' verdicts and its last good run."""
     # Try all sites at once. If that fails or sends more, try each with those before it that passed.
     # MORE is tried too: the script may not differentiate as the retracing did.
-    hopeful = [r._replace(verdict=sites.SWITCH) if r.verdict == sites.MORE else r for r in rows]
+    hopeful = [row._replace(verdict=SWITCH) if row.verdict == MORE else row for row in rows]
     patched = edit(hopeful).sites
-    switched = [row.site for row in rows if row.verdict == sites.SWITCH]
-    verdicts = {site: (sites.BY_HAND, "") for site in switched if site not in patched}
+    switched = [row.site for row in rows if row.verdict == SWITCH]
+    verdicts = {site: (BY_HAND, "") for site in switched if site not in patched}
     groups, passed, last = [list(patched)] if patched else [], set[Site](), None
     if run is None or before.failure:
         reason = f"the script as it is fails: {before.failure}" if before.failure else ""
-        verdicts |= {site: (sites.UNTRIED, reason) for site in switched if site in patched}
+        verdicts |= {site: (UNTRIED, reason) for site in switched if site in patched}
         groups = []
     while groups and run is not None:
         group = groups.pop(0)
         on = passed.union(group)
-        verdict_of = {site: sites.SWITCH if site in on else _NOT_TRIED for site in patched}
+        verdict_of = {site: SWITCH if site in on else "not in this trial" for site in patched}
         trial_rows = [row._replace(verdict=verdict_of.get(row.site, row.verdict)) for row in rows]
         outcome = run(edit(trial_rows))
         judged = _judged(before, outcome)
-        if judged[0] == sites.SWITCH:
+        if judged[0] == SWITCH:
             passed, last = on, outcome
-        elif len(group) == len(patched) and len(parts := edits.joined(patched, rows)) > 1:
+        elif len(group) == len(patched) and len(parts := migration.joined(patched, rows)) > 1:
             groups = parts
             continue
         verdicts |= dict.fromkeys(group, judged)
@@ -127,15 +128,12 @@ def tried(
     return decided, last
 
 
-_NOT_TRIED = "not in this trial"
-
-
 def _judged(before: trial.Outcome, after: trial.Outcome) -> tuple[str, str]:
     """Return the verdict of a run with the patch, and the reason."""
     if after.failure:
-        return sites.RAISES, f"with this switched on, the script fails: {after.failure}"
+        return RAISES, f"with this switched on, the script fails: {after.failure}"
     now, then = sum(before.sent.values()), sum(after.sent.values())
     if then > now:
         reason = f"the script's programs send {size(now)} now, and {size(then)} with this on"
-        return sites.MORE, reason
-    return sites.SWITCH, ""
+        return MORE, reason
+    return SWITCH, ""

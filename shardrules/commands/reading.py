@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardrules import hlo, program
@@ -36,11 +36,24 @@ def judged(
     titles = ["stdin" if path == "-" else os.path.basename(path) for path in paths]
     if len(set(titles)) < len(titles):
         titles = paths
+
+    def judge(read: program.Program) -> hlo.Judgement:
+        try:
+            return program.judged(read, registry, mesh, outputs)
+        except HloError:
+            if mesh is None or len(paths) == 1:
+                raise
+            # Of several programs, --mesh describes those that have its number of devices.
+            judgement = program.judged(read, registry, None, outputs)
+            if judgement.partitions * judgement.replicas == math.prod(mesh.values()):
+                raise
+            return judgement
+
     programs, results, failures = [], [], []
     for title, path in zip(titles, paths):
         try:
             read = _read(path)
-            results.append((title, _judge(read, registry, mesh, outputs, len(paths) > 1)))
+            results.append((title, judge(read)))
             programs.append(read)
         except ShardrulesError as error:
             if len(paths) == 1 or each_alone:
@@ -66,25 +79,6 @@ def _read(path: str) -> program.Program:
         text = decode(sys.stdin.buffer.read(), "stdin")
         return program.Program(program.read_text(text, "stdin"), "stdin")
     return program.read_file(pathlib.Path(path))
-
-
-def _judge(
-    parsed: program.Program,
-    registry: Any,
-    mesh: Mapping[str, int] | None,
-    outputs: list[str] | None,
-    several: bool,
-) -> hlo.Judgement:
-    try:
-        return program.judged(parsed, registry, mesh, outputs)
-    except HloError:
-        if mesh is None or not several:
-            raise
-        # Of several programs, --mesh describes those that have its number of devices.
-        judgement = program.judged(parsed, registry, None, outputs)
-        if judgement.partitions * judgement.replicas == math.prod(mesh.values()):
-            raise
-        return judgement
 
 
 def _outputs_of(text: str | None) -> list[str] | None:

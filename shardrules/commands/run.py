@@ -123,7 +123,7 @@ class _Report:
             return flags.UNUSABLE
 
     def _written(self) -> int:
-        from shardrules.migration.sites import decided
+        from shardrules.migration import decided
         from shardrules.report import WRITERS
 
         output = self.arguments.output

@@ -15,10 +15,10 @@ from jax.experimental.shard_map import shard_map as old
 from jax.sharding import PartitionSpec as P
 
 import shardrules
+from shardrules import migration
 from shardrules.door import internals
 from shardrules.hooks import retrace, unchecked
 from shardrules.hooks.install import touched
-from shardrules.migration import edits, sites
 from shardrules.watching import check_off
 
 X = np.ones((8, 16), np.float32)
@@ -40,7 +40,7 @@ def off(f, mesh, in_specs, out_specs):
 
 
 def one(found):
-    (row,) = sites.rows(found)
+    (row,) = migration.rows(found)
     return row
 
 
@@ -52,7 +52,7 @@ def test_a_defensive_psum_that_goes_under_jit_and_grad(cpu_mesh):
     with looking() as found:
         np.testing.assert_array_equal(jax.jit(jax.grad(loss))(X), expected)
     row = one(found)
-    assert row.verdict == sites.SWITCH
+    assert row.verdict == migration.SWITCH
     assert (row.shown(False), row.shown(True)) == ("128 B", "0 B")
     assert row.site.file == __file__
     assert row.site.line == inspect.getsourcelines(off)[1] + 1
@@ -66,7 +66,7 @@ def test_a_weight_in_a_scan(cpu_mesh):
         off(body, cpu_mesh, (P("data"), P()), P("data"))(X, W)
     row = one(found)
     typed = internals.load().typed  # casts are placed from JAX 0.6 on
-    assert row.verdict == (sites.SWITCH if typed else sites.MORE)
+    assert row.verdict == (migration.SWITCH if typed else migration.MORE)
     assert row.shown(True) == ("192 B" if typed else "960 B") and row.shown(False) == "352 B"
 
 
@@ -108,9 +108,9 @@ def test_gradients_that_a_body_takes_change_and_are_never_switched(cpu_mesh, tak
     with looking() as found:
         off(step, cpu_mesh, (P(), P("data")), P())(W[0], X)
     row = one(found)
-    assert row.calls[0].takes_gradients and row.verdict not in (sites.SWITCH, sites.MORE)
-    assert "shardrules.vary(w, axes)" in sites.written([row])
-    assert edits.edited([row], __file__).sites == ()
+    assert row.calls[0].takes_gradients and row.verdict not in (migration.SWITCH, migration.MORE)
+    assert "shardrules.vary(w, axes)" in migration.written([row])
+    assert migration.edited([row], __file__).sites == ()
 
 
 def test_a_tangent_is_no_gradient(cpu_mesh):
@@ -129,9 +129,9 @@ def test_an_output_that_varies_is_named_by_its_path(cpu_mesh):
     with looking() as found:
         off(body, cpu_mesh, P("data"), {"y": P("data"), "s": P()})(X)
     row = one(found)
-    assert row.verdict == sites.OUTPUTS
+    assert row.verdict == migration.OUTPUTS
     assert [(o.path, o.axes) for o in row.calls[0].outputs] == [("['s']", "data")]
-    assert "it varies over data" in sites.written([row])
+    assert "it varies over data" in migration.written([row])
 
 
 def test_a_kernel_without_a_rule_comes_with_its_lines(cpu_mesh):
@@ -144,9 +144,9 @@ def test_a_kernel_without_a_rule_comes_with_its_lines(cpu_mesh):
     with looking() as found:
         jax.make_jaxpr(off(body, cpu_mesh, P("data"), P("data", "model")))(X)
     row = one(found)
-    assert row.verdict == sites.RULE
+    assert row.verdict == migration.RULE
     assert [missing.kernel for missing in row.calls[0].missing] == ["reader"]
-    assert "reader has no rule; write one of\n    " in sites.written([row])
+    assert "reader has no rule; write one of\n    " in migration.written([row])
     rule = shardrules.per_device("model")
     with looking() as found, shardrules.rules({"reader": rule}):
         jax.make_jaxpr(off(body, cpu_mesh, P("data"), P("data", "model")))(X)
@@ -172,13 +172,13 @@ if hasattr(jax, "shard_map"):  # shard_maps nest from JAX 0.6.1 on
 
         with looking() as found:
             jax.make_jaxpr(mapped(outer))(X)
-        rows = sites.rows(found)
+        rows = migration.rows(found)
         assert [row.site.function for row in rows] == ["outer", "inner"]
-        if rows[1].verdict == sites.LIMIT:  # JAX 0.6 to 0.8 can't transpose it with the check
+        if rows[1].verdict == migration.LIMIT:  # JAX 0.6 to 0.8 can't transpose it with the check
             assert rows[1].calls[0].error.startswith("in the derivative: ")
-            assert "PartitionSpec" in rows[1].calls[0].error and rows[0].verdict == sites.LIMIT
+            assert "PartitionSpec" in rows[1].calls[0].error and rows[0].verdict == migration.LIMIT
         else:
-            assert [row.verdict for row in rows] == [sites.SWITCH] * 2
+            assert [row.verdict for row in rows] == [migration.SWITCH] * 2
 
         def bad(x):
             spec = P(None, "model")
@@ -187,8 +187,8 @@ if hasattr(jax, "shard_map"):  # shard_maps nest from JAX 0.6.1 on
 
         with looking() as found:
             jax.make_jaxpr(mapped(bad))(X)
-        rows = sites.rows(found)
-        assert [row.verdict for row in rows] == [sites.LIMIT, sites.OUTPUTS]
+        rows = migration.rows(found)
+        assert [row.verdict for row in rows] == [migration.LIMIT, migration.OUTPUTS]
         assert rows[0].calls[0].error == f"waits for line {rows[1].site.line}"
 
 
@@ -261,7 +261,7 @@ def test_a_partial_is_called_as_its_function(cpu_mesh):
 
     with looking() as found:
         off(functools.partial(scale, by=2), cpu_mesh, P("data"), P("data"))(X)
-    assert sites.place(found[0].site).endswith("(scale)")
+    assert migration.place(found[0].site).endswith("(scale)")
 
 
 def test_what_is_to_happen_before_a_look_happens_once(cpu_mesh):
@@ -329,7 +329,7 @@ def test_another_body_at_the_same_place_is_looked_at(cpu_mesh):
             f = off(body, cpu_mesh, P("data"), P())
             f(X), f(X)
     assert len(found) == 4
-    assert one(found).verdict == sites.OUTPUTS
+    assert one(found).verdict == migration.OUTPUTS
 
 
 def test_what_goes_wrong_in_the_look_is_not_the_programs(cpu_mesh, monkeypatch):
@@ -339,7 +339,7 @@ def test_what_goes_wrong_in_the_look_is_not_the_programs(cpu_mesh, monkeypatch):
     monkeypatch.setattr(unchecked._Unchecked, "look", broken)
     with looking() as found:
         off(lambda x: 2 * x, cpu_mesh, P("data"), P("data"))(X)
-    assert one(found).verdict == sites.LIMIT
+    assert one(found).verdict == migration.LIMIT
     assert found[0].error == "it can't be looked at: broken"
 
 

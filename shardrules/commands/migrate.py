@@ -114,7 +114,13 @@ def tried(
         verdict_of = {site: SWITCH if site in on else "not in this trial" for site in patched}
         trial_rows = [row._replace(verdict=verdict_of.get(row.site, row.verdict)) for row in rows]
         outcome = run(edit(trial_rows))
-        judged = _judged(before, outcome)
+        now, then = sum(before.sent.values()), sum(outcome.sent.values())
+        judged = SWITCH, ""
+        if outcome.failure:
+            judged = RAISES, f"with this switched on, the script fails: {outcome.failure}"
+        elif then > now:
+            sent = f"the script's programs send {size(now)} now, and {size(then)} with this on"
+            judged = MORE, sent
         if judged[0] == SWITCH:
             passed, last = on, outcome
         elif len(group) == len(patched) and len(parts := migration.joined(patched, rows)) > 1:
@@ -126,14 +132,3 @@ def tried(
         verdict, note = verdicts.get(row.site, (row.verdict, row.note))
         decided.append(row._replace(verdict=verdict, note=note))
     return decided, last
-
-
-def _judged(before: trial.Outcome, after: trial.Outcome) -> tuple[str, str]:
-    """Return the verdict of a run with the patch, and the reason."""
-    if after.failure:
-        return RAISES, f"with this switched on, the script fails: {after.failure}"
-    now, then = sum(before.sent.values()), sum(after.sent.values())
-    if then > now:
-        reason = f"the script's programs send {size(now)} now, and {size(then)} with this on"
-        return MORE, reason
-    return SWITCH, ""

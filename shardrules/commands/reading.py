@@ -1,20 +1,28 @@
-"""Read and judge the programs that a command names."""
+"""Find, read and judge the programs that a command names: files, patterns, folders of dumps."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import math
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from shardrules import hlo, program
-from shardrules.commands import files, flags, rules
-from shardrules.errors import HloError, ShardrulesError
+from shardrules.commands import flags, rules
+from shardrules.errors import HloError, ShardrulesError, few
 from shardrules.hlo.reader.files import decode
+
+_STDIN = "-"
+_OPTIMIZED = re.compile(r"(.*after_optimizations)\.(?:txt|hlo)(?:\.gz)?")
+_DUMPED = re.compile(r"(module_\d+\.[^.]+)\..*")
+_HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text'"
+_NAMES = 4  # how many names a list shows
 
 
 def judged(
@@ -26,7 +34,7 @@ def judged(
     outputs = _outputs_of(arguments.outputs)
     paths = []
     for names in [[name] for name in given] if each_alone else [given]:
-        chosen, notes = files.chosen(names)
+        chosen, notes = _chosen(names)
         if each_alone and len(chosen) > 1:
             raise ShardrulesError(
                 f"{names[0]} holds {len(chosen)} programs; give one of them: {', '.join(chosen)}"
@@ -108,3 +116,76 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
             raise ShardrulesError(f"--mesh={text} is not a mesh; write --mesh=data=4,model=2")
         mesh[name] = int(size)
     return mesh
+
+
+# -- which files -----------------------------------------------------------------------------------
+
+
+def _chosen(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the named files, each once, and a note for each folder of which files are left out."""
+    files: dict[str, str] = {}  # from a file's real path to the name given first
+    notes: list[str] = []
+    if list(given).count(_STDIN) > 1:
+        raise ShardrulesError("only one program can be read from stdin; give - once")
+    for name in given:
+        matches = [name]
+        if not name:
+            raise ShardrulesError("one of the files has an empty name; is a variable not set?")
+        if name != _STDIN and not os.path.lexists(name) and glob.has_magic(name):
+            matches = sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
+            if not matches:
+                raise ShardrulesError(f"no file matches {name}")
+        elif os.path.isdir(name):
+            matches, note = _of_folder(pathlib.Path(name))
+            notes += [note] if note else []
+        for file in matches:
+            files.setdefault(file if file == _STDIN else os.path.realpath(file), file)
+    return list(files.values()), notes
+
+
+def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
+    """Choose the compiled text of each module, and describe the files left out."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise ShardrulesError(f"can't read {folder}: {error.strerror}") from error
+    names = [entry.name for entry in entries if entry.is_file()]
+    folders = [entry.name for entry in entries if entry.is_dir()]
+    files: dict[str, str] = {}  # from the name of a module's dump to its file
+    for name in names:
+        optimized = _OPTIMIZED.fullmatch(name)
+        if optimized:
+            files.setdefault(optimized[1], name)
+        elif not _DUMPED.fullmatch(name) and "before_optimizations" not in name:
+            if name.endswith((".hlo", ".hlo.gz")) or _begins_as_hlo(folder / name):
+                files[name] = name
+    if not files:
+        others = f"but {few(names, _NAMES)}" if names else "nor any other file"
+        raise ShardrulesError(
+            f"{folder} holds no text of a compiled program (no *after_optimizations.txt, no "
+            f"*.hlo), {others}; a dump is made by {_HOW}"
+        )
+    left_out = [f"{len(names) - len(files)} other files"] if len(names) > len(files) else []
+    if folders:
+        left_out.append(f"the folder{'s' if folders[1:] else ''} {few(folders, _NAMES)}")
+    note = (
+        f"{folder}: {len(files)} of {len(names)} files are judged, those after optimizations; "
+        f"left out: {', '.join(left_out)}"
+    )
+    note = note if left_out else ""
+    dumped, kept = (
+        {match[1] for match in map(_DUMPED.fullmatch, some) if match}
+        for some in (names, files.values())
+    )
+    if dumped - kept:
+        missing = few(sorted(dumped - kept), _NAMES)
+        note += f"; without such a text (was it dumped with {_HOW}?): {missing}"
+    return [str(folder / name) for name in files.values()], note
+
+
+def _begins_as_hlo(path: pathlib.Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(256).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"HloModule ")
+    except OSError:
+        return False

@@ -99,12 +99,7 @@ READING: Arguments = {
     "--output": once("FILE", "write the report there instead of to stdout"),
 }
 SCRIPT: Arguments = {
-    "-m": {
-        "dest": "module",
-        "nargs": argparse.REMAINDER,
-        "metavar": "MODULE",
-        "help": "run a module",
-    },
+    "-m": {"dest": "module", "nargs": argparse.REMAINDER, "help": "run a module"},
     "script": {"nargs": argparse.REMAINDER, "metavar": "SCRIPT [ARGS ...]", "help": "run a script"},
 }
 SCRIPT_USAGE = "%(prog)s [FLAGS] (SCRIPT | -m MODULE) [ARGS ...]"
@@ -139,7 +134,7 @@ def check_writable(*files: str | None) -> None:
 
 def write(text: str, file: str | None, stream: IO[str] | None = None) -> None:
     """Write to a file; to stdout for ``-``; to a stream, else stdout, for None."""
-    if file is not None and file != "-":
+    if file not in (None, "-"):
         _put(file, text, "w")
         return
     out = stream if stream is not None and file is None else sys.stdout

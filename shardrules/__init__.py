@@ -92,9 +92,8 @@ if not TYPE_CHECKING:  # with it, checkers would take any name for one of the pa
 
 
 def _call_declared(declared: _Any, *args: _Any, **kwargs: _Any) -> _Any:
-    from shardrules.hooks.install import (
-        call_declared,  # when an op is called: by then there is a JAX
-    )
+    # An op is called: by now there is a JAX.
+    from shardrules.hooks.install import call_declared
 
     return call_declared(declared, *args, **kwargs)
 

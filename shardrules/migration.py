@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardrules.hooks.retrace import sent_bytes
 from shardrules.hooks.unchecked import Call, Site, UncheckedSite, costliest
-from shardrules.report.grouping import counted, size
+from shardrules.report.grouping import alike, counted, size
 from shardrules.report.text import table
 
 SWITCH, BY_HAND, UNTRIED, MORE, RAISES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
@@ -29,6 +29,7 @@ SWITCH, BY_HAND, UNTRIED, MORE, RAISES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER
     "out_specs say replicated and the value varies",
     "refused with the check on",
 )
+_SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
     "  with the check on, the gradient of a replicated value is summed over the mesh axes already:",
     "    leave out the psum or pmean that follows (of a loss that is a pmean it is the mean), or",
@@ -59,23 +60,20 @@ class Row(NamedTuple):
 
 def rows(calls: Sequence[Call]) -> list[Row]:
     """Group calls by site, in the order of the first call of each."""
-    by_site: dict[Site, list[Call]] = {}
-    for call in calls:
-        by_site.setdefault(call.site, []).append(call)
-    return [Row(site, tuple(made), _verdict(made)) for site, made in by_site.items()]
+    return [Row(same[0].site, same, _verdict(same)) for same in alike(calls, lambda c: c.site)]
 
 
 def _verdict(calls: Sequence[Call]) -> str:
+    before = sum(sent_bytes(call.before or ()) for call in calls)
+    after = sum(sent_bytes(call.after or ()) for call in calls)
+    measured = all(call.before is not None for call in calls if call.inside is None)
     obstacles = {
         RULE: any(call.missing for call in calls),
         OUTPUTS: any(call.outputs for call in calls),
         LIMIT: any(call.error for call in calls),
         GRADIENTS: any(call.takes_gradients for call in calls),
+        MORE: measured and after > before,
     }
-    before = sum(sent_bytes(call.before or ()) for call in calls)
-    after = sum(sent_bytes(call.after or ()) for call in calls)
-    measured = all(call.before is not None for call in calls if call.inside is None)
-    obstacles[MORE] = measured and after > before
     return next((obstacle for obstacle, is_there in obstacles.items() if is_there), SWITCH)
 
 
@@ -105,9 +103,6 @@ def written(
     for row in rows:
         lines += _details(row)
     return "\n".join(lines).rstrip() + "\n"
-
-
-_SHOWN = 12  # programs in the table
 
 
 def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
@@ -156,31 +151,28 @@ def _details(row: Row) -> list[str]:
 
 def decided(sites: Iterable[UncheckedSite]) -> str:
     """Return the table of what ``install(unchecked="check")`` decided at each site."""
-    groups: dict[UncheckedSite, list[UncheckedSite]] = {}
-    for site in costliest(sites):
-        key = dataclasses.replace(site, before_bytes=None, after_bytes=None, arguments="")
-        groups.setdefault(key, []).append(site)
+    replace = dataclasses.replace
+    groups = alike(
+        costliest(sites),
+        lambda site: replace(site, before_bytes=None, after_bytes=None, arguments=""),
+    )
     if not groups:
         return "no shard_map with its check off was called"
 
-    def moved(counts: list[int | None]) -> str:
+    def moved(counts: Iterable[int | None]) -> str:
         measured = [count for count in counts if count is not None]
         return size(sum(measured)) if measured else "?"
 
-    on_count = sum(site.switched for site in groups)
-    rows = [
-        (
-            place(site),
-            moved([instance.before_bytes for instance in instances]),
-            moved([instance.after_bytes for instance in instances]),
-            "runs with its check on" if site.switched else f"as written: {site.reason}",
-        )
-        for site, instances in groups.items()
-    ]
+    cells = [("shard_map", "bytes off", "bytes on", "outcome")]
+    for same in groups:
+        off, on = (moved(s.before_bytes for s in same), moved(s.after_bytes for s in same))
+        outcome = f"as written: {same[0].reason}"
+        outcome = "runs with its check on" if same[0].switched else outcome
+        cells.append((place(same[0]), off, on, outcome))
+    on_count = sum(same[0].switched for same in groups)
     return (
         f"{counted(len(groups), 'shard_map')} with the check off: {on_count} "
-        f"switched on, {len(groups) - on_count} left\n"
-        + table([("shard_map", "bytes off", "bytes on", "outcome"), *rows])
+        f"switched on, {len(groups) - on_count} left\n{table(cells)}"
     )
 
 

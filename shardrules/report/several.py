@@ -82,13 +82,10 @@ class Several:
     @property
     def programs(self) -> Block:
         """Make the table of the programs; a file's program has no count."""
-        rows = [_row(content, count) for content, count in self.shown]
+        rows = [_row(c, count if self.of_process else None) for c, count in self.shown]
         note = "wire bytes: what one device sends in one execution"
         if self.of_process:
             note += "; times: how many compiled programs have the same report"
-        else:
-            for row in rows:
-                del row["times"]
         rest = sum(self.counts) - sum(count for _, count in self.shown)
         more = f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
         notes = [note if rows else "", more if rest else "", *self.notes]
@@ -112,7 +109,7 @@ def _costs(content: Content) -> list[str]:
     return [block.title for block in content.costs]
 
 
-def _row(content: Content, count: int) -> dict[str, str]:
+def _row(content: Content, count: int | None) -> dict[str, str]:
     total, avoidable = content.account.total, content.avoidable
     loops = f" and {total.unknown} in loops" if total.unknown else ""
     saved = size(avoidable.bytes)
@@ -122,7 +119,7 @@ def _row(content: Content, count: int) -> dict[str, str]:
         saved += f", ~{duration(avoidable.seconds)}"
     return {
         "program": content.title,
-        "times": str(count),
+        **({} if count is None else {"times": str(count)}),
         "devices": f"{content.account.device_count}{content.axes}",
         "collectives": str(total.sites),
         "runs": f"{'at most ' if total.at_most else ''}{total.count}{loops}",

@@ -26,16 +26,9 @@ if TYPE_CHECKING:
 
 # The rules whose effect does not depend on a call's types.
 _RULES = (
-    "no_communication",
-    "all_gather",
-    "all_gather_invariant",
-    "all_reduce",
-    "all_to_all",
-    "per_device",
-    "permute",
-    "reduce_scatter",
-    "unreduced",
-)
+    "no_communication all_gather all_gather_invariant all_reduce all_to_all per_device permute "
+    "reduce_scatter unreduced"
+).split()
 _RULE_FLAG = "--rule="
 _RULE = re.compile(r"(?:shardrules\.|sr\.)?(\w+)\s*(?:\(([^()]*)\))?")
 

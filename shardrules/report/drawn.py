@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -215,11 +216,8 @@ def strip(
     gap = min(3.0, pitch / 4)
     wide = pitch - gap
     most = max(sizes, default=0) or 1
-    nesting = deepest = 0
-    for event in events:
-        nesting += {"collective": 0, "end": -1}.get(event.kind, 1)
-        deepest = max(deepest, nesting)
-    top, x = 18 * deepest + 6, 4.0
+    nesting = itertools.accumulate({"collective": 0, "end": -1}.get(e.kind, 1) for e in events)
+    top, x = 18 * max(nesting, default=0) + 6, 4.0
     base = top + _HEIGHT
     parts: list[str] = []
     opened: list[tuple[float, str]] = []

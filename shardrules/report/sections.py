@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules import hlo
@@ -72,7 +72,49 @@ def sections(module: hlo.Module) -> tuple[Block, ...]:
     """List the tables of a module's silent costs that hold anything."""
     return filled(
         _donated(module),
-        *(Block(title, note, columns, [*rows(module)]) for title, note, columns, rows in _SECTIONS),
+        Block(
+            "Transfers between host and device",
+            "bytes are of one run on one device",
+            ("transfer", "bytes", "runs", "in loops", "source"),
+            [(t.what, t.bytes, t.runs, t.loop_depth, t.source) for t in transfers.read(module)],
+        ),
+        Block(
+            "Host memory",
+            "buffers of one device in its host's memory, with the bytes that one execution moves",
+            ("buffer", "shape", "bytes", "stored bytes", "loaded bytes", "source"),
+            [*_offloaded(module)],
+        ),
+        Block(
+            LOOPS,
+            "launches (counted for GPUs) and copied bytes are of one trip; ? is not known",
+            ("loop", "trips", "launches", "copied bytes", "decides", "trips unknown because"),
+            [*_loops(module)],
+        ),
+        Block(
+            "Large constants",
+            "arrays that the program closes over; each device holds them, pass them as arguments",
+            ("shape", "bytes", "devices", "bytes in all", "used at"),
+            [
+                (c.shape, c.bytes, c.device_count, c.bytes * c.device_count, c.source)
+                for c in placement.constants(module, _LARGE_BYTES)
+            ],
+        ),
+        Block(
+            "Gathered outputs",
+            "outputs that were sharded until they were returned; bytes are of one device",
+            ("output", "shape", "bytes before", "bytes after", "source"),
+            [
+                (g.output, g.shape, g.bytes_before, g.bytes_after, g.source)
+                for g in placement.gathered(module)
+            ],
+        ),
+        Block(
+            "Annotations less varying than the kernel",
+            "the kernel's own jaxpr shows that the output varies over these axes too; plain JAX "
+            "believes the annotation and loses the reduction over them, shardrules puts it in",
+            ("kernel", "output", "also varies over", "called at"),
+            [*_widened(module)],
+        ),
     )
 
 
@@ -118,53 +160,3 @@ def _widened(module: hlo.Module) -> _Rows:
             kernel = tag.get("shardrules.kernel", "")
             rows[kernel, output, axes.replace("+", ", "), walk.where(module, place)] = None
     return rows
-
-
-# Of each section its title, its note, its columns, and what lists its rows.
-_SECTIONS: tuple[tuple[str, str, tuple[str, ...], Callable[[hlo.Module], _Rows]], ...] = (
-    (
-        "Transfers between host and device",
-        "bytes are of one run on one device",
-        ("transfer", "bytes", "runs", "in loops", "source"),
-        lambda module: (
-            (t.what, t.bytes, t.runs, t.loop_depth, t.source) for t in transfers.read(module)
-        ),
-    ),
-    (
-        "Host memory",
-        "buffers of one device in its host's memory, with the bytes that one execution moves",
-        ("buffer", "shape", "bytes", "stored bytes", "loaded bytes", "source"),
-        _offloaded,
-    ),
-    (
-        LOOPS,
-        "launches (counted for GPUs) and copied bytes are of one trip; ? is not known",
-        ("loop", "trips", "launches", "copied bytes", "decides", "trips unknown because"),
-        _loops,
-    ),
-    (
-        "Large constants",
-        "arrays that the program closes over; each device holds them, pass them as arguments",
-        ("shape", "bytes", "devices", "bytes in all", "used at"),
-        lambda module: (
-            (c.shape, c.bytes, c.device_count, c.bytes * c.device_count, c.source)
-            for c in placement.constants(module, _LARGE_BYTES)
-        ),
-    ),
-    (
-        "Gathered outputs",
-        "outputs that were sharded until they were returned; bytes are of one device",
-        ("output", "shape", "bytes before", "bytes after", "source"),
-        lambda module: (
-            (g.output, g.shape, g.bytes_before, g.bytes_after, g.source)
-            for g in placement.gathered(module)
-        ),
-    ),
-    (
-        "Annotations less varying than the kernel",
-        "the kernel's own jaxpr shows that the output varies over these axes too; plain JAX "
-        "believes the annotation and loses the reduction over them, shardrules puts it in",
-        ("kernel", "output", "also varies over", "called at"),
-        _widened,
-    ),
-)

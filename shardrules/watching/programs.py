@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardrules.arguments import checked
+from shardrules.door import compiled
+from shardrules.door.jaxprs import kernel_name
 from shardrules.door.watching import cast_listeners
 from shardrules.errors import ShardrulesError
+from shardrules.hooks.retrace import first_line
 from shardrules.watching import compiling
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
@@ -28,30 +32,48 @@ class WatchedProgram:
       count: how many programs share this text, from several jits for example.
     """
 
-    def __init__(self, noted: compiling.Noted, owner: Watched, where: str):
-        self.name: str = noted.name
-        self.where: str = where
-        self.count: int = 1
-        self._noted = noted
-        self._owner = owner
+    def __init__(self, executable: Any, traced: compiling.Traced, owner: Watched, where: str):
+        self.name = "a program"
+        self.where = where
+        self.count = 1
+        self._traced, self._owner = traced, owner
+        # The executable itself is not kept.
+        self._placements = compiled.Placements(executable)
+        self._module, self._failure = None, ""
+        try:
+            (self._module,) = executable.xla_executable.hlo_modules()
+            self.name = str(self._module.name)
+        except Exception as error:  # the backend's C API may raise anything; or there are several
+            self._failure = first_line(error)
 
     @property
     def text(self) -> str:
         """Return its compiled HLO; raises a ShardrulesError if its backend does not return it."""
-        return self._noted.text()
+        if self._module is None:
+            raise ShardrulesError(f"{self.name} does not give its HLO ({self._failure})")
+        return self._module.to_string()
 
-    def _parsed(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None]:
+    def _parsed(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None, Any]:
+        """Return its module, its mesh, and shardings of parameters and of outputs, by JAX."""
         from shardrules import hlo, program
 
         module = hlo.parse(self.text, name=self.name)
-        devices = (module.num_partitions or 1) * (module.replica_count or 1)
-        shardings = program.matching(module, self._noted.placements.parameters())
-        return module, self._noted.mesh(devices), shardings
+        # The shardings of arguments and results name the mesh, else the shard_maps do.
+        mesh = self._placements.mesh()
+        if mesh is None:
+            shapes = {tuple(dict(mesh.shape).items()) for mesh in self._traced.meshes}
+            mesh = dict(shapes.pop()) if len(shapes) == 1 else {}
+        device_count = (module.num_partitions or 1) * (module.replica_count or 1)
+        if not mesh or math.prod(mesh.values()) != device_count:
+            mesh = None
+        shardings = program.matching(module, self._placements.parameters())
+        promised = self._placements.results(self._traced.paths, program.output_shapes(module))
+        return module, mesh, shardings, promised
 
     @property
     def arguments(self) -> list[str]:
         """Give the shape of each parameter on one device, and its sharding where JAX has it."""
-        module, _, shardings = self._parsed()
+        module, _, shardings, _ = self._parsed()
         shapes = [str(p.shape) for p in module.entry.parameters]
         if shardings is None or len(shardings) != len(shapes):
             return shapes
@@ -63,27 +85,25 @@ class WatchedProgram:
         Raises:
           ShardrulesError: its backend does not return its HLO, or it can't be read.
         """
-        from shardrules import program
         from shardrules.hlo.reader import annotate
 
-        module, mesh, shardings = self._parsed()
-        shardings_of_outputs = self._noted.output_shardings(program.output_shapes(module))
-        outputs = [promise[1] if promise else None for promise in shardings_of_outputs or ()]
+        module, mesh, shardings, promised = self._parsed()
+        outputs = [promise[1] if promise else None for promise in promised or ()]
         return annotate.annotated(module, mesh, shardings, outputs)
 
     @functools.cached_property
     def judgement(self) -> hlo.Judgement:
         """Judge each of its collectives; raises as ``annotated_text``."""
-        from shardrules import hlo, program
+        from shardrules import hlo
 
-        module, mesh, shardings = self._parsed()
+        module, mesh, shardings, promised = self._parsed()
         return hlo.judge(
             module,
             registry=self._owner.registry,
             own_mesh=mesh,
             parameter_shardings=shardings,
             unpartitioned=True,
-            output_shardings=self._noted.output_shardings(program.output_shapes(module)),
+            output_shardings=promised,
         )
 
     @functools.cached_property
@@ -103,7 +123,7 @@ class WatchedProgram:
             cheapest=self._owner.cheapest,
             timings=timings,
         )
-        proven = self._noted.proven_kernels()
+        proven = self._proven_kernels()
         advised = tuple(
             dataclasses.replace(f, advice=findings.advice(f.verdict, proven))
             if f.kind == "unproven"
@@ -111,6 +131,19 @@ class WatchedProgram:
             for f in content.findings
         )
         return dataclasses.replace(content, findings=advised)
+
+    def _proven_kernels(self) -> frozenset[str]:
+        """Return the names of Pallas kernels all of whose jaxprs prove no communication."""
+        if not self._traced.kernels:
+            return frozenset()
+        from shardrules.hooks.install import state
+
+        proven: dict[str, bool] = {}
+        for params in self._traced.kernels:
+            audit = state().registry.audit("pallas_call", params, 0)
+            name, _ = kernel_name(params)
+            proven[name] = proven.get(name, True) and audit is not None and audit.proven
+        return frozenset(name for name in proven if proven[name])
 
     def __repr__(self) -> str:
         return f"<WatchedProgram {self.name}>"
@@ -139,7 +172,7 @@ class Watched:
         self.timings: dict[str, Timings] = {}
         self._where = where
         self._programs: list[WatchedProgram] = []
-        self._above_check_off: dict[str, None] = {}  # sentences about gradients
+        self._above_check_off: list[str] = []  # sentences about gradients
         self._stop: Callable[[], None] | None = None
         self._has_begun = False
 
@@ -147,23 +180,17 @@ class Watched:
         if self._stop is not None:
             raise ShardrulesError("this watch is on already; make another one with watch()")
         self._has_begun = True
-        stop = compiling.start(
-            lambda noted: self._programs.append(WatchedProgram(noted, self, self._where()))
+        self._stop = compiling.start(
+            lambda executable, traced: self._programs.append(
+                WatchedProgram(executable, traced, self, self._where())
+            )
         )
-
-        def record(sentence: str) -> None:
-            self._above_check_off[sentence] = None
-
-        def stop_both() -> None:
-            cast_listeners.remove(record)
-            stop()
-
-        cast_listeners.append(record)
-        self._stop = stop_both
+        cast_listeners.append(self._above_check_off.append)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         if self._stop is not None:
+            cast_listeners.remove(self._above_check_off.append)
             self._stop()
             self._stop = None
 
@@ -218,7 +245,7 @@ class Watched:
             [program.count for program in judges],
             failures,
             len(programs) - judged,
-            notes=[*_made_again(judges), *map(here, self._above_check_off)],
+            notes=[*_made_again(judges), *map(here, dict.fromkeys(self._above_check_off))],
         )
 
     @property

@@ -66,7 +66,7 @@ class Recorder(watching.Listener):
             self._stops.pop()()
         self._patches.undo()
 
-    def _begin(self, program: Any) -> None:
+    def _begin(self, executable: Any, traced: compiling.Traced) -> None:
         """Watch calls once JAX is there and compiles the first program."""
         if threading.current_thread() is not threading.main_thread() or len(self._stops) != 1:
             return

@@ -12,7 +12,6 @@ __all__: list[str] = []
 
 
 def pytest_addoption(parser):
-    """Add the options."""
     group = parser.getgroup("shardrules")
     group.addoption(
         "--shardrules",
@@ -48,9 +47,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Set whether budgets are rewritten, and register the plugins that were asked for."""
     forced = config.getoption("--update-budgets-in-ci")
-    if config.getoption("--update-budgets") and not forced and _in_ci():
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
+    if config.getoption("--update-budgets") and not forced and in_ci:
         raise pytest.UsageError(
             f"--update-budgets where CI={os.environ['CI']}: each run would meet the budgets that "
             "it writes itself; write them on your machine and check them in, or pass "
@@ -79,12 +78,7 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    """Reset it: a process may run pytest twice."""
-    updates.wanted = False
-
-
-def _in_ci() -> bool:
-    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
+    updates.wanted = False  # a process may run pytest twice
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -103,7 +97,6 @@ _failed: list[str] = []
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Note a failure, expected or not."""
     report = (yield).get_result()
     if report.failed or hasattr(report, "wasxfail"):
         _failed.append(report.nodeid)
@@ -119,7 +112,6 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """Receive a worker's file names (pytest-xdist)."""
     for paths, sent in zip(
         (updates.written, updates.kept),
         getattr(node, "workeroutput", {}).get("shardrules_budgets", ()),
@@ -128,13 +120,9 @@ def pytest_testnodedown(node, error):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """List the files that were written."""
-    for path in map(_short, updates.written):
+    from shardrules.report.grouping import here
+
+    for path in map(here, updates.written):
         terminalreporter.write_line(f"shardrules: wrote the budget {path}")
-    for path in map(_short, updates.kept):
+    for path in map(here, updates.kept):
         terminalreporter.write_line(f"shardrules: left the budget {path}: its test failed")
-
-
-def _short(path: str) -> str:
-    short = os.path.relpath(path)
-    return path if short.startswith(os.pardir) else short

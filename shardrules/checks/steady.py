@@ -17,6 +17,7 @@ from shardrules.costs import donation
 from shardrules.door import compiled, watching
 from shardrules.errors import ShardrulesError, SteadyStateError
 from shardrules.registry.suggestions import is_library
+from shardrules.report.grouping import here
 
 _OWN = str(pathlib.Path(__file__).parents[1]) + os.sep
 _FIELDS = ("shape", "dtype", "weak_type", "sharding")
@@ -243,8 +244,7 @@ def _line() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         if not (path.startswith((_OWN, "<")) or is_library(path)):
-            short = os.path.relpath(path)
-            return f" at {path if short.startswith(os.pardir) else short}:{frame.f_lineno}"
+            return f" at {here(f'{path}:{frame.f_lineno}')}"
         frame = frame.f_back
     return ""
 

@@ -27,7 +27,6 @@ class PytestWatch:
         self._reports: list[dict[str, Any]] = []
 
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
-        """Receive a worker's report (pytest-xdist)."""
         sent = getattr(node, "workeroutput", {}).get(_KEY)
         if sent is not None:
             self._reports.append({**sent, "process": node.gateway.id})
@@ -54,7 +53,6 @@ class PytestWatch:
             session.exitstatus = 1
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Write the report, or where it is."""
         for report in self._reports:
             where = f" ({report['process']})" if report["process"] else ""
             terminalreporter.section(f"shardrules: programs that were compiled{where}")
@@ -89,11 +87,9 @@ class PytestCheck:
         )
 
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
-        """Receive a worker's table (pytest-xdist)."""
         self._texts += getattr(node, "workeroutput", {}).get(_CHECKED, [])
 
     def pytest_sessionfinish(self, session: Any) -> None:
-        """Write the table, and remove the hooks."""
         self._stack.close()
         from shardrules.migration import decided
 
@@ -103,7 +99,6 @@ class PytestCheck:
             self._config.workeroutput[_CHECKED] = self._texts
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Show the table."""
         terminalreporter.section("shardrules: shard_maps with the check off")
         for text in self._texts or ["none was called"]:
             terminalreporter.write_line(text)

@@ -265,10 +265,19 @@ class Line:
     def __init__(self, plane: Plane, data: memoryview):
         self._plane = plane
         self._bytes = np.frombuffer(data, np.uint8)
-        self._starts, self._ends, others = _events(data)
-        name, start = others.get(LINE_NAME, b""), others.get(LINE_START, 0)
-        self.name = "" if isinstance(name, int) else text(name)
-        self.start_ns = start if isinstance(start, int) else 0
+        self.name, self.start_ns = "", 0
+        starts, ends = array.array("q"), array.array("q")
+        at = 0
+        while at < len(data):
+            number, value, at = _field(data, at, len(data))
+            if isinstance(value, int):
+                self.start_ns = value if number == LINE_START else self.start_ns
+            elif number == LINE_NAME:
+                self.name = text(value)
+            elif number == LINE_EVENTS:
+                starts.append(at - len(value))
+                ends.append(at)
+        self._starts, self._ends = np.array(starts), np.array(ends)
 
     def batches(self, origin: int, stats: Sequence[str] = ()) -> Iterator[Batch]:
         """Yield its events, with some of their stats; times are after ``origin``."""
@@ -300,27 +309,3 @@ class Line:
                 column[of[chosen]] = value[chosen]
                 columns[wanted] = has, column
         return columns
-
-
-def _events(data: memoryview) -> tuple[np.ndarray, np.ndarray, dict[int, int | memoryview]]:
-    """Return starts and ends of a line's events, and its other fields by their numbers."""
-    key, at, last = LINE_EVENTS << 3 | 2, 0, len(data)
-    starts, ends = array.array("q"), array.array("q")
-    others: dict[int, int | memoryview] = {}
-    while at < last:
-        if data[at] == key and last - at > 3:  # quickly over sizes of one or two bytes
-            size, start = data[at + 1], at + 2
-            if size > 127:
-                size, start = size & 127 | data[start] << 7, start + 1
-            if size < 1 << 14 and size <= last - start:
-                at = start + size
-                starts.append(start)
-                ends.append(at)
-                continue
-        number, value, at = _field(data, at, last)
-        if number == LINE_EVENTS and not isinstance(value, int):
-            starts.append(at - len(value))
-            ends.append(at)
-        else:
-            others[number] = value
-    return np.array(starts), np.array(ends), others

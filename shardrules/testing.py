@@ -363,7 +363,7 @@ def assert_budget(
     caller = caller_place().rpartition(":")[0]
     path = pathlib.Path(caller).parent / given if os.path.exists(caller) else pathlib.Path(given)
     judgement, actual, _ = _judged(program, tuple(args), kwargs, level, registry, mesh)
-    now = budgets.of(actual, budgets.root_of(path))
+    now = budgets.of(actual, path)
     findings_now = findings.find(judgement, strict) if level == "compiled" else []
     if updates.wanted:
         now.allow = budgets.allowances(path)

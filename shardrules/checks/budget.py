@@ -43,17 +43,13 @@ class Budget:
         return lines + [str(c) for c in comparing.compare(self.rows, now.rows)]
 
 
-def root_of(path: pathlib.Path) -> str:
-    """Return the project folder that a budget's paths are relative to."""
+def of(account: accounts.Account, path: pathlib.Path) -> Budget:
+    """Return the budget that a program meets exactly; sources are relative to the project."""
     folders = path.resolve().parents
     roots = (f for f in folders if any((f / name).exists() for name in _ROOT_FILES))
-    return str(next(roots, folders[0]))
-
-
-def of(account: accounts.Account, root: str) -> Budget:
-    """Return the budget that a program meets exactly."""
     mesh = ",".join(f"{a}={n}" for a, n in (account.mesh or {}).items())
-    return Budget(account.level, mesh, comparing.grouped(account, root))
+    rows = comparing.grouped(account, str(next(roots, folders[0])))
+    return Budget(account.level, mesh, rows)
 
 
 def dump(budget: Budget) -> str:

@@ -45,7 +45,10 @@ class Expected:
             totals = functools.reduce(accounts.Totals.plus, taken[text], accounts.Totals())
             unsure = totals.unknown and set(wanted) != {"sites"}
             if unsure or any(is_wrong(getattr(totals, n), most) for n, most in wanted.items()):
-                line = f"{text}: expected{word} {_numbers(wanted)}, found {_totals(totals, wanted)}"
+                names = dict.fromkeys(["count", "bytes", *wanted])
+                found = _numbers({name: getattr(totals, name) for name in names})
+                bound = "at most " if totals.at_most else ""  # one branch of a conditional runs
+                line = f"{text}: expected{word} {_numbers(wanted)}, found {bound}{found}"
                 if unsure:
                     line += (
                         f" ({totals.unknown} in loops whose trip count isn't known: give 'sites' "
@@ -59,12 +62,6 @@ class Expected:
 
 def _numbers(wanted: Mapping[str, int]) -> str:
     return ", ".join(_UNITS[name].format(value) for name, value in wanted.items())
-
-
-def _totals(totals: accounts.Totals, wanted: Mapping[str, int]) -> str:
-    names = dict.fromkeys(["count", "bytes", *wanted])
-    bound = "at most " if totals.at_most else ""  # only one branch of a conditional runs
-    return bound + _numbers({name: getattr(totals, name) for name in names})
 
 
 @checked

@@ -20,7 +20,9 @@ class PytestWatch:
         from shardrules.watching import programs
 
         self._config = config
-        self._seen: Any = programs.Watched(False, {}, _test)
+        self._seen: Any = programs.Watched(
+            False, {}, lambda: os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        )
         self._seen.__enter__()
         self._format: str = config.getoption("--shardrules-format") or "text"
         self._output: str | None = config.getoption("--shardrules-output")
@@ -102,7 +104,3 @@ class PytestCheck:
         terminalreporter.section("shardrules: shard_maps with the check off")
         for text in self._texts or ["none was called"]:
             terminalreporter.write_line(text)
-
-
-def _test() -> str:
-    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]

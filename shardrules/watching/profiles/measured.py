@@ -18,9 +18,10 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching.profiles.events import UNKNOWN_RUN, Events, Timeline
 from shardrules.watching.profiles.wire import Program
 
-# These run other operations, which have events of their own.
-_CONTAINERS = ("while", "conditional", "call")
+# Loops and branches run other operations, which have events of their own.
+_HIDES_NOTHING = re.compile(rf"while|conditional|call|{'|'.join(KINDS)}|.*-(start|done)")
 _INSIDE = ("fusion", "async-start", "call")  # an event of theirs is that of what they call
+_STEM = re.compile(r"[^a-z-]")  # ends an opcode in an operation's name
 _BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
 
 
@@ -58,11 +59,18 @@ class Times:
         numbers, parts = self._seen.numbers, collections.defaultdict(list)
         for (device, program), timeline in self._seen.timelines.items():
             if program in judged:
-                idle = _covering_nothing(judged[program].module, self._sites[program])
+                computations = judged[program].module.computations.values()
+                opcodes = {i.name: i.opcode for c in computations for i in c.instructions}
             else:
-                idle = set(filter(_covers_nothing, numbers))
+                opcodes = {name: _STEM.split(name, maxsplit=1)[0] for name in numbers}
+            starts = {site.first for site in self._sites.get(program, {}).values()}
+            idle = [
+                number
+                for name, number in numbers.items()
+                if name in starts or _HIDES_NOTHING.fullmatch(opcodes.get(name, ""))
+            ]
             ran = timeline.ran()
-            busy = ~np.isin(ran.operation, [numbers[name] for name in idle if name in numbers])
+            busy = ~np.isin(ran.operation, idle)
             parts[device].append((ran.start[busy], ran.end[busy]))
         return {
             device: Covered(*map(np.concatenate, zip(*pairs))) for device, pairs in parts.items()
@@ -159,23 +167,6 @@ def sites(judgement: hlo.Judgement) -> dict[str, Site]:
     return result
 
 
-def _covering_nothing(module: hlo.Module, of: Mapping[str, Site]) -> set[str]:
-    """Return the operations that hide no collective: loops and branches, starts and ends."""
-    names = {
-        instruction.name
-        for computation in module.computations.values()
-        for instruction in computation.instructions
-        if instruction.opcode in _CONTAINERS or instruction.opcode.endswith(("-start", "-done"))
-    }
-    return names | {site.first for site in of.values()}
-
-
-def _covers_nothing(operation: str) -> bool:
-    """Tell by its name alone whether an operation hides no collective."""
-    stem = re.split(r"[^a-z-]", operation, maxsplit=1)[0]
-    return stem in (*_CONTAINERS, *KINDS) or stem.endswith(("-start", "-done"))
-
-
 def steps_of(starts: Sequence[float], markers: Sequence[float]) -> list[int]:
     """Return the step of each run of a program, by the starts of runs and steps, in order."""
     # Devices lag behind the host: the clock decides only where steps differ in their runs.
@@ -185,7 +176,7 @@ def steps_of(starts: Sequence[float], markers: Sequence[float]) -> list[int]:
 
 
 def _step_seconds(markers: Sequence[tuple[float, float]]) -> float:
-    """Return the median time from a step's start to the next one's; of the last, to its end."""
+    # From a step's start to the next one's; of the last, to its end.
     starts = [start for start, _ in markers]
     took = [after - before for before, after in itertools.pairwise(starts)]
     return statistics.median([*took, markers[-1][1] - markers[-1][0]]) / 1e9

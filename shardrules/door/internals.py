@@ -45,11 +45,9 @@ class Door:
         self.untested = ""  # why the hooks test themselves, or empty
         if versions.is_untested(version):
             self.untested = f"newer than {versions.NEWEST}, the newest that was tested"
-        self.typed = typed = symbols["check_vma"] is not None  # whether axis types are on avals
+        self.typed = symbols["check_vma"] is not None  # whether axis types are on avals
         self._owners = owners
         self._here = threading.local()
-        # From JAX 0.6.2; 0.6.0, where the switch has its old name, keeps the check on in kernels.
-        self.traces_kernels_unchecked = not typed or owners["check_vma"][1] == "_check_vma"
         # There, all that Primitive.bind_with_trace does for a trace that takes hijax types is to
         # call process_primitive. Two calls an equation are saved by not asking it; a test in
         # tests/core/test_install.py reads its source, and any other JAX is asked.

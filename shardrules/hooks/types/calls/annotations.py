@@ -62,7 +62,6 @@ def check_annotations(
 
 
 def note_results(state: State, opaque: OpaqueCall, results: Any) -> None:
-    """Record the results of a call that has a contradicted annotation."""
     for contradiction in opaque.contradictions if state.here.contradictions else ():
         contradiction.values.append(weakref.ref(results[contradiction.output]))
 
@@ -71,55 +70,43 @@ def note_called(state: State, jaxpr: Any, results: Any) -> None:
     """Record the results of a jit that returns a contradicted kernel's output."""
     # Between the kernel and the jit's end they may have been converted, reshaped or masked: no
     # gradient flows into anything but the kernel there.
-    makers = _makers(jaxpr)
-    for variable, result in zip(jaxpr.outvars, results):
-        for contradiction in _origin(state, jaxpr, makers, variable)[0]:
+    sources = _sources(state, jaxpr, [_ELSEWHERE] * len(jaxpr.invars))
+    for contradictions, result in zip(sources, results):
+        for contradiction in contradictions or ():
             contradiction.values.append(weakref.ref(result))
 
 
-def _origin(
-    state: State, jaxpr: Any, makers: dict[Any, Any], variable: Any
-) -> tuple[Sequence[Contradiction], int | None]:
-    """Return the contradictions of the kernel output that makes a variable, or else the input."""
-    # Both are empty where a gradient may flow into more than one of its operands.
-    while not hasattr(variable, "val"):
-        eqn = makers.get(variable)
-        if eqn is None:
-            inputs = [i for i, invar in enumerate(jaxpr.invars) if invar is variable]
-            return (), inputs[0] if inputs else None
-        at, name = eqn.outvars.index(variable), eqn.primitive.name
+# Where the gradient of a value flows: into one kernel's output, of which these are the
+# contradictions; elsewhere; nowhere (None), since it is made of integers or constants.
+_Source = tuple[Contradiction, ...] | None
+_ELSEWHERE: _Source = ()
+
+
+def _sources(state: State, jaxpr: Any, inputs: Sequence[_Source]) -> list[_Source]:
+    """Return where the gradients of a jaxpr's outputs flow, from where those of its inputs do."""
+    sources: dict[Any, _Source] = dict(zip(jaxpr.invars, inputs))
+
+    def read(atom):
+        return None if hasattr(atom, "val") else sources.get(atom, _ELSEWHERE)
+
+    made: list[_Source]
+    for eqn in jaxpr.eqns:
+        taken, name = [*map(read, eqn.invars)], eqn.primitive.name
         opaque = state.opaque_call_of(eqn.primitive, eqn.params)
         if opaque is not None:
-            return [c for c in opaque.contradictions if c.output == at], None
-        taken = [i for i, atom in enumerate(eqn.invars) if _is_differentiable(makers, atom)]
-        if name in CALLS:
-            inner = opened(eqn.params[CALLS[name]])
-            contradictions, i = _origin(state, inner, _makers(inner), inner.outvars[at])
-            if i is None:
-                return contradictions, None
-            taken = [i]
+            outputs = range(len(eqn.outvars))
+            made = [tuple(c for c in opaque.contradictions if c.output == i) for i in outputs]
+        elif name in CALLS:
+            made = _sources(state, opened(eqn.params[CALLS[name]]), taken)
         elif name in TO_VARYING:
-            taken = [at]
+            made = taken
         elif named_axes(eqn.params) or next(inner_jaxprs(eqn.params), None) is not None:
-            break
-        if len(taken) != 1:
-            break
-        variable = eqn.invars[taken[0]]
-    return (), None
-
-
-def _makers(jaxpr: Any) -> dict[Any, Any]:
-    return {variable: eqn for eqn in jaxpr.eqns for variable in eqn.outvars}
-
-
-def _is_differentiable(makers: dict[Any, Any], atom: Any) -> bool:
-    """Whether a gradient may flow into an operand: not into what is made of integers."""
-    while not hasattr(atom, "val") and is_inexact(atom.aval):
-        eqn = makers.get(atom)
-        if eqn is None or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
-            return True
-        atom = eqn.invars[0]
-    return False
+            made = [_ELSEWHERE] * len(eqn.outvars)
+        else:
+            into = [s for s, v in zip(taken, eqn.invars) if s is not None and is_inexact(v.aval)]
+            made = [into[0] if len(into) == 1 else _ELSEWHERE if into else None] * len(eqn.outvars)
+        sources.update(zip(eqn.outvars, made))
+    return [*map(read, jaxpr.outvars)]
 
 
 def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:

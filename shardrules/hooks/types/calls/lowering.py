@@ -63,14 +63,20 @@ def _tag(door: Door, state: State, ctx, opaque, calls, results) -> None:
 
 
 def _effects(door: Door, state: State, ctx, opaque) -> tuple[Effect, ...]:
-    count = opaque.answer_count(len(ctx.avals_out))
+    layout, count = opaque.layout, len(ctx.avals_out)
+    if layout is not None and len(layout.answers) != count:
+        layout = None
+    count = count if layout is None else layout.answer_count
     types = door.axis_types(ctx.avals_in)
     if any(t.axes for t in types):
         effects = resolve(door, state, opaque, types, count).effects
     else:  # the check is off: only what needs no types is available
         effects = opaque.effects or opaque.registration.rule.effects(count)
         effects = effects or (Effect("unknown"),) * count
-    return opaque.placed(effects, len(ctx.avals_out))
+    if layout is None:
+        return effects
+    local = Effect("local")  # what the kernel doesn't write
+    return tuple(local if answer is None else effects[answer] for answer in layout.answers)
 
 
 def _custom_calls(operands: Any, results: Any) -> list[Any]:
@@ -99,7 +105,6 @@ def _custom_calls(operands: Any, results: Any) -> list[Any]:
 
 
 def _placed(effects: tuple[Effect, ...], call: Any, results: Any) -> tuple[Effect, ...]:
-    """Return the effect on each result of a custom call."""
     # Mosaic GPU returns a kernel's scratch in global memory, too (JAX 0.10.2): that is no output.
     own = list(call.results)
     at = {

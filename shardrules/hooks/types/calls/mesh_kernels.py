@@ -27,7 +27,7 @@ from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.owners import held_by, innermost, module_of
 from shardrules.hooks.types.refs import check_written, written_variables
-from shardrules.registry.axistypes import AxisType, Effect
+from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, binding_of
 
 _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
@@ -50,17 +50,14 @@ class Layout(NamedTuple):
     answers: tuple[int | None, ...]
     overwritten: tuple[int | None, ...]  # for each returned array, the operand that it overwrites
     refs: tuple[int, ...]  # positions of the refs that are written; their answers come last
-    operand_count: int
 
     @property
     def answer_count(self) -> int:
-        """The number of answers that the rule gives."""
         return sum(answer is not None for answer in self.answers) + len(self.refs)
 
     def types(
         self, answered: Sequence[AxisType], inputs: Sequence[AxisType]
     ) -> tuple[AxisType, ...]:
-        """Return the type of each returned array."""
         types = []
         for answer, operand in zip(self.answers, self.overwritten):
             if operand is None:
@@ -73,29 +70,7 @@ class Layout(NamedTuple):
         return tuple(types)
 
 
-@dataclasses.dataclass
-class MeshKernel(OpaqueCall):
-    """An opaque call that is a mesh kernel."""
-
-    layout: Layout | None = None  # of the last bind
-
-    def answer_count(self, output_count: int) -> int:
-        """Return the number of results that the rule types: those that the kernel writes."""
-        if self.layout is None or len(self.layout.answers) != output_count:
-            return output_count
-        return self.layout.answer_count
-
-    def placed(self, effects: tuple[Effect, ...], output_count: int) -> tuple[Effect, ...]:
-        """Return each output's effect; it is local if the kernel doesn't write the output."""
-        if self.layout is None or len(self.layout.answers) != output_count:
-            return effects
-        return tuple(
-            Effect("local") if answer is None else effects[answer] for answer in self.layout.answers
-        )
-
-
 def _layout(door: Door, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
-    """Return the outputs that a call's rule types."""
     stored = set()
     for jaxpr in _jaxprs(params):
         operands = jaxpr.invars[: len(avals)] if "jaxprs" in params else jaxpr.constvars
@@ -111,12 +86,10 @@ def _layout(door: Door, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
     refs = tuple(
         at for at, aval in enumerate(avals) if isinstance(aval, door.AbstractRef) and at in stored
     )
-    return Layout(answers, tuple(map(aliases.get, outputs)), refs, len(avals))
+    return Layout(answers, tuple(map(aliases.get, outputs)), refs)
 
 
 class MeshKernelHooks(Hooks):
-    """Hooks on ``mpmd_map`` and ``core_map``."""
-
     laws = ("mesh_kernel",)
 
     def __init__(self, door: Door, state: State):
@@ -124,10 +97,9 @@ class MeshKernelHooks(Hooks):
         # From a jaxpr to the function or the jaxpr that it was traced or lowered from.
         self._sources: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # Keyed by the first jaxpr of a call.
-        self._kernels: weakref.WeakKeyDictionary[Any, MeshKernel] = weakref.WeakKeyDictionary()
+        self._kernels: weakref.WeakKeyDictionary[Any, OpaqueCall] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Replace JAX's tracing of kernels, and what turns the check off for plgpu.kernel."""
         door = self.door
         for key in ("mpmd_tracing", "core_map_tracing"):
             if getattr(door, key) is not None:
@@ -139,16 +111,12 @@ class MeshKernelHooks(Hooks):
     def _noting(self, module: Any) -> ModuleProxy:
         """Return a module whose tracing functions record what they trace."""
         trace, lower = self._trace, self._lower
-        tracing = {"trace_to_jaxpr_dynamic": trace, "trace_to_jaxpr": trace, "lower_jaxpr2": lower}
-        there = [name for name in tracing if hasattr(module, name)]
-        recording = {n: functools.partial(tracing[n], getattr(module, n)) for n in there}
+        hooks = {"trace_to_jaxpr_dynamic": trace, "trace_to_jaxpr": trace, "lower_jaxpr2": lower}
+        originals = {name: getattr(module, name) for name in hooks if hasattr(module, name)}
+        recording = {n: functools.partial(hooks[n], original) for n, original in originals.items()}
         return ModuleProxy(module, recording)
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of ``mpmd_map``, ``core_map``, or the custom_vmap around them."""
-        if primitive is self.door.custom_vmap_p:
-            return Law(bind=self._bind_custom_vmap)
-
         def tagged(params):
             if not self._acts(params):
                 return None
@@ -177,7 +145,6 @@ class MeshKernelHooks(Hooks):
         return traced
 
     def _lower(self, lower, closed, *args, **kwargs):
-        """Lower a kernel's types as JAX does, and record the jaxpr that was lowered."""
         lowered = lower(closed, *args, **kwargs)
         self._sources[opened(lowered)] = opened(closed)
         return lowered
@@ -194,7 +161,7 @@ class MeshKernelHooks(Hooks):
             function = held["body"]
         return function
 
-    def _origin(self, jaxpr: Any) -> tuple[MeshKernel | None, Any]:
+    def _origin(self, jaxpr: Any) -> tuple[OpaqueCall | None, Any]:
         """Return the kernel that a jaxpr comes from, if there is one yet, or else the function."""
         source = self._sources.get(jaxpr)
         while hasattr(source, "eqns"):
@@ -235,19 +202,6 @@ class MeshKernelHooks(Hooks):
 
         return call
 
-    def _bind_custom_vmap(self, rest, primitive, trace, args, params):
-        """Trace the function again if the operands' types differ (JAX 0.10.2)."""
-        if self.acts:
-            import jax
-
-            call = params["call"]
-            have = self.door.axis_types(map(self.door.typeof, args))
-            if have != self.door.axis_types(call.in_avals):
-                with self.door.set_current_trace(trace):
-                    call = jax.make_jaxpr(jax.extend.core.jaxpr_as_fun(call))(*args)
-                params = {**params, "call": call}
-        return rest(primitive, trace, args, params)
-
     # The kernel of a call.
 
     def _acts(self, params: dict[str, Any]) -> bool:
@@ -257,7 +211,7 @@ class MeshKernelHooks(Hooks):
         kernel = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
         return kernel is not None and kernel.active(self.state)
 
-    def _kernel(self, primitive: Any, params: dict[str, Any]) -> MeshKernel:
+    def _kernel(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
         jaxpr = _jaxprs(params)[0]
         kernel = self._kernels.get(jaxpr)
         if kernel is None:
@@ -270,15 +224,18 @@ class MeshKernelHooks(Hooks):
         kernel.settle(self.state)
         return kernel
 
-    def _proven(self, primitive: Any, params: dict[str, Any], kernel: MeshKernel) -> MeshKernel:
+    def _proven(self, primitive: Any, params: dict[str, Any], kernel: OpaqueCall) -> OpaqueCall:
         """Look for a proof if the kernel is not declared."""
         # Only after a layout was made: Mosaic GPU also binds core_maps inside kernels.
         if kernel.layout is not None:
-            kernel.operand_count = kernel.layout.operand_count
-            prove(kernel, self.state, primitive.name, params, kernel.operand_count)
+            prove(kernel, self.state, primitive.name, params, kernel.operand_count or 0)
         return kernel
 
-    def _described(self, primitive: Any, params: dict[str, Any]) -> MeshKernel:
+    def _lay_out(self, kernel: OpaqueCall, params: dict[str, Any], avals) -> Layout:
+        kernel.layout, kernel.operand_count = _layout(self.door, params, avals), len(avals)
+        return kernel.layout
+
+    def _described(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
         functions = [self._origin(jaxpr)[1] for jaxpr in _jaxprs(params)]
         name, place = kernel_name(params)
         inner = innermost(functions[0])
@@ -288,7 +245,7 @@ class MeshKernelHooks(Hooks):
         binding = _binding(name, functions)
         call = Call(primitive.name, name, place, module_of(inner), binding, primitive)
         notes = self.state.here.kernel_annotations
-        return MeshKernel(call, notes if len(notes) == len(_out_avals(params)) else ())
+        return OpaqueCall(call, notes if len(notes) == len(_out_avals(params)) else ())
 
     # Rewrite and check.
 
@@ -298,12 +255,12 @@ class MeshKernelHooks(Hooks):
         first = _jaxprs(params)[0] not in self._kernels
         kernel = self._kernel(primitive, params)
         avals = [self.door.typeof(x) for x in args]
-        layout = kernel.layout = _layout(self.door, params, avals)
+        layout = self._lay_out(kernel, params, avals)
         if self.door.checking() and layout.answer_count:
             resolution, types = self._resolve(primitive, params, kernel, avals)
             if first:
                 if not all(map(only_touches_refs, _jaxprs(params))):
-                    confirm(kernel, self.state, primitive.name, params, layout.operand_count)
+                    confirm(kernel, self.state, primitive.name, params, len(avals))
                 check_annotations(self.door, self.state, kernel, types)
             wants = list(resolution.inputs)
             for at in layout.overwritten:
@@ -319,19 +276,19 @@ class MeshKernelHooks(Hooks):
         return results
 
     def _typed(self, primitive: Any, evaluate):
-        """Return the abstract eval that types outputs by the rule and checks written refs."""
-
         def abstract_eval(*avals, **params):
             if not self._acts(params):
                 return evaluate(*avals, **params)
             # JAX 0.11 and 0.12 refuse every ref that varies, so the hooks check the writes here.
-            if not self.door.checking():  # in a kernel, where Mosaic GPU maps over warps (JAX 0.12)
-                is_ref = [isinstance(aval, self.door.AbstractRef) for aval in avals]
-                plain = [self._plain(aval) if ref else aval for aval, ref in zip(avals, is_ref)]
-                return evaluate(*plain, **params)
-            outputs, effects = evaluate(*map(self._plain, avals), **params)
+            # The check is off in a kernel, where Mosaic GPU maps over warps (JAX 0.12).
+            door, checking = self.door, self.door.checking()
+            plain = [checking or isinstance(aval, door.AbstractRef) for aval in avals]
+            given = [door.with_axis_type(a, AxisType()) if p else a for a, p in zip(avals, plain)]
+            outputs, effects = evaluate(*given, **params)
+            if not checking:
+                return outputs, effects
             kernel = self._kernel(primitive, params)
-            layout = kernel.layout = _layout(self.door, params, avals)
+            layout = self._lay_out(kernel, params, avals)
             if not layout.answer_count:
                 return outputs, effects
             resolution, types = self._resolve(primitive, params, kernel, avals)
@@ -344,13 +301,9 @@ class MeshKernelHooks(Hooks):
 
         return abstract_eval
 
-    def _plain(self, aval: Any) -> Any:
-        return self.door.with_axis_type(aval, AxisType())
-
-    def _resolve(self, primitive: Any, params: dict[str, Any], kernel: MeshKernel, avals):
+    def _resolve(self, primitive: Any, params: dict[str, Any], kernel: OpaqueCall, avals):
         """Return the rule's answer, and the types of the returned arrays."""
         layout, inputs = self._proven(primitive, params, kernel).layout, self.door.axis_types(avals)
-        assert layout is not None, "made before"
         resolution = resolve(self.door, self.state, kernel, inputs, layout.answer_count)
         return resolution, layout.types(resolution.outputs, inputs)
 

@@ -68,18 +68,11 @@ class OpaqueCall:
     # how many operands the audit takes, if not as many as are lowered
     operand_count: int | None = None
     contradictions: tuple[Contradiction, ...] = ()  # the annotations that its kernel contradicts
+    layout: Any = None  # the outputs that the rule of a kernel on a mesh types, at its last bind
 
     def active(self, state: State) -> bool:
         """Whether the hooks act on the call now, or did when it was bound."""
         return state.active or (self.scope is not None and self.scope.active)
-
-    def answer_count(self, output_count: int) -> int:
-        """Return how many results the rule answers for."""
-        return output_count
-
-    def placed(self, effects: tuple[Effect, ...], output_count: int) -> tuple[Effect, ...]:
-        """Return the effect on each output, from the rule's answers."""
-        return effects
 
     def settle(self, state: State) -> None:
         """Set the scope and the registration where they are not set yet."""
@@ -106,7 +99,6 @@ def typed(
 
 
 def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
-    """Return the declaration that a call obeys, or None."""
     # A rule bound to the kernel's function object comes first, then the rule of the declared op
     # around it, then the registry's rule for the name.
     for binding in (call.binding, scope.binding):

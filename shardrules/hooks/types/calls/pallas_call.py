@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, union
@@ -23,40 +23,26 @@ from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.owners import module_of
 from shardrules.hooks.types.refs import check_written, written_variables
 from shardrules.registry.axistypes import AxisType
-from shardrules.registry.binding import Binding, Declared, binding_of
+from shardrules.registry.binding import Declared, binding_of
 from shardrules.registry.suggestions import module_at
 
 
-class _Traced(NamedTuple):
-    """What only the kernel's tracer sees: module, rule, and the user's annotations."""
-
-    module: str
-    binding: Binding | None
-    annotations: tuple[AxisType | None, ...]
-
-
 class PallasHooks(Hooks):
-    """Hooks on ``pallas_call``."""
-
     laws = ("pallas_call",)
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
-        # What was traced becomes an OpaqueCall when it is bound.
-        self._kernels: weakref.WeakKeyDictionary[Any, OpaqueCall | _Traced] = (
-            weakref.WeakKeyDictionary()
-        )
+        # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce. What
+        # was traced gets its name when it is bound.
+        self._kernels: weakref.WeakKeyDictionary[Any, OpaqueCall] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Replace what traces a kernel and what converts its output shapes."""
         door = self.door
         patches.attribute(*door.owner("trace_kernel"), self._tracer(door.trace_kernel))
         if door.convert_out_shape is not None:
             patches.attribute(*door.owner("convert_out_shape"), self._convert_out_shape)
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of ``pallas_call``."""
         return Law(
             typed=self._typed,
             bind=self._bind,
@@ -92,13 +78,11 @@ class PallasHooks(Hooks):
                     annotations = tuple(noted[len(noted) - grid_mapping.num_outputs :])
                 noted.clear()
             body = fun.__wrapped__ if isinstance(fun, Declared) else fun
-            if door.traces_kernels_unchecked:
+            with door.unchecked():  # JAX 0.6.2 and newer do so themselves
                 traced = trace(body, *args, **kwargs)
-            else:
-                with door.unchecked():
-                    traced = trace(body, *args, **kwargs)
             jaxpr, traced = door.kernel_jaxpr(traced)
-            self._kernels[jaxpr] = _Traced(module_of(fun), binding_of(fun), annotations)
+            call = Call("pallas_call", "", "", module_of(fun), binding_of(fun))
+            self._kernels[jaxpr] = OpaqueCall(call, annotations)
             return traced
 
         return trace_kernel
@@ -106,17 +90,13 @@ class PallasHooks(Hooks):
     # Rewrite and check.
 
     def kernel_of(self, params: dict[str, Any]) -> OpaqueCall:
-        """Return the OpaqueCall of a bind or an equation."""
         jaxpr = params["jaxpr"]
         kernel = self._kernels.get(jaxpr)
-        if not isinstance(kernel, OpaqueCall):
+        if kernel is None or not kernel.call.name:
             name, place = kernel_name(params)
             primitive, outer = self.state.here.outer
             if kernel is not None:
-                kernel = OpaqueCall(
-                    Call("pallas_call", name, place, kernel.module, kernel.binding),
-                    kernel.annotations,
-                )
+                kernel.call = kernel.call._replace(name=name, place=place)
             elif primitive is self.door.pallas_call_p and outer.call.name == name:
                 # A jaxpr that a transformation made: it keeps the name and the rule of the bind
                 # that is being transformed. Its outputs differ, so it keeps no annotations.
@@ -135,13 +115,13 @@ class PallasHooks(Hooks):
         if self.state.active:
             return True
         kernel = self._kernels.get(jaxpr)
-        return isinstance(kernel, OpaqueCall) and kernel.active(self.state)
+        return kernel is not None and kernel.active(self.state)
 
     def _bind(self, rest, primitive, trace, args, params):
         jaxpr, here = params["jaxpr"], self.state.here
         if not self._acts(jaxpr):
             return rest(primitive, trace, args, params)
-        first = not isinstance(self._kernels.get(jaxpr), OpaqueCall)
+        first = getattr(self._kernels.get(jaxpr), "scope", None) is None
         kernel = self.kernel_of(params)
         if first and not only_touches_refs(jaxpr):
             confirm(kernel, self.state, "pallas_call", params, 0)
@@ -185,8 +165,6 @@ class PallasHooks(Hooks):
             raise self.state.outlived(f"pallas_call kernel {name!r}")
 
     def _typed(self, evaluate):
-        """Return the abstract eval that types the outputs by the rule."""
-
         def abstract_eval(*avals, **params):
             outputs, effects = evaluate(*avals, **params)
             if not self.door.checking():

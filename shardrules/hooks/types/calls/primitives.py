@@ -14,6 +14,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
@@ -30,25 +32,20 @@ from shardrules.registry.binding import binding_of
 class _Results(tuple):
     """Result avals with the user's annotations or, once the call is bound, with its OpaqueCall."""
 
-    annotations: tuple[AxisType | None, ...] = ()
-    opaque: OpaqueCall | None = None
+    annotations: tuple[AxisType | None, ...]
+    opaque: OpaqueCall | None
+
+    def __new__(cls, avals: Any, annotations: Any = (), opaque: OpaqueCall | None = None):
+        results = super().__new__(cls, avals)
+        results.annotations, results.opaque = annotations, opaque
+        return results
 
 
-@functools.cache
-def _register() -> None:
-    """Register _Results as a pytree: JAX maps over a callback's avals once the hooks are gone."""
-    import jax
-
-    plain: Any = tuple
-    jax.tree_util.register_pytree_node(
-        _Results, lambda avals: (plain(avals), None), lambda _, avals: plain(avals)
-    )
-
-
-def _results(avals: Any, annotations: Any = (), opaque: OpaqueCall | None = None) -> _Results:
-    results = _Results(avals)
-    results.annotations, results.opaque = annotations, opaque
-    return results
+# JAX maps over a callback's avals once the hooks are gone.
+_tuple: Any = tuple
+jax.tree_util.register_pytree_node(
+    _Results, lambda avals: (_tuple(avals), None), lambda _, avals: _tuple(avals)
+)
 
 
 class _Kind(NamedTuple):
@@ -56,7 +53,6 @@ class _Kind(NamedTuple):
 
     function: str = ""  # the parameter that holds the kernel's function, or empty
     results: str = ""  # the parameter that holds its result avals, or empty
-    own: bool = False  # whether it is a user's: then its own answer counts where it is wide enough
 
     def read(self, params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
         """Return the kernel's function, or None, and the names to look up."""
@@ -78,7 +74,7 @@ _KINDS = {
     "call_exported": _Kind(),
     "tpu_custom_call": _Kind("", "out_avals"),
 }
-_USERS = _Kind("fn", own=True)
+_USERS = _Kind("fn")
 
 # Where users register the rules of their primitives.
 _TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.partial_eval")
@@ -97,8 +93,6 @@ def _is_lent(opaque: OpaqueCall) -> bool:
 
 
 class PrimitiveHooks(Hooks):
-    """Hooks on opaque primitives."""
-
     laws = ("opaque",)
 
     def __init__(self, door: Door, state: State):
@@ -107,14 +101,11 @@ class PrimitiveHooks(Hooks):
         self._carriers: dict[Any, Any] = {}  # by primitive and scope
 
     def install(self, patches: Patches) -> None:
-        """Replace what converts result avals and what looks up a transpose rule."""
-        _register()
         if self.door.result_avals is not None:  # from JAX 0.6
             patches.attribute(*self.door.owner("result_avals"), self._result_avals)
             patches.attribute(*self.door.owner("transpose_of"), self._transpose_of)
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of an opaque primitive, JAX's own or a user's."""
         self._kinds[primitive] = _USERS if row is USERS else _KINDS[primitive.name]
         opaque_call_of = functools.partial(self.opaque_call, primitive)
         return Law(
@@ -126,7 +117,6 @@ class PrimitiveHooks(Hooks):
         )
 
     def _transpose_of(self, p: Any) -> Any:
-        """Return a primitive's transpose rule; a user's is checked against operand types."""
         rule = self.door.transpose_of(p)
         if self._kinds.get(p) is not _USERS:
             return rule
@@ -162,11 +152,10 @@ class PrimitiveHooks(Hooks):
     # The OpaqueCall of a call.
 
     def carrying(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
-        """Return params that carry the OpaqueCall to later abstract evals and lowerings."""
         kind = self._kinds.get(opaque.call.target)
         if kind is None or kind.results not in params:
             return params
-        return {**params, kind.results: _results(params[kind.results], opaque=opaque)}
+        return {**params, kind.results: _Results(params[kind.results], opaque=opaque)}
 
     def _result_avals(self, results):
         """Accept annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
@@ -177,10 +166,9 @@ class PrimitiveHooks(Hooks):
             result if annotation is None else self.door.unannotated(result)
             for result, annotation in zip(results, annotations)
         ]
-        return _results(self.door.result_avals(plain), annotations)
+        return _Results(self.door.result_avals(plain), annotations)
 
     def opaque_call(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
-        """Return the OpaqueCall of a bind or an equation of an opaque primitive."""
         kind = self._kinds.get(primitive, _USERS)
         results = params.get(kind.results)
         if isinstance(results, _Results) and results.opaque is not None:
@@ -213,7 +201,7 @@ class PrimitiveHooks(Hooks):
         else:
             params = self.unchecked(opaque, params)
         with self.state.locally(outer=(primitive, opaque)):
-            if kind.own and opaque.scope is not None and _is_lent(opaque):
+            if kind is _USERS and opaque.scope is not None and _is_lent(opaque):
                 # To JAX 0.4.35 the operands say in which trace.
                 enter = self.door.set_current_trace or contextlib.nullcontext
                 carrier = self._carrier(primitive, opaque.scope)
@@ -226,7 +214,6 @@ class PrimitiveHooks(Hooks):
         return params
 
     def _ruled(self, kind: _Kind, opaque: OpaqueCall, primitive, trace, args, params):
-        """Return the cast operands, and the parameters with the results' types."""
         results = params.get(kind.results)
         avals = [self.door.typeof(x) for x in args]
         may_answer = self._may_answer(opaque)
@@ -248,12 +235,10 @@ class PrimitiveHooks(Hooks):
         args = self.door.cast_bound(trace, args, resolution.inputs)
         if results is not None:
             outputs = typed(self.door, opaque, results, resolution.outputs)
-            params = {**params, kind.results: _results(outputs, opaque=opaque)}
+            params = {**params, kind.results: _Results(outputs, opaque=opaque)}
         return args, params
 
     def _typed(self, primitive: Any, evaluate: Callable) -> Callable:
-        """Return the abstract eval that types the results by the rule."""
-
         def abstract_eval(*avals, **params):
             answer = evaluate(*avals, **params)
             if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -306,16 +291,14 @@ class PrimitiveHooks(Hooks):
                 carrier.abstract_eval = self._scoped(
                     lambda *a, **k: primitive.abstract_eval(*a, **k), scope
                 )
-                opaque_call_of = self._scoped(
-                    functools.partial(self.state.opaque_call_of, primitive), scope
-                )
-                law = Law(opaque_call_of=opaque_call_of, tagged=opaque_call_of)
+                call_of = functools.partial(self.state.opaque_call_of, primitive)
+                call_of = self._scoped(call_of, scope)
+                law = Law(opaque_call_of=call_of, tagged=call_of)
                 self.state.of(Funnel).declare(carrier, law)
             self._complete(carrier, primitive, scope)
         return carrier
 
     def _complete(self, carrier: Any, primitive: Any, scope: Scope) -> None:
-        """Give a carrier the rules that its primitive has now."""
         for name in _TABLES:
             for table in list(vars(importlib.import_module(name)).values()):
                 if isinstance(table, dict) and primitive in table and carrier not in table:

@@ -14,6 +14,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from jax.tree_util import SequenceKey, tree_leaves
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import inner_jaxprs, is_inexact, named_axes
 from shardrules.door.patching import Patches
@@ -33,35 +35,22 @@ from shardrules.registry.axistypes import AxisType, Effect, Resolution, show_axe
 _BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))
 
 
-@dataclasses.dataclass
-class _Run:
-    """One run of a custom_vjp's bwd; its cotangents are matched in order after it returned."""
-
-    call: Any  # bwd, from and to flat lists
-    args: tuple[Any, ...]  # its arguments
-    axes: frozenset[str]  # the mesh's
-    parts: CustomVjpInfo  # of its custom_vjp
-    primals: tuple[AxisType, ...]  # the axis types of its primals
-    # the axis types of its arguments' leaves, the cotangents of the outputs last
-    entering: tuple[AxisType, ...] = ()
-    arriving: int = 0  # how many cotangents of outputs it takes; 0 before bwd is entered
-    returned: bool = False  # whether bwd has returned
-    matched: int = 0  # how many cotangents are matched
-
-
 class _Bwd(Bwd):
-    """A bwd whose cotangents' types come from replication sets."""
+    """One run of a bwd; its cotangents are matched in order after it returned."""
 
-    def __init__(self, hooks: CustomVjpHooks, run: _Run):
-        super().__init__(hooks, lambda *args: tuple(run.call(*args)), run.parts, run.args)
-        self.refusals.has_casts = False
-        self.mesh_axes, self.primals = run.axes, run.primals
-        self.entering, self.first = run.entering, len(run.entering) - run.arriving
+    entering: tuple[AxisType, ...] = ()  # empty before bwd is entered
+    returned = False  # whether bwd has returned
+    matched = 0  # how many cotangents are matched
+
+    def enter(self, parts: CustomVjpInfo, args: tuple[Any, ...]) -> None:
+        """Take the types of the arguments' leaves, those of the outputs' cotangents last."""
+        self.parts = self.refusals.parts = parts
+        axes = (_varying(self.mesh_axes, leaf) for leaf in tree_leaves(args))
+        self.entering = tuple(map(AxisType, axes))
+        self.first = len(self.entering) - len(tree_leaves(args[-1]))
 
 
 class SetVjpHooks(CustomVjpHooks):
-    """Hooks on ``jax.custom_vjp`` where cotangents are matched by replication sets."""
-
     def _flat_fwd(self, fwd, *rest, **options):
         return self.door.flatten_fwd(fwd, *rest, **options)
 
@@ -73,16 +62,12 @@ class SetVjpHooks(CustomVjpHooks):
 
 
 class SetPrimitiveHooks(PrimitiveHooks):
-    """Hooks on opaque primitives."""
-
     def unchecked(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
         """Return parameters that carry the OpaqueCall: the check reads it outside the scope."""
         return params if opaque.registration is None else self.carrying(opaque, params)
 
 
 class SetHooks(Hooks):
-    """Hooks on ``jax.experimental.shard_map``'s tables."""
-
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self.primitives = state.of(SetPrimitiveHooks)
@@ -93,7 +78,6 @@ class SetHooks(Hooks):
         self._counts: dict[tuple[str, str], int] = {}  # of results, where parameters don't say
 
     def install(self, patches: Patches) -> None:
-        """Add the table entries, and replace the fallbacks for missing ones."""
         door = self.door
         leave_out_zeros(door, patches)
 
@@ -101,15 +85,13 @@ class SetHooks(Hooks):
             missing = functools.partial(door.rule_missing, primitive)
             for table, entry in ((door.check_rules, check), (door.rewrite_rules, rewrite)):
                 original = table.get(primitive, missing)
-                patches.entry(table, primitive, functools.partial(entry, original))
+                patches.entry(table, primitive, functools.partial(entry, primitive, original))
 
         for primitive in [p for p in door.check_rules if p.name in _BY_DEVICE]:
             entries(primitive, self._check_by_device, self._rewrite_by_device)
         opaque = (door.pallas_call_p, door.ffi_call_p, door.pure_callback_p, door.io_callback_p)
-        for primitive in (*opaque, door.tpu_custom_call_p):
-            if primitive is not None:
-                check = functools.partial(self.check, primitive)
-                entries(primitive, check, functools.partial(self.rewrite, primitive))
+        for primitive in filter(None, (*opaque, door.tpu_custom_call_p)):
+            entries(primitive, self.check, self.rewrite)
         if door.cond_p in door.rewrite_rules:  # not to 0.4.35
             rewrite = functools.partial(self._rewrite_cond, door.rewrite_rules[door.cond_p])
             patches.entry(door.rewrite_rules, door.cond_p, rewrite)
@@ -119,10 +101,10 @@ class SetHooks(Hooks):
 
     # The two tables.
 
-    def _check_by_device(self, original, mesh, *in_rep, **params):
+    def _check_by_device(self, primitive, original, mesh, /, *in_rep, **params):
         return self._by_device(mesh, original(mesh, *in_rep, **params), params)
 
-    def _rewrite_by_device(self, original, mesh, in_rep, *args, **params):
+    def _rewrite_by_device(self, primitive, original, mesh, in_rep, /, *args, **params):
         results, reps = original(mesh, in_rep, *args, **params)
         return results, [self._by_device(mesh, rep, params) for rep in reps]
 
@@ -136,7 +118,6 @@ class SetHooks(Hooks):
         return set(rep) - named_axes(params)
 
     def rewrite(self, primitive, original, mesh, in_rep, /, *args, **params):
-        """Cast the operands as the rule says, bind, and return the outputs' replication."""
         opaque = self._opaque_call(primitive, params)
         if self._leaves(primitive, original, opaque):
             return original(mesh, in_rep, *args, **params)
@@ -153,7 +134,6 @@ class SetHooks(Hooks):
         return (results if primitive.multiple_results else [results]), reps
 
     def check(self, primitive, original, mesh, /, *in_rep, **params):
-        """Return the outputs' replication."""
         opaque = self._opaque_call(primitive, params)
         if opaque.registration is None:
             opaque = self._rewritten.get((primitive.name, opaque.call.name), opaque)
@@ -203,9 +183,8 @@ class SetHooks(Hooks):
             mesh, *reps = args if not rewrites else (args[0], *args[1])
             rep = reps[0] if reps else set(mesh.axis_names)
             return ([primitive.bind(*args[2:], **params)], [rep]) if rewrites else rep
-        if rewrites:
-            return self.rewrite(primitive, original, *args, **params)
-        return self.check(primitive, original, *args, **params)
+        entry = self.rewrite if rewrites else self.check
+        return entry(primitive, original, *args, **params)
 
     def _opaque_call(self, primitive, params) -> OpaqueCall:
         return self.state.opaque_call_of(primitive, params) or self.primitives.opaque_call(
@@ -275,8 +254,10 @@ class SetHooks(Hooks):
         matched = getattr(rewritten, "call_wrapped", rewritten)
 
         def run(*args):
-            primals = tuple(_type(mesh, rep) for rep in reps_dst)
-            current = _Run(call, args, frozenset(mesh.axis_names), parts, primals)
+            current = _Bwd(self.custom_vjp, lambda *args: tuple(call(*args)), parts, args)
+            current.refusals.has_casts = False
+            current.mesh_axes = frozenset(mesh.axis_names)
+            current.primals = tuple(_type(mesh, rep) for rep in reps_dst)
             with self.state.locally(running=(*self.state.here.running, current)):
                 return matched(*args)
 
@@ -286,13 +267,8 @@ class SetHooks(Hooks):
         """Record a bwd's CustomVjpInfo and the types of its arguments."""
         running = self.state.here.running
         # Only once: bwd may differentiate something whose own bwd runs inside it.
-        if running and not running[-1].returned and not running[-1].arriving:
-            from jax.tree_util import tree_leaves
-
-            run = running[-1]
-            run.parts, run.arriving = parts, len(tree_leaves(args[-1]))
-            axes = (_varying(run.axes, leaf) for leaf in tree_leaves(args))
-            run.entering = tuple(map(AxisType, axes))
+        if running and not running[-1].returned and not running[-1].entering:
+            running[-1].enter(parts, args)
 
     def _match_replication(self, src, dst, x):
         """Sum a cotangent that varies where its primal doesn't, unless it is whole already."""
@@ -303,11 +279,8 @@ class SetHooks(Hooks):
         index, run.matched = run.matched, run.matched + 1
         if isinstance(x, self.door.Zero):
             return x  # bwd returned None for it
-        from jax.tree_util import SequenceKey
-
-        path = (SequenceKey(index),)
-        have, want = (AxisType(run.axes - frozenset(rep)) for rep in (src, dst))
-        _Bwd(self.custom_vjp, run).check(Cotangent(path, index, have, want))
+        have, want = (AxisType(run.mesh_axes - frozenset(rep)) for rep in (src, dst))
+        run.check(Cotangent((SequenceKey(index),), index, have, want))
         return self.door.match_replication(src, dst, x)
 
 

@@ -161,13 +161,10 @@ plgpu.kernel calls it with the check switched off
     mpmd_map               0.10.1+        .pallas.mpmd:_mpmd_map(meshes_and_fns, out_types)
 stands around plgpu.kernel where the check is still on
     custom_vmap            0.6.0+         .custom_batching:custom_vmap(fun)
-keeps the output types of its first trace
-    custom_vmap_p          0.6.0+         .custom_batching:custom_vmap_p
 a ref that is written must vary where what is written does
     run_state_p            0.6.0+         .state.discharge:run_state_p
     trace_run_state        0.6.0+
         .state.discharge:initial_style_jaxpr(fun, in_tree, in_avals, dbg)
-    get_p                  0.6.0+         .state.primitives:get_p
     swap_p                 0.6.0+         .state.primitives:swap_p
     addupdate_p            0.6.0+         .state.primitives:addupdate_p
     WriteEffect            0.6.0+         .state.types:WriteEffect

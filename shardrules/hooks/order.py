@@ -6,6 +6,7 @@ from shardrules.hooks.casts.placing import CastHooks
 from shardrules.hooks.cotangents.batching import BatchedVjpHooks
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
 from shardrules.hooks.cotangents.forward import ForwardHooks
+from shardrules.hooks.retyping.divergent import Divergent
 from shardrules.hooks.retyping.replay import ReplayHooks
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.sets.rep import SetHooks, SetPrimitiveHooks, SetVjpHooks
@@ -15,8 +16,7 @@ from shardrules.hooks.types.calls.pallas_call import PallasHooks
 from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.control import ControlHooks
 from shardrules.hooks.types.funnel import Funnel
-from shardrules.hooks.types.hijax import HijaxHooks
-from shardrules.hooks.types.lost_axes import LostAxesHooks
+from shardrules.hooks.types.lost_axes import HijaxHooks, LostAxesHooks
 from shardrules.hooks.types.redundant_casts import RedundantCastHooks
 from shardrules.hooks.types.refs import RefHooks
 from shardrules.hooks.types.type_notes import TypeNoteHooks
@@ -36,6 +36,7 @@ TYPES: tuple[type[Hooks], ...] = (  # JAX 0.6 and newer: avals carry axis types
     RedundantCastHooks,
     Retyping,
     BatchedVjpHooks,
+    Divergent,
     ReplayHooks,
     ControlHooks,
     MeshKernelHooks,

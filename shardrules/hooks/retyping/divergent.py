@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     CASTS,
     JOINED,
@@ -26,7 +25,7 @@ from shardrules.door.jaxprs import (
 )
 from shardrules.door.patching import Patches
 from shardrules.errors import AxisError
-from shardrules.hooks.state import State
+from shardrules.hooks.state import Hooks
 from shardrules.registry.axistypes import show_axes
 
 # Primitives that name mesh axes and wait for no device along them.
@@ -36,15 +35,10 @@ _LOCAL = CASTS | {"already_summed", "axis_index"}
 _AxesOf = Callable[[Any], frozenset[str]]
 
 
-class Divergent:
+class Divergent(Hooks):
     """Refuses sums that some devices would wait in forever."""
 
-    def __init__(self, door: Door, state: State):
-        self.door = door
-        self.state = state
-
     def install(self, patches: Patches) -> None:
-        """Replace the rules by which a cond is transposed."""
         cond = self.door.cond_p
         for table in (self.door.primitive_transposes, self.door.fancy_transposes):
             if table is not None and cond in table:
@@ -58,7 +52,13 @@ class Divergent:
     def check(self, trace: Any, over: frozenset[str], jaxprs: Sequence[Any], what: str) -> None:
         """Raise AxisError if devices that decide differently would sum gradients differently."""
         is_backward = trace is self.state.here.transposed_in
-        axes_of = self._axes_of(over) if is_backward else _summed
+        axes_of = _summed
+        if is_backward:
+            # Where the branches held collectives of their own, theirs are transposed with them, and
+            # nothing tells these from a bwd's. Sums are never theirs: a psum's transpose is a cast.
+            before, asked = map(opened, self.state.here.transposed), self._communicated
+            if not any(any(_collectives(branch, over, True, asked)) for branch in before):
+                axes_of = asked
         collectives = [self._waiting(jaxpr, over, is_backward, axes_of) for jaxpr in jaxprs]
         some = next(filter(None, collectives), None)
         is_loop = "while_loop" in what
@@ -71,15 +71,18 @@ class Divergent:
         names = ", ".join(map(repr, sorted(axes)))
         apart = ", ".join(map(repr, sorted(over)))
         whose = "a bwd" if is_backward else "a gradient that is taken there"
-        own = (
-            "call that function outside of the branches"
-            if not _summed(first)
-            else "return this device's share from bwd, without that sum (the hooks sum it after "
-            "the branches)"
-            if is_backward
-            else f"differentiate what varies, shardrules.vary(x, {names}), which gives each device "
-            "its own gradient, or take it before"
-        )
+        if not _summed(first):
+            own = "call that function outside of the branches"
+        elif is_backward:
+            own = (
+                "return this device's share from bwd, without that sum (the hooks sum it after the "
+                "branches)"
+            )
+        else:
+            own = (
+                f"differentiate what varies, shardrules.vary(x, {names}), which gives each device "
+                "its own gradient, or take it before"
+            )
         raise AxisError(
             f"{what} varies over {show_axes(over)}, so that devices along them run different "
             f"{'numbers of steps' if is_loop else 'branches'}, and {whose} {does} over "
@@ -88,15 +91,6 @@ class Divergent:
             f"jax.lax.pmax over ({apart},), or {own}.",
             axes=axes,
         )
-
-    def _axes_of(self, over: frozenset[str]) -> _AxesOf:
-        """Return what finds the axes over which a bwd's equation waits in transposed branches."""
-        # Where the branches held collectives of their own, theirs are transposed with them, and
-        # nothing tells these from a bwd's. Sums are never theirs: a psum's transpose is a cast.
-        for branch in map(opened, self.state.here.transposed):
-            if any(True for _ in _collectives(branch, over, True, self._communicated)):
-                return _summed
-        return self._communicated
 
     def _communicated(self, eqn: Any) -> frozenset[str]:
         """Return the axes over which a collective, or a kernel by its rule, communicates."""
@@ -113,7 +107,7 @@ class Divergent:
         self, jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
     ) -> list[Any]:
         jaxpr = opened(jaxpr)
-        if not any(True for _ in _collectives(jaxpr, over, everywhere, axes_of)):
+        if not any(_collectives(jaxpr, over, everywhere, axes_of)):
             return []
         # An unused cotangent's sum is dropped by XLA, too.
         used = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]

@@ -51,8 +51,6 @@ class Mark:
 
 
 class Retyped(NamedTuple):
-    """The result of retyping a call."""
-
     operands: Sequence[AxisType]  # the axis types to which its operands are to be cast
     changes: dict[str, Any]  # its parameters that change
     results: Sequence[AxisType]  # the axis types of what it returns

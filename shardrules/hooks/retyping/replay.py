@@ -42,19 +42,15 @@ from shardrules.registry.axistypes import AxisType
 
 
 class ReplayHooks(Hooks):
-    """Hooks on binding primitives to operands of other types than they were traced with."""
-
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self.retyping = state.of(Retyping)
-        self.divergent = Divergent(door, state)
+        self.divergent = state.of(Divergent)
         funnel = state.of(Funnel)
         funnel.calls, funnel.refused = self._called, self._refused
 
     def install(self, patches: Patches) -> None:
-        """Replace how an equation's context is entered, and how custom_vjp leaves a jaxpr."""
         door = self.door
-        self.divergent.install(patches)
         patches.attribute(door.JaxprEqnContext, "manager", self._managed())
         # Where JAX has it, and where users take it from.
         for owner in (door.owner("eval_jaxpr")[0], importlib.import_module("jax.core")):
@@ -91,14 +87,32 @@ class ReplayHooks(Hooks):
         return results
 
     def _refused(self, primitive, trace, args, params, error):
-        """Bind; if JAX refuses, cast where it would cast by itself and bind again."""
+        """Bind what JAX refused with operands that its functions would cast, or raise its error."""
         # Programs that JAX accepts never get here: they pay nothing and stay the same.
         # JAX 0.10 has an option against casts by its functions.
-        casts = self.door.auto_pcast is None or bool(self.door.auto_pcast.value)
-        if not (self.acts and casts):
+        door = self.door
+        if not self.acts or (door.auto_pcast is not None and not door.auto_pcast.value):
             raise error
-        with self.door.set_current_trace(trace):
-            return self._again(primitive, args, params, error)
+        have, named = door.axis_types(map(door.typeof, args)), named_axes(params)
+        is_cast = primitive.name in TO_VARYING
+        if is_cast:  # over some axes over which a value varies already
+            axes = named if named & union(have) else frozenset()
+        else:
+            axes = union(have)
+            if primitive.name not in CASTS:  # a collective: over the axes that it names, too
+                axes |= named & frozenset(door.manual_axes())
+        with door.set_current_trace(trace):
+            cast = door.cast_arrays(args, [widened(own, axes) for own in have])
+            if is_cast and axes:
+                for x, result in zip(args, cast):
+                    note_cast(self.state, x, axes, result)
+                return cast if primitive.multiple_results else cast[0]
+            if all(new is old for new, old in zip(cast, args)):
+                raise error
+            try:
+                return type(primitive).bind(primitive, *cast, **params)
+            except (TypeError, ValueError):
+                raise error from None
 
     def _managed(self):
         """Return how an equation's context is entered: with the current mesh if it had none."""
@@ -140,36 +154,6 @@ class ReplayHooks(Hooks):
             return original(jaxpr, consts, *args, **options)
 
         return eval_jaxpr
-
-    # Operations.
-
-    def _again(self, primitive, args, params, error):
-        """Bind with cast operands what JAX refused, or raise JAX's error."""
-        door = self.door
-        if primitive.name in TO_VARYING:
-            return self._cast_rest(primitive, args, params, error)
-        types = door.axis_types(map(door.typeof, args))
-        axes = union(types)
-        if primitive.name not in CASTS:
-            # A collective: JAX's functions cast its operands over the axes that it names.
-            axes |= named_axes(params) & frozenset(door.manual_axes())
-        cast = self.door.cast_arrays(args, [widened(have, axes) for have in types])
-        if all(new is old for new, old in zip(cast, args)):
-            raise error
-        try:
-            return type(primitive).bind(primitive, *cast, **params)
-        except (TypeError, ValueError):
-            raise error from None
-
-    def _cast_rest(self, primitive, args, params, error):
-        """Cast over the axes over which a value doesn't vary yet."""
-        have = self.door.axis_types(map(self.door.typeof, args))
-        if not any(operand.varying & named_axes(params) for operand in have):
-            raise error
-        cast = self.door.cast_arrays(args, [widened(own, named_axes(params)) for own in have])
-        for x, result in zip(args, cast):
-            note_cast(self.state, x, named_axes(params), result)
-        return cast if primitive.multiple_results else cast[0]
 
     # What calls jaxprs.
 
@@ -250,7 +234,7 @@ class _Replayed:
         self.__name__ = retyping.door.function_name(bwd)
 
     def __call__(self, *args):
-        return self.retyping.run_bwd(self.bwd, self.axes, args)
+        return self.retyping.run_bwd(self.bwd, self.axes, False, *args)
 
 
 def _as_traced(jaxpr: Any, avals: Sequence[Any]) -> bool:

@@ -12,6 +12,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+from jax.interpreters import ad
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     TO_VARYING,
@@ -29,7 +32,7 @@ from shardrules.door.jaxprs import (
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.hijax import hijax_object
+from shardrules.hooks.types.lost_axes import hijax_object
 from shardrules.registry.axistypes import AxisType, show_axes
 
 
@@ -40,14 +43,17 @@ class Retyping(Hooks):
         super().__init__(door, state)
         self._replayed: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
-    def run_bwd(
-        self, bwd: Any, axes: frozenset[str], args: Sequence[Any], by_cast: bool = False
-    ) -> Any:
-        """Run a custom_vjp's bwd for primals that vary over ``axes`` too."""
+    # A bwd may run for primals that vary over more axes than when it was traced.
+
+    def run_bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool, *args: Any) -> Any:
+        """Run a custom_vjp's bwd for primals that vary over ``axes`` too, or were cast to."""
         over, cast = self.state.here.primals_over
-        wider = over | axes, cast | axes if by_cast else cast
-        with self.state.locally(primals_over=wider):
+        with self.state.locally(primals_over=(over | axes, cast | axes if by_cast else cast)):
             return callable_of(bwd)(*args)
+
+    def bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool = False) -> Any:
+        run = functools.partial(self.run_bwd, bwd, axes, by_cast)
+        return self.door.wrapped(run, bwd)
 
     def run_hiding(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
         """Run a bwd inside vmap's ``spmd_axis_name``, whose ``axes`` types don't show."""
@@ -64,7 +70,6 @@ class Retyping(Hooks):
             yield over
 
     def results(self, jaxpr: Any) -> tuple[AxisType, ...]:
-        """Return the types of a jaxpr's outputs."""
         return self.door.axis_types(var.aval for var in opened(jaxpr).outvars)
 
     # A jaxpr.
@@ -80,11 +85,10 @@ class Retyping(Hooks):
         key = (*types, self.door.abstract_mesh(), self.state.scope, self.state.registry.version)
         if key not in replayed:
             try:
-                replayed[key] = self._retyped(jaxpr, types, None)
+                new = self._retyped(jaxpr, types, None)
             except AxisError:
-                replayed[key] = self._retraced(jaxpr, avals)
-            if replayed[key] is jaxpr:
-                replayed[key] = None  # else the value would keep its key alive
+                new = self._retraced(jaxpr, avals)
+            replayed[key] = None if new is jaxpr else new  # else the value would keep its key alive
         return jaxpr if replayed[key] is None else replayed[key]
 
     def check_gradients(self, jaxpr: Any, variables: Any, avals: Any) -> None:
@@ -110,9 +114,6 @@ class Retyping(Hooks):
             )
 
     def _retraced(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
-        """Trace a jaxpr's equations again with values of these types."""
-        import jax
-
         run = functools.partial(jax.core.eval_jaxpr, opened(jaxpr), getattr(jaxpr, "consts", ()))
         new = jax.make_jaxpr(run)(*avals)
         return new if isinstance(new, type(jaxpr)) else new.jaxpr  # it had no constants
@@ -128,12 +129,11 @@ class Retyping(Hooks):
             operands = [read(env, atom) for atom in eqn.invars]
             if all(new is old for new, old in zip(operands, eqn.invars)):
                 eqns.append(eqn)
-                continue
-            if all(new.aval == old.aval for new, old in zip(operands, eqn.invars)):
+            elif all(new.aval == old.aval for new, old in zip(operands, eqn.invars)):
                 eqns.append(eqn.replace(invars=operands))  # only a cast was removed
-                continue
-            with eqn.ctx.manager:
-                eqns += _Equation(self, eqn, operands, env, what).retyped()
+            else:
+                with eqn.ctx.manager:
+                    eqns += _Equation(self, eqn, operands, env, what).retyped()
         outvars = [read(env, atom) for atom in inner.outvars]
         # Keep debug_info: it holds the arguments' names.
         new = inner.replace(invars=invars, eqns=eqns, outvars=outvars, debug_info=inner.debug_info)
@@ -145,14 +145,6 @@ class Retyping(Hooks):
             return var
         env[var] = variable(var, self.door.with_axis_type(var.aval, axis_type))
         return env[var]
-
-    def bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool = False) -> Any:
-        """Return a custom_vjp's bwd for primals that vary over ``axes`` too."""
-
-        def run(*args):
-            return self.run_bwd(bwd, axes, args, by_cast)
-
-        return self.door.wrapped(run, bwd)
 
 
 class _Equation:
@@ -175,14 +167,17 @@ class _Equation:
 
     @property
     def types(self) -> list[AxisType]:
-        """The operands' axis types."""
         return [*self.door.axis_types(atom.aval for atom in self.operands)]
 
     def retyped(self) -> list[Any]:
         """Return the equations that replace this one."""
         eqn = self.eqn
         if eqn.primitive.name in TO_VARYING:
-            return self._recast()
+            # Only over the axes over which the operand doesn't vary yet.
+            (out,) = eqn.outvars
+            self._cast([widened(self.types[0], self.door.axis_type(out.aval).varying)])
+            (self.env[out],) = self.operands
+            return self.eqns
         op = HigherOrderOp.of(
             self.retyping, eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars]
         )
@@ -193,15 +188,6 @@ class _Equation:
             return self._done({}, self.door.axis_types(var.aval for var in eqn.outvars))
         self._cast(retyped.operands)
         return self._done(retyped.changes, retyped.results)
-
-    def _recast(self) -> list[Any]:
-        """Cast only over the axes over which the operand doesn't vary yet."""
-        (var,) = self.operands
-        have, (out,) = self.door.axis_type(var.aval), self.eqn.outvars
-        want = widened(have, self.door.axis_type(out.aval).varying)
-        self._cast([want])
-        self.env[out] = self.operands[0]
-        return self.eqns
 
     def _operation(self) -> list[Any]:
         """Retype by the abstract eval; the operands vary alike, as JAX requires."""
@@ -243,7 +229,6 @@ class _Equation:
         return (opaque is None or opaque.registration is None) and not transposed_by_jax(primitive)
 
     def _gained(self) -> frozenset[str]:
-        """Return the axes over which an operand varies now and did not before."""
         return gained(self.types, self.door.axis_types(atom.aval for atom in self.eqn.invars))
 
     def _cast(self, types: Sequence[AxisType]) -> None:
@@ -261,33 +246,29 @@ class _Equation:
         return [*self.eqns, self.eqn.replace(invars=self.operands, outvars=outvars, params=params)]
 
     def _error(self, why: str) -> AxisError:
-        axes = self._gained()
+        axes, at = self._gained(), self.door.source_line(self.eqn.source_info)
         names = ", ".join(map(repr, sorted(axes)))
-        at = self.door.source_line(self.eqn.source_info)
-        if self.what is None:
-            return AxisError(
-                f"{self.eqn.primitive.name}{f' at {at}' if at else ''} was traced with values that "
-                f"are invariant over {show_axes(axes)} and can't be run on ones that vary: {why}",
-                primitive=self.eqn.primitive.name,
-                axes=axes,
-            )
-        return AxisError(
-            f"{self.what} varies over {show_axes(axes)}, so that devices along them run different "
-            "branches or a different number of steps, and what is used there has to vary over "
-            f"{show_axes(axes)} before. That can't be done for {self.eqn.primitive.name}"
-            f"{f' at {at}' if at else ''}: {why}. Make the predicate the same on all devices, with "
-            f"jax.lax.pmax over ({names},), or cast what the function takes and closes over "
-            f"yourself, before: shardrules.vary(x, {names}).",
-            primitive=self.eqn.primitive.name,
-            axes=axes,
+        name = self.eqn.primitive.name
+        where = f"{name} at {at}" if at else name
+        text = (
+            f"{where} was traced with values that are invariant over {show_axes(axes)} and can't "
+            f"be run on ones that vary: {why}"
         )
+        if self.what is not None:
+            text = (
+                f"{self.what} varies over {show_axes(axes)}, so that devices along them run "
+                "different branches or a different number of steps, and what is used there has to "
+                f"vary over {show_axes(axes)} before. That can't be done for {where}: {why}. Make "
+                f"the predicate the same on all devices, with jax.lax.pmax over ({names},), or "
+                "cast what the function takes and closes over yourself, before: "
+                f"shardrules.vary(x, {names})."
+            )
+        return AxisError(text, primitive=name, axes=axes)
 
 
 def transposed_by_jax(primitive: Any) -> bool:
     """Whether a primitive's transpose is JAX's or ours, linear and without collectives."""
     # A user's may clip a cotangent, or sum it, and has to be given what it was given before.
-    from jax.interpreters import ad
-
     rules = [ad.primitive_transposes.get(primitive)]
     while rules:
         rule = rules.pop()

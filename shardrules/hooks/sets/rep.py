@@ -101,10 +101,10 @@ class SetHooks(Hooks):
 
     # The two tables.
 
-    def _check_by_device(self, primitive, original, mesh, /, *in_rep, **params):
+    def _check_by_device(self, primitive, original, mesh, *in_rep, **params):
         return self._by_device(mesh, original(mesh, *in_rep, **params), params)
 
-    def _rewrite_by_device(self, primitive, original, mesh, in_rep, /, *args, **params):
+    def _rewrite_by_device(self, primitive, original, mesh, in_rep, *args, **params):
         results, reps = original(mesh, in_rep, *args, **params)
         return results, [self._by_device(mesh, rep, params) for rep in reps]
 

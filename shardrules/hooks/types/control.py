@@ -18,30 +18,24 @@ from shardrules.registry.axistypes import AxisType
 
 
 class ControlHooks(Hooks):
-    """Hooks on ``scan``, ``while_loop``, ``cond``, ``switch``, and what is made of them."""
-
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self.tracers = door.body_tracers  # a refusal comes before anything is replaced
 
     def install(self, patches: Patches) -> None:
-        """Replace the functions in which this JAX traces and compares bodies and branches."""
         door = self.door
-        hooks: dict[str, Any]
-        if door.promote_carry is not None:  # from JAX 0.8.2
-            hooks = {
-                "promote_carry": self._promote,
-                "merge_branches": self._merge_branches,
-                "check_branches": self._check_branches,
-                "loop_tracing": ModuleProxy(door.loop_tracing, {"trace_to_jaxpr": self._trace}),
-            }
-        else:
-            hooks = {
-                "trace_body": functools.partial(self._trace_body, door.trace_body),
-                "trace_scan_body": functools.partial(self._trace_body, door.trace_scan_body),
-                "promote_carries": self._promote_carries,
-                "trace_branches": self._trace_branches,
-            }
+        hooks: dict[str, Any] = {
+            # From JAX 0.8.2.
+            "promote_carry": self._promote,
+            "merge_branches": self._merge_branches,
+            "check_branches": self._check_branches,
+            "loop_tracing": ModuleProxy(door.loop_tracing, {"trace_to_jaxpr": self._trace}),
+            # Before that.
+            "trace_body": functools.partial(self._trace_body, door.trace_body),
+            "trace_scan_body": functools.partial(self._trace_body, door.trace_scan_body),
+            "promote_carries": self._promote_carries,
+            "trace_branches": self._trace_branches,
+        }
         for key, hook in hooks.items():
             if getattr(door, key) is not None:
                 patches.attribute(*door.owner(key), hook)
@@ -97,7 +91,6 @@ class ControlHooks(Hooks):
             traced = again(types)
 
     def _cast(self, jaxpr, types: Sequence[AxisType]):
-        """Cast a body's first outputs, its carry."""
         have = self.door.axis_types(jaxpr.out_avals)
         return self.door.cast_outputs(jaxpr, [*types, *have[len(types) :]])
 
@@ -117,7 +110,7 @@ class ControlHooks(Hooks):
         if not self.acts or not len(values) == len(in_avals) == len(out_avals):
             return values, changed
         joined = [_join(self.door, a, b, carry=True) for a, b in zip(in_avals, out_avals)]
-        if None in joined or joined == [self.door.axis_type(a) for a in in_avals]:
+        if None in joined or joined == [*self.door.axis_types(in_avals)]:
             return values, changed
         return [*map(self.door.cast, values, joined)], True
 
@@ -131,7 +124,6 @@ class ControlHooks(Hooks):
         return self.door.merge_branches(self._cast_branches(jaxprs), all_consts)
 
     def _cast_branches(self, jaxprs):
-        """Cast each branch's outputs to the join over all branches."""
         types = _joined(self.door, [jaxpr.out_avals for jaxpr in jaxprs]) if self.acts else None
         if types is None:
             return jaxprs

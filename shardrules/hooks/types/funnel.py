@@ -70,6 +70,10 @@ class _Evaluations(dict):
         del primitive.__dict__["abstract_eval"]
 
 
+def _raise(primitive, trace, args, params, error):
+    raise error
+
+
 class Funnel(Hooks):
     """The three seams that all primitives share."""
 
@@ -79,10 +83,9 @@ class Funnel(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self.calls: Callable[..., Any] | None = None
-        self.refused: Callable[..., Any] | None = None
-        self._hijax = door.HiPrimitive
+        self.refused: Callable[..., Any] = _raise
         # JAX, too, keeps each primitive that it has a rule for.
-        self._rows: dict[Any, Row] = {}
+        self.row = functools.cache(self._row)
         self._laws: dict[Any, Law] = {}
         self._declared: dict[Any, Law] = {}
         self._bound: dict[Any, tuple[Any, Any, bool]] = {}
@@ -90,12 +93,11 @@ class Funnel(Hooks):
         state.opaque_call_of = self.opaque_call_of
 
     def install(self, patches: Patches) -> None:
-        """Replace the class's two methods, and what lowers an equation."""
         self._laws.clear()
         self._bound.clear()
         self._tagged.clear()
         kind = self.door.Primitive
-        for owner in (kind, self._hijax):
+        for owner in (kind, self.door.HiPrimitive):
             if owner is not None:
                 evaluations = _Evaluations(vars(owner)["abstract_eval"], self.law_of)
                 patches.attribute(owner, "abstract_eval", evaluations.descriptor())
@@ -107,7 +109,6 @@ class Funnel(Hooks):
     # The table.
 
     def law_of(self, primitive: Any) -> Law:
-        """Return what a primitive obeys."""
         law = self._laws.get(primitive) or self._declared.get(primitive)
         if law is None:
             row = self.row(primitive)
@@ -115,24 +116,18 @@ class Funnel(Hooks):
             law = self._laws[primitive] = Law() if judge is None else judge.law(primitive, row)
         return law
 
-    def row(self, primitive: Any) -> Row:
-        """Return a primitive's row of the table."""
-        if primitive not in self._rows:
-            self._rows[primitive] = self._row(primitive)
-        return self._rows[primitive]
-
     def _row(self, primitive: Any) -> Row:
         if is_users(self.door, primitive):
             return USERS
         if is_ours(primitive):
             return OURS
-        if self._hijax is not None and issubclass(type(primitive), self._hijax):
-            # pallas_call is one, of no class of its own (JAX 0.8 to 0.10).
-            return ROWS.get(primitive.name, HIJAX) if type(primitive) is self._hijax else HIJAX
-        return ROWS.get(primitive.name, DEFAULT)
+        # pallas_call is a hijax primitive without a class of its own (JAX 0.8 to 0.10).
+        is_hijax = isinstance(primitive, self.door.HiPrimitive or ())
+        if is_hijax and type(primitive) is not self.door.HiPrimitive:
+            return HIJAX
+        return ROWS.get(primitive.name, HIJAX if is_hijax else DEFAULT)
 
     def declare(self, primitive: Any, law: Law) -> None:
-        """Set the law of one of the hooks' own primitives."""
         self._declared[primitive] = law
 
     def opaque_call_of(self, primitive: Any, params: dict[str, Any]) -> Any:
@@ -166,7 +161,7 @@ class Funnel(Hooks):
                     return trace.process_primitive(self, args, params)
                 return original(self, trace, args, avals, params)
             except (TypeError, ValueError) as error:
-                return funnel._refused(self, trace, args, params, error)
+                return funnel.refused(self, trace, args, params, error)
 
         def by_args(self, trace, args, params):  # to JAX 0.8
             try:
@@ -190,7 +185,7 @@ class Funnel(Hooks):
                     return original(primitive, trace, args, [*map(typeof, args)], params)
                 return original(primitive, trace, args, params)
             except (TypeError, ValueError) as error:
-                return funnel._refused(primitive, trace, args, params, error)
+                return funnel.refused(primitive, trace, args, params, error)
 
         return by_avals if takes_avals else by_args
 
@@ -205,11 +200,6 @@ class Funnel(Hooks):
             bind = functools.partial(law.bind, rest)
         self._bound[primitive] = law.cast, bind, law.always
         return self._bound[primitive]
-
-    def _refused(self, primitive, trace, args, params, error):
-        if self.refused is None:
-            raise error
-        return self.refused(primitive, trace, args, params, error)
 
     # Lowering.
 

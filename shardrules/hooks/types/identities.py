@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from shardrules.door import internals
@@ -25,7 +26,15 @@ def retype_varying(x: Any, axes: tuple[str, ...]) -> Any:
 
 def mark(x: Any) -> Any:
     """Return ``x``, marked so that casts are placed in the linear program of its tangent."""
-    return _identity(MARK, lambda aval: aval, lambda ct, x: [ct]).bind(x)
+    return _identity(MARK, _as_it_is, _cotangent).bind(x)
+
+
+def _as_it_is(aval: Any) -> Any:
+    return aval
+
+
+def _cotangent(ct: Any, x: Any) -> list[Any]:
+    return [ct]
 
 
 def _dropped(aval: Any, *, axes: tuple[str, ...]) -> Any:
@@ -60,13 +69,9 @@ def _refuse(ct: Any, x: Any, *, axes: tuple[str, ...]) -> list[Any]:
     )
 
 
-_made: dict[str, Any] = {}
-
-
+@functools.cache
 def _identity(name: str, typed: Any, transpose: Any) -> Any:
     """Return the primitive that returns its operand, with the aval that ``typed`` gives."""
-    if name in _made:
-        return _made[name]
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
 
@@ -79,4 +84,4 @@ def _identity(name: str, typed: Any, transpose: Any) -> Any:
         primitive.bind(args[0], **params),
         dims[0],
     )
-    return _made.setdefault(name, primitive)
+    return primitive

@@ -25,7 +25,7 @@ class Row:
     draws: bool = False  # each device draws its own values: the result varies over all mesh axes
     each: bool = False  # each result depends only on the operand at its position
     last: bool = False  # the result is the last operand; the others only order execution
-    keeps: bool = False  # operands are not cast: the jaxprs it calls were traced with their types
+    keeps: bool = False  # operands are not cast: refs, or what jaxprs were traced with
 
 
 DEFAULT = Row()
@@ -58,18 +58,20 @@ ROWS: dict[str, Row] = {
     **_rows(
         "jit pjit closed_call core_call eval_jaxpr remat2 checkpoint remat_opt custom_jvp_call "
         "custom_vjp_call custom_vjp_call_jaxpr custom_partitioning custom_dce_call "
-        "custom_fusion cudnn_fusion linear_call composite compute_on fused_call program_order "
-        "xla_metadata_call scan shard_map run_scoped custom_lin",
+        "custom_vmap_call custom_fusion cudnn_fusion linear_call composite compute_on fused_call "
+        "program_order xla_metadata_call scan shard_map run_scoped custom_lin "
+        "call_hi_primitive_linearized",
         Row("called"),
     ),
     # Writes to a ref in a branch or loop vary as the predicate does; reads from a ref vary as the
-    # writes to it do.
-    **_rows("cond while get swap addupdate run_state", Row("ref")),
+    # writes to it do, and as their indices do.
+    **_rows("cond while swap addupdate run_state", Row("ref")),
+    "get": Row(keeps=True),
     "pallas_call": Row("pallas_call"),
-    **_rows("mpmd_map core_map custom_vmap_call", Row("mesh_kernel")),
+    **_rows("mpmd_map core_map", Row("mesh_kernel")),
     **_rows(
         "ffi_call pure_callback io_callback buffer_callback call_exported tpu_custom_call",
         Row("opaque"),
     ),
-    **_rows("call_hi_primitive call_hi_primitive_linearized", Row("hijax")),
+    "call_hi_primitive": Row("hijax"),
 }

@@ -1,23 +1,30 @@
-"""The law for JAX's own primitives: what they return varies at least as all that they take.
+"""Primitives whose results lose mesh axes: JAX's own, and hijax primitives.
 
-The rows of ``laws.py`` say who may drop axes, who adds them, and why.
+The law for JAX's own: what they return varies at least as all that they take. The rows of
+``laws.py`` say who may drop axes, who adds them, and why.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
+from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union, widened
 from shardrules.door.patching import Patches
+from shardrules.errors import AxisError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.identities import retype_varying
 from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.owners import held_by
 from shardrules.hooks.types.type_notes import TypeNoteHooks
+from shardrules.registry.axistypes import show_axes
 
 
 class LostAxesHooks(Hooks):
@@ -26,7 +33,6 @@ class LostAxesHooks(Hooks):
     laws = ("join", "called")
 
     def install(self, patches: Patches) -> None:
-        """Replace how an inner shard_map is bound."""
         if self.door.shard_map_p is not None:
             kind = type(self.door.shard_map_p)
             patches.attribute(kind, "bind_with_trace", self._binder(kind.bind_with_trace))
@@ -67,7 +73,6 @@ class LostAxesHooks(Hooks):
     # The law.
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of one of JAX's primitives."""
         evaluate = vars(primitive).get("abstract_eval")
         if (
             row.law == "called"
@@ -140,9 +145,8 @@ class LostAxesHooks(Hooks):
             return None
         door = self.door
         types = [*map(door.axis_type, avals)]
-        if not row.adds and types.count(types[0]) == len(types):
-            return None
-        if not self.acts:
+        alike = types.count(types[0]) == len(types)
+        if (alike and not row.adds) or not self.acts:
             return None
         axes = union(types)
         if row.adds:
@@ -152,6 +156,78 @@ class LostAxesHooks(Hooks):
         return door.cast_bound(trace, args, [widened(have, axes) for have in types])
 
 
+class HijaxHooks(Hooks):
+    """Holds the results of hijax primitives, which their authors type by hand, to what varies."""
+
+    # If the author forgets the mesh axes in a result type (``out_aval``, or ``abstract_eval`` to
+    # JAX 0.11), JAX types the result as invariant, silently wrong. The expansion shows what varies.
+
+    laws = ("hijax",)
+
+    def law(self, primitive: Any, row: Row) -> Law:
+        return Law(bind=self._bind)
+
+    def _bind(self, rest, primitive, trace, args, params):
+        result = rest(primitive, trace, args, params)
+        called = hijax_object(self.door, primitive, params)
+        if not self.acts or type(called).__module__.startswith("jax."):
+            return result  # JAX types its own by tracing
+
+        def expand(*flat):
+            if called is primitive:
+                return primitive.to_lojax(*flat, **params)
+            return called.expand(*jax.tree_util.tree_unflatten(called.in_tree, flat))
+
+        self._check(called, expand, args, result if primitive.multiple_results else [result])
+        return result
+
+    def _check(self, called: Any, expand: Callable[..., Any], args, outputs) -> None:
+        """Raise AxisError if a result's type has fewer axes than in the call's expansion."""
+        door = self.door
+        takes, gives = [*map(door.typeof, args)], [*map(door.typeof, outputs)]
+        if any(isinstance(a, door.AbstractRef) or getattr(a, "has_qdd", False) for a in takes):
+            return  # an expansion on trial would write to refs
+        everywhere = frozenset(door.manual_axes())
+        if not any(door.can_cast(a) and everywhere - door.axis_type(a).varying for a in gives):
+            return
+        for i, (aval, made) in enumerate(zip(gives, self._expanded(expand, takes))):
+            if not door.can_cast(aval):
+                continue
+            lost = door.axis_type(made).varying - door.axis_type(aval).varying
+            if lost:
+                name = type(called).__name__
+                raise AxisError(
+                    f"result {i} of the hijax primitive {name!r} is typed invariant over "
+                    f"{show_axes(lost)}, by its out_aval or abstract_eval, and varies over them "
+                    "where it is expanded: out_specs would be taken that are wrong, and gradients "
+                    f"summed. Give it the type of what varies as it does: jax.typeof(x) of an "
+                    "operand of its shape, say.",
+                    axes=lost,
+                )
+
+    def _expanded(self, expand: Callable[..., Any], takes) -> list[Any]:
+        """Return the avals of the results when the call is expanded to arrays."""
+        arrays = [array for aval in takes for array in aval.lo_ty()]
+        results: list[Any] = []
+
+        def run(*flat):
+            typed = iter([self.door.cast(x, self.door.axis_type(a)) for x, a in zip(flat, arrays)])
+            values = [aval.raise_val(*itertools.islice(typed, len(aval.lo_ty()))) for aval in takes]
+            results.extend(map(jax.typeof, jax.tree_util.tree_leaves(expand(*values))))
+
+        jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
+        return results
+
+
+def hijax_object(door: Door, primitive: Any, params: dict[str, Any]) -> Any:
+    """Return the object that the user made; None for another primitive."""
+    if isinstance(primitive, door.HiPrimitive or ()):  # JAX 0.11 and older
+        return primitive
+    if primitive is door.hi_primitive_p:
+        return params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
+    return None
+
+
 def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:
     """Return the axes that a collective may drop: all that it names, none within groups."""
     drops = row.drops and params.get("axis_index_groups") is None
@@ -159,6 +235,5 @@ def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:
 
 
 def _named(params: dict[str, Any]) -> frozenset[str]:
-    """Return the mesh axes that a collective's parameters name."""
     named = params.get("axes", params.get("axis_name", ()))
     return frozenset(named if isinstance(named, (tuple, list)) else (named,))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from jax.interpreters import ad
+
 from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks
@@ -21,8 +23,6 @@ _CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
 
 def leave_out_zeros(door: Door, patches: Patches) -> None:
     """Let transposes of casts and of psums of several values skip zero cotangents."""
-    from jax.interpreters import ad
-
     table = ad.primitive_transposes
     # Of several values: jax.lax.pbroadcast, of the same name, takes one.
     for primitive in [p for p in table if p.multiple_results and p.name in _CASTS_AND_SUMS]:
@@ -37,10 +37,7 @@ def _transpose_nonzero(Zero: Any, rule, cts, *args, **params):
 
 
 class RedundantCastHooks(Hooks):
-    """Hooks on ``jax.lax.pcast`` and ``pvary``."""
-
     def install(self, patches: Patches) -> None:
-        """Replace transposes that take zeros, and how pcast finds the state that it starts from."""
         door = self.door
         if door.transpose_cast is not None:  # to JAX 0.6.1
             leave_out_zeros(door, patches)

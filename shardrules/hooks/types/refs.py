@@ -11,6 +11,8 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
@@ -73,56 +75,32 @@ def check_written(
 
 
 class RefHooks(Hooks):
-    """Hooks on reads and writes of refs, on ``run_state``, and on branches that write."""
-
     laws = ("ref",)
 
     def install(self, patches: Patches) -> None:
-        """Replace what traces the body of ``run_state``."""
         patches.attribute(*self.door.owner("trace_run_state"), self._trace_run_state)
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of a primitive that reads or writes refs, or decides which code does."""
         door = self.door
         if primitive in (door.swap_p, door.addupdate_p):
-            return Law(typed=functools.partial(self._first, self._store), cast=self._cast_stored)
+            return Law(typed=self._checking_store, cast=self._cast_stored)
         if primitive is door.run_state_p:
             return Law(bind=self._bind_run_state)
-        if primitive is door.get_p:
-            return Law(typed=functools.partial(self._then, self._read))
-        control = functools.partial(self._control, primitive.name)
-        return Law(typed=functools.partial(self._then, control))
+        return Law(typed=functools.partial(self._control, primitive.name))
 
-    # Reads and writes.
+    # Writes.
 
-    def _first(self, check, evaluate):
-        def abstract_eval(*avals, **params):
+    def _checking_store(self, evaluate):
+        def abstract_eval(ref, value, *indices, **params):
+            # Before JAX 0.12 raises: run_state needs the RefError, to grow its types.
             if self.acts:
-                check(avals)
-            return evaluate(*avals, **params)
+                check_written(self.door, "a value", ref, self.door.axis_type(value))
+                index = AxisType(union(self.door.axis_types(indices)))
+                at = "that it stores to"
+                check_written(self.door, "an index", ref, index, which=at, stored=False)
+            return evaluate(ref, value, *indices, **params)
 
         return abstract_eval
-
-    def _then(self, check, evaluate):
-        def abstract_eval(*avals, **params):
-            answer = evaluate(*avals, **params)
-            return check(answer, avals, params) if self.acts else answer
-
-        return abstract_eval
-
-    def _read(self, answer, avals, params):
-        """Make the value read vary over the axes that its index varies over."""
-        out, effects = answer
-        have = self.door.axis_type(out)
-        index = union(self.door.axis_types(avals[1:]))
-        return self.door.with_axis_type(out, have.vary(*(index - have.varying))), effects
-
-    def _store(self, avals) -> None:
-        """Raise before JAX 0.12 does, with the RefError that run_state needs to grow its types."""
-        ref, value, *indices = avals
-        check_written(self.door, "a value", ref, self.door.axis_type(value))
-        index, which = AxisType(union(self.door.axis_types(indices))), "that it stores to"
-        check_written(self.door, "an index", ref, index, which=which, stored=False)
 
     def _cast_stored(self, trace, args, avals, params):
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
@@ -136,15 +114,21 @@ class RefHooks(Hooks):
 
     # Writes in a branch or loop body happen only where the predicate says so.
 
-    def _control(self, name: str, answer, avals, params):
+    def _control(self, name: str, evaluate):
         """Raise RefError if a branch or body writes a ref that varies less than the predicate."""
-        predicate = avals[0] if name == "cond" else params["cond_jaxpr"].out_avals[0]
         which = "that a branch writes" if name == "cond" else "that its body writes"
-        decides = self.door.axis_type(predicate)
-        for at in sorted(written(self.door, answer[1])):
-            ref = avals[at]
-            check_written(self.door, DECIDES[name], ref, decides, which=which, stored=False)
-        return answer
+
+        def abstract_eval(*avals, **params):
+            answer = evaluate(*avals, **params)
+            if self.acts:
+                predicate = avals[0] if name == "cond" else params["cond_jaxpr"].out_avals[0]
+                decides = self.door.axis_type(predicate)
+                for at in sorted(written(self.door, answer[1])):
+                    ref, what = avals[at], DECIDES[name]
+                    check_written(self.door, what, ref, decides, which=which, stored=False)
+            return answer
+
+        return abstract_eval
 
     # run_state can make its refs again, from values that were cast.
 
@@ -191,7 +175,6 @@ class RefHooks(Hooks):
 
     def _replayed(self, jaxpr: Any, avals: list[Any]) -> Any:
         """Trace a body again for values that vary more."""
-        import jax
 
         def body(values):
             jax.core.eval_jaxpr(jaxpr, (), *values)

@@ -12,6 +12,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+from jax.tree_util import keystr, tree_flatten_with_path
+
 from shardrules.door.patching import Patches
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.state import Hooks
@@ -28,16 +31,12 @@ _ONE_BY_ONE = "'_rem_singleton'"
 
 
 class _Returned(NamedTuple):
-    """What a shard_map's body returns."""
-
     tree: Any  # its pytree
     wide: list[frozenset[str]]  # for each leaf, over which axes it varies that its spec lacks
 
 
 def _text(tree: Any, axes: list[frozenset[str]]) -> str:
     """Name the outputs that vary over axes which their specs don't name."""
-    from jax.tree_util import keystr, tree_flatten_with_path
-
     paths, _ = tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
     wide = [
         f"output{keystr(path)} varies over {show_axes(each)}"
@@ -47,35 +46,21 @@ def _text(tree: Any, axes: list[frozenset[str]]) -> str:
     return f"{_FROM}{'; '.join(wide)}"
 
 
-def _of_outputs(fails: list[Any], count: int, wide: list[frozenset[str]] | None) -> slice | None:
-    """Return which failures are the shard_map's outputs; the others are residuals."""
-    # The residuals come first where JAX linearizes at once (0.7 to 0.10), else last. They never
-    # fail: their specs are made of their types. None where there are tangents too, to JAX 0.8.
-    import jax
-
-    if len(fails) == count:
-        return slice(count)
-    last, first = slice(len(fails) - count, len(fails)), slice(count)
-    if wide is None:  # to JAX 0.8
-        failing = sum(map(_fails, fails))
-        at_once = getattr(jax.config, "jax_use_direct_linearize", False)
-        parts = (last, first) if at_once else (first, last)
-        return next((part for part in parts if sum(map(_fails, fails[part])) == failing), None)
-    for part in (last, first):
-        if [*map(_fails, fails[part])] == [*map(bool, wide)]:
-            return part
-    return None
-
-
-def _fails(fail: Any) -> bool:
-    return type(fail).__name__ != "NoFail"
+def _of_outputs(axes: list[frozenset[str]], count: int) -> list[frozenset[str]] | None:
+    """Return the outputs' axes, to JAX 0.8; None where there are tangents too."""
+    # The others are residuals': they come first where JAX linearizes at once, else last. They never
+    # fail: their specs are made of their types.
+    first, last = axes[:count], axes[-count:]
+    at_once = getattr(jax.config, "jax_use_direct_linearize", False)
+    parts = (last, first) if at_once else (first, last)
+    failing = sum(map(bool, axes))
+    return next((part for part in parts if sum(map(bool, part)) == failing), None)
 
 
 class TypeNoteHooks(Hooks):
     """The hook around shard_map that adds causes to JAX's errors."""
 
     def install(self, patches: Patches) -> None:
-        """Replace how shard_map is bound: its body is traced inside."""
         door = self.door
         if door.shard_map_p is None:  # JAX 0.6.0
             return
@@ -114,19 +99,21 @@ class TypeNoteHooks(Hooks):
         here = self.state.here
         (causes, outputs), here.refused = here.refused, ("", None)
         tree = tree if outputs is None else outputs.tree
-        varying = [getattr(f, "varying", f) if _fails(f) else frozenset() for f in fails]
-        own = _of_outputs(fails, tree.num_leaves, outputs and outputs.wide)
-        if own is None:
-            name = self.door.function_name(f)
-            return (
-                f"{_FROM}shard_map applied to the function {name!r} was given out_specs "
-                "which require replication, and one of its outputs varies over "
-                f"{show_axes(frozenset().union(*varying))}{causes}"
-            )
-        text = self.door.specs_error(f, mesh, tree, specs, fails[own])
-        if len(fails) != tree.num_leaves:
-            text = f"{text}\n{_text(tree, varying[own])}"
-        return text + causes
+        if len(fails) == tree.num_leaves:
+            return self.door.specs_error(f, mesh, tree, specs, fails) + causes
+        # Those of a gradient's residuals stand among them.
+        axes = [
+            frozenset() if type(fail).__name__ == "NoFail" else getattr(fail, "varying", fail)
+            for fail in fails
+        ]
+        wide = _of_outputs(axes, tree.num_leaves) if outputs is None else outputs.wide
+        which = f", and one of its outputs varies over {show_axes(frozenset().union(*axes))}"
+        if wide is not None:
+            which = f"\n{_text(tree, wide)}"
+        return (
+            f"{_FROM}shard_map applied to the function {self.door.function_name(f)!r} was given "
+            f"out_specs which require replication{which}{causes}"
+        )
 
     def note(self, what: str, axes: frozenset[str]) -> None:
         """Record that an operation's result varies over ``axes`` though JAX types it invariant."""

@@ -40,10 +40,12 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
             "axes), or move the collective out of the branch or loop"
         )
     if verdict.verdict in ("redundant", "overwide"):
-        if _by_partitioner(collective):
+        last = operation(collective)
+        if last and _WRITTEN.fullmatch(last) is None and "pmap" not in collective.op_name:
             return _for_partitioner(verdict)
         backward = collective.phase not in ("forward", "recompute")
-        if collective.kind == "all-reduce" and backward and _is_unchecked(collective):
+        # With shard_map's check on, a sum has another name.
+        if collective.kind == "all-reduce" and backward and last in ("psum", "shard_map"):
             return (
                 "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
                 "rule for each kernel: the backward pass then reduces over just the axes that "
@@ -69,17 +71,18 @@ def _instead(verdict: hlo.Verdict) -> str:
     """Say what each device computes from its own operand in place of a redundant collective."""
     collective, count = verdict.collective, verdict.collective.group_size
     own = "drop it: each device can compute the result from its own operand"
+    same = "drop it: each device's result is its own operand"
     if collective.kind in ("collective-permute", "collective-broadcast"):
         if collective.in_place:
             return (
                 "replace it by jax.lax.dynamic_update_slice with each device's own slice, on the "
                 "devices to which it brings one"
             )
-        if collective.connections.reaches_all:
-            return "drop it: each device's result is its own operand"
         return (
-            "replace it by jnp.where(reached, x, 0), with reached true on the devices to which it "
-            "brings data: they get what they hold already, and the others get zeros"
+            same
+            if collective.connections.reaches_all
+            else "replace it by jnp.where(reached, x, 0), with reached true on the devices to "
+            "which it brings data: they get what they hold already, and the others get zeros"
         )
     if collective.kind == "all-gather":
         return f"{own}, put together {count} times along dimension {collective.dimension}"
@@ -88,7 +91,7 @@ def _instead(verdict: hlo.Verdict) -> str:
     if collective.kind == "reduce-scatter":
         return f"{own}: the piece that is its own of it{_factor(collective.reduction, count)}"
     if collective.reduction in _IDEMPOTENT or count == 1:
-        return "drop it: each device's result is its own operand"
+        return same
     if collective.reduction == "add":
         return f"{own} (a sum of {count} equal ones is {count} times one)"
     return f"{own}: reduce {count} copies of it"
@@ -130,10 +133,10 @@ def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
     kernels = list(dict.fromkeys(b.kernel for b in verdict.blockers if b.kernel))
     names = [kernel for kernel in kernels if kernel not in proven]
     if kernels and not names:
+        ends = ("s", "", "them") if len(kernels) > 1 else ("", "s", "it")
         return (
-            f"the kernel{'s' if len(kernels) > 1 else ''} {', '.join(map(repr, kernels))} "
-            f"need{'' if len(kernels) > 1 else 's'} no line: shardrules.install() proves "
-            f"{'them' if len(kernels) > 1 else 'it'}; see the verdict with shardrules run --install"
+            f"the kernel{ends[0]} {', '.join(map(repr, kernels))} need{ends[1]} no line: "
+            f"shardrules.install() proves {ends[2]}; see the verdict with shardrules run --install"
         )
     if names:
         sizes = pattern(names[0])
@@ -168,14 +171,3 @@ def operation(collective: hlo.Collective) -> str:
     """Return the JAX operation that made a collective, the end of its op_name."""
     # To JAX 0.4 its parameters stand behind it, psum[axes=('model',) axis_index_groups=None].
     return re.sub(r"\[.*?\]$", "", collective.op_name).rpartition("/")[2]
-
-
-def _is_unchecked(collective: hlo.Collective) -> bool:
-    """Tell whether a sum was traced with shard_map's check off; with it on it has another name."""
-    return operation(collective) in ("psum", "shard_map")
-
-
-def _by_partitioner(collective: hlo.Collective) -> bool:
-    """Tell whether XLA's partitioner made a collective: it has another operation's name."""
-    last = operation(collective)
-    return bool(last) and _WRITTEN.fullmatch(last) is None and "pmap" not in collective.op_name

@@ -162,13 +162,9 @@ def _unknown(
         after, elements = [_element(body, body.root)], (body.parameters[0].shape,)
     if any(number >= min(len(after), len(elements)) for number in read):
         return "the text does not show how its carry is made"
-    bounds = [
-        said
-        for number in read
-        if after[number] == number and (said := _origin(module, place, number))
-    ]
-    if bounds:
-        return "its bound is " + " and ".join(bounds)
+    kept = [_origin(module, place, number) for number in read if after[number] == number]
+    if any(kept):
+        return "its bound is " + " and ".join(filter(None, kept))
     changing = [str(elements[number]) for number in read if after[number] != number]
     if changing:
         return "its condition reads what each trip computes: " + ", ".join(changing)

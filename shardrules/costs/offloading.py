@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardrules import hlo
@@ -43,107 +45,101 @@ class HostBuffer:
     loads: list[Access] = dataclasses.field(default_factory=list)
 
 
-_Place = tuple[str, int, int]  # of an array: computation, instruction, which leaf of its shape
+_Array = tuple[str, int, int]  # its computation, its instruction, which leaf of the shape
 
 
 def read(module: hlo.Module) -> list[HostBuffer]:
     """List a program's buffers in host memory, the largest first; CPU has one memory, and none."""
+    if walk.HOST_SPACE not in module.text:
+        return []
     places = list(walk.executed(module))
     buffers = _Buffers(module)
     for place in places:
-        buffers.add(place.computation, place.position)
-    by_place = buffers.by_place()
+        buffers.add(place.computation, place.instruction, buffers.leaves(*place[:2]))
+    of_array = buffers.of_array()
     for place in places:
         moved = walk.moved(module, place)
         if moved is None:
             continue
-        name, instruction = place.computation.name, place.instruction
         access = Access(moved.bytes, place.runs, place.loop_depth, walk.where(module, place))
+        held = [(place.computation.name, operand, 0) for operand in place.instruction.operands]
         if moved.to_host:
-            held = [(name, place.position, n) for n in walk.result_leaves(instruction)]
-        else:
-            held = [(name, operand, 0) for operand in instruction.operands]
-        for buffer in {id(b): b for array in held if (b := by_place.get(array))}.values():
+            leaves = buffers.leaves(*place[:2])
+            held = [leaves[n] for n in walk.result_leaves(place.instruction)]
+        for buffer in {id(b): b for array in held if (b := of_array.get(array))}.values():
             (buffer.stores if moved.to_host else buffer.loads).append(access)
-    return sorted({id(b): b for b in by_place.values()}.values(), key=lambda b: -b.bytes)
+    return sorted({id(b): b for b in of_array.values()}.values(), key=lambda b: -b.bytes)
 
 
 class _Buffers:
-    """Which places hold the same buffer in host memory."""
+    """Which arrays are the same buffer in host memory."""
 
     def __init__(self, module: hlo.Module):
         self._module = module
-        self._parent: dict[_Place, _Place] = {}
+        self._parent: dict[_Array, _Array] = {}
 
-    def by_place(self) -> dict[_Place, HostBuffer]:
-        """Give the buffer of each place."""
-        buffers: dict[_Place, HostBuffer] = {}
+    def leaves(self, computation: hlo.Computation, position: int) -> list[_Array]:
+        count = len(computation.instructions[position].shape.leaves())
+        return [(computation.name, position, leaf) for leaf in range(count)]
+
+    def _shape(self, array: _Array) -> hlo.Shape:
+        return self._module.computations[array[0]].instructions[array[1]].shape.leaves()[array[2]]
+
+    def of_array(self) -> dict[_Array, HostBuffer]:
+        buffers: dict[_Array, HostBuffer] = {}
         entry = self._module.entry
-        for name, position, leaf in list(self._parent):
-            place = (name, position, leaf)
-            instruction = self._module.computations[name].instructions[position]
-            shape = instruction.shape.leaves()[leaf]
-            buffer = buffers.setdefault(
-                self._root(place), HostBuffer(str(shape), shape.bytes, "temporary")
-            )
-            buffers[place] = buffer
-            if name == entry.name and instruction.opcode == "parameter":
+        for array in list(self._parent):
+            shape, (name, position, _) = self._shape(array), array
+            new = HostBuffer(str(shape), shape.bytes, "temporary")
+            buffers[array] = buffer = buffers.setdefault(self._root(array), new)
+            if name == entry.name and entry.instructions[position].opcode == "parameter":
                 buffer.kind = "argument"
             elif name == entry.name and position == entry.root and buffer.kind == "temporary":
                 buffer.kind = "output"
         return buffers
 
-    def add(self, computation: hlo.Computation, position: int) -> None:
+    def add(
+        self, computation: hlo.Computation, instruction: hlo.Instruction, here: list[_Array]
+    ) -> None:
         """Add the buffers of one instruction, and join them with those that it passes on."""
-        instruction = computation.instructions[position]
-        name, opcode, operands = computation.name, instruction.opcode, instruction.operands
-        here = (name, position)
-        for leaf in walk.result_leaves(instruction):
-            if walk.host_buffer(instruction.shape.leaves()[leaf]):
-                self._root((*here, leaf))
+        opcode = instruction.opcode
+        given = [self.leaves(computation, operand) for operand in instruction.operands]
+        result = [here[n] for n in walk.result_leaves(instruction)]
+        self._join(result, result)
         if opcode == "tuple":
-            first = 0
-            for operand in operands:
-                self._same((name, operand), here, second_first=first)
-                first += len(self._leaves(name, operand))
+            self._join(itertools.chain(*given), here)
         elif opcode == "get-tuple-element":
-            elements = computation.instructions[operands[0]].shape.elements or ()
+            elements = computation.instructions[instruction.operands[0]].shape.elements or ()
             before = elements[: int(instruction.attribute("index") or 0)]
-            self._same(here, (name, operands[0]), second_first=sum(len(e.leaves()) for e in before))
+            self._join(here, given[0][sum(len(e.leaves()) for e in before) :])
         elif opcode in ("while", "call", "conditional"):
             if opcode == "while":
-                self._same(here, (name, operands[0]))
+                self._join(here, given[0])
             for number, callee in enumerate(instruction.calls):
                 called = self._module.computations[callee]
-                given = operands[1 + number :][:1] if opcode == "conditional" else operands
-                for parameter, operand in zip(called.parameters, given):
-                    inside = called.instructions.index(parameter)
-                    self._same((name, operand), (callee, inside))
+                taken = given[1 + number :][:1] if opcode == "conditional" else given
+                for parameter, position in walk.parameters(called).items():
+                    if parameter < len(taken):
+                        self._join(taken[parameter], self.leaves(called, position))
                 if called.instructions[called.root].shape == instruction.shape:
-                    self._same(here, (callee, called.root))
+                    self._join(here, self.leaves(called, called.root))
         elif opcode.endswith("-done"):
-            started = computation.instructions[operands[0]]
-            self._same(here, (name, operands[0]), second_first=walk.result_leaves(started).start)
-        elif operands and (
+            started = computation.instructions[instruction.operands[0]]
+            self._join(here, given[0][walk.result_leaves(started).start :])
+        elif given and (
             opcode in ("copy", "bitcast")
             or walk.written(self._module, computation, instruction) is not None
         ):
-            first = walk.result_leaves(instruction).start
-            self._same((name, operands[0]), here, second_first=first)
+            self._join(given[0], result)
 
-    def _leaves(self, name: str, position: int) -> list[hlo.Shape]:
-        return self._module.computations[name].instructions[position].shape.leaves()
+    def _join(self, first: Iterable[_Array], second: Iterable[_Array]) -> None:
+        """Join two lists of arrays, as far as these are in host memory."""
+        for mine, other in zip(first, second):
+            if all(walk.host_buffer(self._shape(array)) for array in (mine, other)):
+                self._parent[self._root(mine)] = self._root(other)
 
-    def _same(self, first: tuple[str, int], second: tuple[str, int], second_first: int = 0) -> None:
-        """Join all leaves of one value with those of another from ``second_first`` on."""
-        theirs = self._leaves(*second)[second_first:]
-        for leaf, (mine, other) in enumerate(zip(self._leaves(*first), theirs)):
-            if walk.host_buffer(mine) and walk.host_buffer(other):
-                root = self._root((*first, leaf))
-                self._parent[root] = self._root((*second, second_first + leaf))
-
-    def _root(self, place: _Place) -> _Place:
-        while self._parent.setdefault(place, place) != place:
+    def _root(self, array: _Array) -> _Array:
+        while self._parent.setdefault(array, array) != array:
             # Point to the grandparent on the way: chains stay short.
-            self._parent[place] = place = self._parent[self._parent[place]]
-        return place
+            self._parent[array] = array = self._parent[self._parent[array]]
+        return array

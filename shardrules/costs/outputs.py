@@ -72,7 +72,7 @@ def tiles(judgement: hlo.Judgement, text: str) -> tuple[int, ...] | None:
 
 def find(judgement: hlo.Judgement) -> list[Unequal]:
     """List the outputs that are called replicated and not proven so, those that differ first."""
-    carried: dict[int, str] = {}
+    carried: dict[int, str] | None = None
     unequal = []
     for number, (output, promise) in enumerate(zip(judgement.outputs, judgement.promises or ())):
         if promise is None:
@@ -84,7 +84,7 @@ def find(judgement: hlo.Judgement) -> list[Unequal]:
         broken = None if promised is None else output.broken(promised)
         if broken is None:
             continue
-        carried = carried or _carried(judgement)
+        carried = _carried(judgement) if carried is None else carried
         unequal.append(_unequal(output, promise[0], broken, carried.get(number, "")))
     return sorted(unequal, key=lambda output: output.kind)
 
@@ -107,13 +107,13 @@ def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Une
         reason += f", and no reduction{along} stands on the way"
     if output.blockers:
         names = [b.kernel for b in output.blockers if b.kernel]
-        advice = (
-            f"shardrules.register({names[0]!r}, shardrules.no_communication), if that holds"
-            if names
-            else "give the call a rule"
-            if any(b.target for b in output.blockers)
-            else "pass the jax.stages.Compiled, or give its arguments shardings"
-        )
+        advice = "pass the jax.stages.Compiled, or give its arguments shardings"
+        if names:
+            advice = (
+                f"shardrules.register({names[0]!r}, shardrules.no_communication), if that holds"
+            )
+        elif any(b.target for b in output.blockers):
+            advice = "give the call a rule"
     kind = "differs" if broken.differs else "unproven"
     return Unequal(kind, name(path), str(output.shape), broken.axes, over, reason, carried, advice)
 
@@ -123,6 +123,6 @@ def _carried(judgement: hlo.Judgement) -> dict[int, str]:
     try:
         leaves = donation.read(judgement.module)
     except HloError:
-        return {-1: ""}
+        return {}
     tokens = sum(str(output.shape) == "token[]" for output in judgement.outputs)
-    return {-1: "", **{tokens + int(x.output): x.path for x in leaves if x.status == "aliased"}}
+    return {tokens + int(x.output): x.path for x in leaves if x.status == "aliased"}

@@ -54,12 +54,10 @@ def constants(module: hlo.Module, min_bytes: int = 1) -> list[Constant]:
     devices = (module.num_partitions or 1) * (module.replica_count or 1)
     listed = []
     for computation in module.computations.values():
-        for position, instruction in enumerate(computation.instructions):
-            size = instruction.shape.bytes if instruction.opcode == "constant" else 0
-            if size and size >= min_bytes:
-                name, shape = instruction.name, str(instruction.shape)
+        for position, (name, opcode, shape, *_) in enumerate(computation.instructions):
+            if opcode == "constant" and shape.bytes >= max(min_bytes, 1):
                 source = _used_at(module, computation, position) or name
-                listed.append(Constant(name, shape, size, devices, source))
+                listed.append(Constant(name, str(shape), shape.bytes, devices, source))
     return sorted(listed, key=lambda c: -c.bytes)
 
 

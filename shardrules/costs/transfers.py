@@ -41,7 +41,6 @@ class Transfer(NamedTuple):
 
     @property
     def what(self) -> str:
-        """Say in a few words what it is."""
         ways = {"to host": " to the host", "from host": " from the host"}
         return self.kind + ways.get(self.direction, "")
 
@@ -81,16 +80,11 @@ def _transfer(module: hlo.Module, place: walk.Place) -> tuple[str, str, int, str
         if CALLBACK.fullmatch(target):
             size = sum(s.bytes for s in operands) + instruction.shape.bytes
             return "callback", "both", size, target
-    if opcode in ("call", "async-start") and _on_host(instruction):
-        size = sum(s.bytes for s in operands)
-        return "host computation", "both", size, ""
+    if opcode in ("call", "async-start"):  # jax.experimental.compute_on
+        thread = (instruction.attribute("async_execution_thread") or "").strip('"')
+        hints = instruction.attribute("frontend_attributes") or ""
+        if thread == "host" or '_xla_compute_type="host"' in hints:
+            return "host computation", "both", sum(s.bytes for s in operands), ""
     if (moved := walk.moved(module, place)) is not None:
         return "copy", "to host" if moved.to_host else "from host", moved.bytes, ""
     return None
-
-
-def _on_host(instruction: hlo.Instruction) -> bool:
-    """Tell whether a call runs on the host (``jax.experimental.compute_on``)."""
-    thread = (instruction.attribute("async_execution_thread") or "").strip('"')
-    hints = instruction.attribute("frontend_attributes") or ""
-    return thread == "host" or '_xla_compute_type="host"' in hints

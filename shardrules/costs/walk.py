@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 # Instructions that run a computation's instructions one by one. The computations of fusions,
 # reductions, sorts and scatters are part of one kernel.
 _CONTROL = ("while", "conditional", "call", "async-start")
-_HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
+HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
 # What passes numbers on, and rounds them at most.
 PASS_ON = frozenset(
     "bitcast reshape transpose copy convert get-tuple-element all-reduce-done copy-start "
@@ -128,7 +128,7 @@ def target(call: hlo.Instruction) -> str:
 
 
 def host_buffer(shape: hlo.Shape) -> bool:
-    return not shape.is_tuple and _HOST_SPACE in shape.layout
+    return not shape.is_tuple and HOST_SPACE in shape.layout
 
 
 class Moved(NamedTuple):

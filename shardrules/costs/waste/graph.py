@@ -157,12 +157,7 @@ class Graph:
 
     def __init__(self, module: hlo.Module):
         self.module = module
-        self._flat: dict[str, Flat] = {}
-
-    def flat(self, name: str) -> Flat:
-        if name not in self._flat:
-            self._flat[name] = Flat(self.module, self.module.computations[name])
-        return self._flat[name]
+        self.flat = functools.cache(lambda name: Flat(module, module.computations[name]))
 
     @functools.cached_property
     def loops(self) -> dict[str, Node]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
+from shardrules import hlo
 from shardrules.costs.waste.graph import BARRIERS, made_by
 from shardrules.costs.waste.program import Hint, Site
 
@@ -19,13 +19,8 @@ _COPIES = frozenset(["copy", "copy-done"])
 _NARROW_FLOAT = re.compile(r"(bf|f)(16|8|4)")
 
 
-class _Narrower(NamedTuple):
-    """The array that is enough: its element type and bytes, why, and the change."""
-
-    element_type: str
-    bytes: int
-    why: str
-    change: str
+# The array that is enough, why, and the change.
+_Narrower = tuple[hlo.Shape, str, str]
 
 
 def find(site: Site) -> Hint | None:
@@ -38,20 +33,16 @@ def find(site: Site) -> Hint | None:
     one_hot = _one_hot(site)
     if one_hot is not None and not site.in_shard_map:
         return None  # of indices and their one-hot array, XLA's partitioner moves which it likes
-    narrower = one_hot or _widened(site) or _narrowed(site)
-    if narrower is None or narrower.bytes >= site.entry.bytes:
+    found = one_hot or _widened(site) or _narrowed(site)
+    if found is None:
         return None
-    if _NARROW_FLOAT.match(narrower.element_type) and site.program.platform is None:
+    (array, why, change), size = found, site.entry.bytes
+    if array.bytes >= size:
+        return None
+    if _NARROW_FLOAT.match(array.element_type) and site.program.platform is None:
         return None  # XLA for CPU makes floats of 32 bits of narrower ones
-    advice = (
-        f"{narrower.why}: {narrower.change}, and {site.entry.bytes} B become {narrower.bytes} B "
-        "(the values are the same)"
-    )
-    return site.smaller(advice, narrower.bytes)
-
-
-def _size(site: Site, bits: int) -> int:
-    return (site.taken.element_count * bits + 7) // 8
+    advice = f"{why}: {change}, and {size} B become {array.bytes} B (the values are the same)"
+    return site.smaller(advice, array.bytes)
 
 
 def _widened(site: Site) -> _Narrower | None:
@@ -66,7 +57,7 @@ def _widened(site: Site) -> _Narrower | None:
         f"its operand was converted from {before.element_type} to {after.element_type} just before"
     )
     change = "move it as it was, and convert the result"
-    return _Narrower(before.element_type, _size(site, before.bits), why, change)
+    return site.taken._replace(element_type=before.element_type), why, change
 
 
 def _one_hot(site: Site) -> _Narrower | None:
@@ -96,7 +87,7 @@ def _one_hot(site: Site) -> _Narrower | None:
     row = dimensions[int(counted)]
     why = f"it moves {row} numbers for each index, of which one is not zero"
     change = "move the indices, and make the one-hot array of the result"
-    return _Narrower(indices.element_type, indices.bytes, why, change)
+    return indices, why, change
 
 
 def _narrowed(site: Site) -> _Narrower | None:
@@ -120,14 +111,10 @@ def _narrowed(site: Site) -> _Narrower | None:
         f"convert before it, x.astype({_dtype(widest.element_type)}), and if the compiler moves "
         "that back, hold it by jax.lax.optimization_barrier"
     )
-    return _Narrower(widest.element_type, _size(site, widest.bits), why, change)
+    return wide._replace(element_type=widest.element_type), why, change
 
 
 def _dtype(element_type: str) -> str:
     """Give JAX's name of an element type."""
-    names = {"bf16": "bfloat16", "f16": "float16", "pred": "bool"}
-    return "jnp." + names.get(element_type, re.sub(r"^([suf])(\d)", _spelled, element_type))
-
-
-def _spelled(match: re.Match[str]) -> str:
-    return {"s": "int", "u": "uint", "f": "float"}[match[1]] + match[2]
+    names = {"pred": "bool", "bf": "bfloat", "s": "int", "u": "uint", "f": "float"}
+    return "jnp." + re.sub("^(pred|bf|[suf])", lambda kind: names[kind[0]], element_type)

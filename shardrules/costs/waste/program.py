@@ -70,6 +70,11 @@ class Program(Graph):
         self.runs = loops.executions(self.module)
         self.partitions = judgement.partitions
         self.device_count = judgement.partitions * judgement.replicas
+        computations = self.module.computations
+        self.users = functools.cache(lambda name: computations[name].users())
+        self.positions = functools.cache(
+            lambda name: {i.name: n for n, i in enumerate(computations[name].instructions)}
+        )
         self._remembered: dict[tuple[Any, ...], Any] = {}
         entries = accounts.of(judgement).entries
         self.sites = [Site(self, *both) for both in zip(judgement.verdicts, entries)]
@@ -106,11 +111,6 @@ class Program(Graph):
         return not no_work and instruction.shape.bytes >= 2**20
 
 
-def _positions(program: Program, computation: str) -> dict[str, int]:
-    instructions = program.module.computations[computation].instructions
-    return {instruction.name: n for n, instruction in enumerate(instructions)}
-
-
 def _results(program: Program, computation: str, position: int) -> list[hlo.Shape]:
     """List the shapes of a collective's results; none where the text does not show them."""
     instruction = program.module.computations[computation].instructions[position]
@@ -118,14 +118,10 @@ def _results(program: Program, computation: str, position: int) -> list[hlo.Shap
     return leaves[-count:] if len(leaves) in (count, 2 * count) else []
 
 
-def _users(program: Program, computation: str) -> list[list[int]]:
-    return program.module.computations[computation].users()
-
-
 def _overlaps(program: Program, computation: str, position: int) -> bool:
     """Tell whether anything large in a computation is independent of an instruction."""
     instructions = program.module.computations[computation].instructions
-    users = program.remembered(_users, computation)
+    users = program.users(computation)
     dependent = walk.reached([position], lambda n: instructions[n].operands)
     dependent |= walk.reached([position], lambda n: users[n])
     return any(n not in dependent and program.is_large(i) for n, i in enumerate(instructions))
@@ -153,7 +149,7 @@ class Site:
         self.entry = entry
         self.collective = collective
         self.computation = module.computations[collective.computation]
-        self.position = program.remembered(_positions, self.computation.name)[collective.name]
+        self.position = program.positions(self.computation.name)[collective.name]
         self.instruction = self.computation.instructions[self.position]
         self.operand = collective.operand
         self.part = verdict.range.start if verdict.range else collective.operand

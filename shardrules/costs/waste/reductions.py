@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from shardrules import hlo
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import slices
@@ -53,11 +52,8 @@ def _size_after(site: Site) -> int | None:
     # XLA of JAX 0.12 wraps an array into a tuple of one. What was wider before is summed in that.
     elements = taker.shape.elements
     array = elements[0] if elements and len(elements) == 1 else taker.shape
-    return None if array.is_tuple else _size(array, max(site.taken.bits, array.bits))
-
-
-def _size(array: hlo.Shape, bits: int) -> int:
-    return (array.element_count * bits + 7) // 8
+    bits = max(site.taken.bits, array.bits)
+    return None if array.is_tuple else (array.element_count * bits + 7) // 8
 
 
 # -- a reduction of what is gathered --------------------------------------------------------------

@@ -101,8 +101,8 @@ NAMES = {
     "in_one_only": "alone",
     "functions_of_one_name": "function",
     "options": "install",
-    "decisions": "sharded.py",
-    "decisions_of_two_bodies": "sharded.py",
+    "decisions": "places.py",
+    "decisions_of_two_bodies": "places.py",
     "scopes": "scoped",
 }
 

@@ -23,54 +23,23 @@ _patches = Patches()
 _clients: list[Any] = []  # those whose programs get stubs
 
 
-class _Extension(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.c_void_p)]
+def _struct(**fields: Any) -> Any:
+    """Return a struct of XLA's C API, each of which begins with its size."""
+    all_fields = [("size", ctypes.c_size_t), *fields.items()]
+    return type("Struct", (ctypes.Structure,), {"_fields_": all_fields})
 
 
-class _Version(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("extension", ctypes.c_void_p),
-        ("major", ctypes.c_int),
-        ("minor", ctypes.c_int),
-    ]
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("version", _Version)]  # and more, which stays zero
-
-
-class _MetadataExtension(ctypes.Structure):
-    _fields_ = [("base", _Extension), ("metadata", ctypes.POINTER(_Metadata))]
-
-
-class _NewError(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("extension", ctypes.c_void_p),
-        ("message", ctypes.c_char_p),
-        ("code", ctypes.c_int),
-    ]
-
-
-class _Api(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("extension", ctypes.c_void_p),
-        ("version", _Version),
-        ("internal", ctypes.c_void_p),
-        ("new_error", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_NewError))),
-    ]
-
-
-class _Frame(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("extension", ctypes.POINTER(_MetadataExtension)),
-        ("api", ctypes.POINTER(_Api)),
-    ]
-
-
+_Version = _struct(extension=ctypes.c_void_p, major=ctypes.c_int, minor=ctypes.c_int)
+_Metadata = _struct(version=_Version)  # and more, which stays zero
+_Extension = _struct(type=ctypes.c_int, next=ctypes.c_void_p, metadata=ctypes.POINTER(_Metadata))
+_NewError = _struct(extension=ctypes.c_void_p, message=ctypes.c_char_p, code=ctypes.c_int)
+_Api = _struct(
+    extension=ctypes.c_void_p,
+    version=_Version,
+    internal=ctypes.c_void_p,
+    new_error=ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_NewError)),
+)
+_Frame = _struct(extension=ctypes.POINTER(_Extension), api=ctypes.POINTER(_Api))
 _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
 _handlers: dict[str, Any] = {}  # XLA keeps their addresses
 
@@ -126,7 +95,7 @@ def _register(target: str, platform: str = "CUDA") -> None:
 
     def stub(frame):
         extension, api = frame.contents.extension, frame.contents.api.contents
-        if extension and extension.contents.base.type == _METADATA:
+        if extension and extension.contents.type == _METADATA:
             version = extension.contents.metadata.contents.version
             version.major, version.minor = _spoken()
             return None

@@ -174,12 +174,6 @@ class State:
             return contextlib.nullcontext()
         return self._trace_key(self._key(self.scope))
 
-    def note_sum(self, axes: tuple[str, ...], value: Any, at: str, why: str) -> None:
-        """Record a psum of ``value`` that the hooks add, if the scope has notes."""
-        notes = self.scope.notes
-        if notes is not None:
-            notes.sums.append(NotedSum(tuple(sorted(axes)), value.shape, value.dtype, at, why))
-
     def note_placement(self, placement: Placement, function: str) -> None:
         """Record where a function's casts were placed, in the scope's notes or for a watch."""
         notes = self.scope.notes
@@ -199,10 +193,12 @@ class State:
         finally:
             self.here.__dict__.update(before)
 
-    def record_sum(self, index: int, axes: frozenset[str]) -> None:
-        """Record that the hooks sum a bwd's cotangent, if sums are being recorded."""
+    def record_sum(self, index: int, axes: frozenset[str], value: Any, at: str, why: str) -> None:
+        """Record that the hooks sum a bwd's cotangent, where that is asked for."""
         if self.here.summed is not None:
             self.here.summed.append((index, axes))
+        if (notes := self.scope.notes) is not None:
+            notes.sums.append(NotedSum(tuple(sorted(axes)), value.shape, value.dtype, at, why))
 
     @contextlib.contextmanager
     def recording_gradients(self, gradients: list[None]):

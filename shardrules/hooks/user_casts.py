@@ -13,10 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
+
 from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import DECLARED
+from shardrules.door.jaxprs import DECLARED, is_inexact
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.install import held, hold_for_ops, state
 from shardrules.hooks.notes import Claims
@@ -66,8 +69,6 @@ def vary(x: Any, *axes: str) -> Any:
       >>> early(w, x).shape
       (8, 64)
     """
-    import jax
-
     door = internals.load()
     named = _axes(door, "vary(x, ...)", axes)
     if not door.checking():
@@ -126,7 +127,6 @@ def place_casts(f: _F) -> _F:
       >>> jax.eval_shape(jax.grad(lambda w: layer(w, x).sum()), w).shape
       (128, 64)
     """
-    import jax
 
     @functools.wraps(f)
     def placed(*args: Any, **kwargs: Any) -> Any:
@@ -136,8 +136,7 @@ def place_casts(f: _F) -> _F:
         hold_for_ops()
 
         def marked(leaf):
-            inexact = jax.numpy.issubdtype(getattr(leaf, "dtype", None), jax.numpy.inexact)
-            return mark(leaf) if inexact and isinstance(leaf, jax.Array) else leaf
+            return mark(leaf) if isinstance(leaf, jax.Array) and is_inexact(leaf) else leaf
 
         return f(*jax.tree_util.tree_map(marked, args), **jax.tree_util.tree_map(marked, kwargs))
 
@@ -166,8 +165,6 @@ def already_summed(ct: Any, *axes: str) -> Any:
       AxisError: if an axis is not a manual mesh axis here, or a value is ``unreduced`` over it.
       UnsupportedJaxError: on JAX to 0.5.3.
     """
-    import jax
-
     door = internals.load()
     named = _axes(door, "already_summed(ct, ...)", axes)
     door.need_types("already_summed (in its place, end bwd with the collective, jax.lax.psum)")
@@ -177,7 +174,7 @@ def already_summed(ct: Any, *axes: str) -> Any:
     where = caller_place()
 
     def claim(leaf):
-        if isinstance(leaf, door.SymbolicZero) or _is_float0(leaf):
+        if isinstance(leaf, door.SymbolicZero) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
             return leaf
         over = named & _whole(door, "already_summed", leaf, named).varying
         if not over:
@@ -202,8 +199,6 @@ def checking_claims() -> Iterator[Claims]:
     Raises:
       CotangentError: at the end, if a claimed cotangent was different on two devices.
     """
-    import jax
-
     claims = Claims()
     with held() as hooks:  # for the trace key: what was traced without comparing is traced again
         with hooks.enter(dataclasses.replace(hooks.scope, claims=claims)):
@@ -251,17 +246,8 @@ def _whole(door: Door, what: str, leaf: Any, axes: frozenset[str]):
     return have
 
 
-def _is_float0(leaf: Any) -> bool:
-    import jax
-
-    return getattr(leaf, "dtype", None) == jax.dtypes.float0
-
-
 def _compare(claims: Claims, leaf: Any, axes: tuple[str, ...], where: str) -> None:
     """Compare a cotangent along ``axes``, bit by bit, when the program runs."""
-    import jax
-    import jax.numpy as jnp
-
     claims.made.add((where, axes))
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
     same = (jax.lax.pmax(bits, axes) == jax.lax.pmin(bits, axes)).all()

@@ -10,9 +10,9 @@ from shardrules.pallas.walk import Walk, mesh_axes
 ACTIONS: dict[str | None, Any] = {}
 
 
-def _for(*names: str):
+def _for(names: str):
     def note(function):
-        ACTIONS.update(dict.fromkeys(names, function))
+        ACTIONS.update(dict.fromkeys(names.split(), function))
         return function
 
     return note
@@ -22,18 +22,9 @@ def _for(*names: str):
 
 
 @_for(
-    "jax:jit",
-    "jax:pjit",
-    "jax:closed_call",
-    "jax:call",
-    "jax:eval_jaxpr",
-    "jax:custom_jvp_call",
-    "jax:custom_vjp_call",
-    "jax:custom_vjp_call_jaxpr",
-    "jax:remat2",
-    "jax:checkpoint",
-    "pallas:run_scoped",
-    "state:run_state",
+    "jax:jit jax:pjit jax:closed_call jax:call jax:eval_jaxpr jax:custom_jvp_call "
+    "jax:custom_vjp_call jax:custom_vjp_call_jaxpr jax:remat2 jax:checkpoint "
+    "pallas:run_scoped state:run_state"
 )
 def _call(walk: Walk, eqn: Any) -> None:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
@@ -60,7 +51,7 @@ def _while(walk, eqn):
     walk.ends([eqn.params["body_jaxpr"]])
 
 
-@_for("pallas:core_map", "pallas:mpmd_map")
+@_for("pallas:core_map pallas:mpmd_map")
 def _threads(walk, eqn):
     # Also the warps of one thread (an mpmd_map from JAX 0.12 on): their axis is the kernel's own.
     params = eqn.params
@@ -104,13 +95,13 @@ def _is_read(jaxpr: Any, eqn: Any) -> bool:
 # --- refs ------------------------------------------------------------------------------------
 
 
-@_for("state:get", "pallas:masked_load")
+@_for("state:get pallas:masked_load")
 def _read(walk, eqn):
     if walk.is_local(eqn) and eqn.params.get("is_volatile"):
         walk.block(eqn, "a volatile load may read what another program has stored")
 
 
-@_for("jax:scatter-add", "jax:scatter-sub", "jax:scatter-mul")
+@_for("jax:scatter-add jax:scatter-sub jax:scatter-mul")
 def _added(walk, eqn):
     if not eqn.params.get("unique_indices"):
         _block_rounding(walk, eqn, eqn.invars[0])
@@ -149,13 +140,7 @@ def _draw(walk, eqn):
         walk.block(eqn, _UNSEEDED)
 
 
-@_for(
-    "jax:random_bits",
-    "jax:random_fold_in",
-    "jax:random_seed",
-    "jax:random_split",
-    "jax:random_unwrap",
-)
+@_for("jax:random_bits jax:random_fold_in jax:random_seed jax:random_split jax:random_unwrap")
 def _keyed(walk, eqn):
     # The result is a function of the key, except for keys of the device's own generator.
     atoms = (*eqn.invars, *eqn.outvars)
@@ -196,7 +181,7 @@ def _axes_of(device: Any) -> tuple[str, ...]:
     return names if all(isinstance(name, str) for name in names) else ()
 
 
-@_for("tpu:dma_start", "tpu:dma_wait")
+@_for("tpu:dma_start tpu:dma_wait")
 def _dma(walk, eqn):
     if not walk.is_local(eqn):
         return
@@ -216,7 +201,7 @@ def _copy_out(walk, eqn):
         walk.block(eqn, "copies that reduce run in no fixed order")
 
 
-@_for("pallas:semaphore_signal", "mgpu:semaphore_signal", "mgpu:semaphore_signal_parallel")
+@_for("pallas:semaphore_signal mgpu:semaphore_signal mgpu:semaphore_signal_parallel")
 def _signal(walk, eqn):
     if not walk.is_local(eqn):
         return

@@ -211,9 +211,9 @@ class CustomVjpHooks(Hooks):
         if ct.extra:
             order = tuple(a for a in door.manual_axes() if a in ct.extra)
             value = jax.lax.psum(value, order)
-            self.state.record_sum(index, ct.extra)
-            self.state.note_sum(
-                order,
+            self.state.record_sum(
+                index,
+                ct.extra,
                 value,
                 door.source_line(door.current_source()),
                 f"bwd {bwd.parts.name!r} returns one device's share at "

@@ -116,7 +116,7 @@ def traced(*gradients):
 
         def part(x, takes=takes):
             # JAX 0.6.0 differentiates nothing that varies.
-            loss = lambda x: jax.lax.psum((x * x).sum(), ("data", "model"))  # noqa: E731
+            loss = lambda x: jax.lax.psum((x * x).sum(), "data")  # noqa: E731
             return jax.grad(loss)(x) if takes else 2 * x
 
         f = lambda x: shard_map(part, mesh, P("data"), P("data"), check=False)(x)  # noqa: B023, E731

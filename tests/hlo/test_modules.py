@@ -8,7 +8,7 @@ import pytest
 from shardrules import errors
 from shardrules.hlo.known import exact, ranges, values
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.proof import collectives, control, customcalls, loops, reach
+from shardrules.hlo.proof import collectives, control, customcalls, evaluation, loops
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import parser
 
@@ -78,7 +78,7 @@ def wide_indices_wrap(monkeypatch):
 
 
 def unfollowed_paths_count_for_nothing(monkeypatch):
-    monkeypatch.setattr(reach.Reach, "abandon", lambda self, names, why: hs.Blocker(why))
+    monkeypatch.setattr(evaluation.Reach, "abandon", lambda self, names, why: hs.Blocker(why))
 
 
 def attributes_end_at_metadata(monkeypatch):
@@ -144,7 +144,7 @@ def loops_stop_together(monkeypatch):
 
 
 def what_is_applied_is_a_function(monkeypatch):
-    monkeypatch.setattr(reach.Reach, "applied", lambda self, instruction: "")
+    monkeypatch.setattr(evaluation.Reach, "applied", lambda self, instruction: "")
 
 
 # Each with a seed that shows it; where the generator has changed since, another is looked for.

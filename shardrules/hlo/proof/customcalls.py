@@ -153,6 +153,12 @@ def empty_buffer(values: Values, filling: bool) -> int:
     return state
 
 
+def target_of(instruction: Instruction) -> str:
+    if instruction.opcode != "custom-call":
+        return ""
+    return (instruction.attribute("custom_call_target") or "").strip('"')
+
+
 def aliased(instruction: Instruction) -> set[int]:
     """Give the numbers of the operands whose memory a custom call's results reuse."""
     table = instruction.attribute("output_to_operand_aliasing") or ""
@@ -163,34 +169,18 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
     """Find the copies of spread collectives whose done is in another fusion."""
     steps: dict[str, list[tuple[str, int]]] = {}
     done: set[str] = set()
-    if ASYNC_DONE not in module.text:
-        return set()
-    fused = {
-        name
-        for computation in module.computations.values()
-        for instruction in computation.instructions
-        if instruction.opcode == "fusion"
-        for name in instruction.calls
-    }
-    for computation in [module.computations[name] for name in fused]:
-        ended: set[int] = set()
-        chains = []
-        for position, instruction in enumerate(computation.instructions):
-            if instruction.opcode == "custom-call":
-                target = instruction.attribute("custom_call_target") or ""
-                if target.strip('"') == ASYNC_DONE:
-                    ended.update(instruction.operands)
-            elif instruction.opcode in KINDS:
-                chain = frontend_attributes(instruction.attribute("frontend_attributes")).get(
-                    "chain_id"
-                )
-                if chain is not None:
-                    chains.append((chain, position))
-        for chain, position in chains:
-            if position in ended:
-                done.add(chain)
-            else:
-                steps.setdefault(chain, []).append((computation.name, position))
+    callers = [(c, p) for c in module.computations.values() for p in c.calling]
+    called = [c.instructions[p] for c, p in callers if ASYNC_DONE in module.text]
+    for name in {n for i in called if i.opcode == "fusion" for n in i.calls}:
+        instructions = module.computations[name].instructions
+        ended = {o for i in instructions if target_of(i) == ASYNC_DONE for o in i.operands}
+        for position, instruction in enumerate(instructions):
+            if instruction.opcode in KINDS:
+                hints = frontend_attributes(instruction.attribute("frontend_attributes"))
+                if position in ended and "chain_id" in hints:
+                    done.add(hints["chain_id"])
+                elif "chain_id" in hints:
+                    steps.setdefault(hints["chain_id"], []).append((name, position))
     return {where for chain in done for where in steps.get(chain, ())}
 
 
@@ -262,9 +252,7 @@ def _by_tag(call: _Call) -> Resolution | None:
         return call.unknown(why, mesh)
     if any(e.kind == "unknown" for e in effects) and len(effects) == 1:
         return call.unknown("is tagged 'unknown': it has no rule", mesh)
-    status = call.tag.get("shardrules.status", "declared")
-    if status not in ("audited", "declared"):
-        status = "declared"
+    status = "audited" if call.tag.get("shardrules.status") == "audited" else "declared"
     detail = f"{text}, {PROVEN}" if status == "audited" else text
     support = hs.Support(repr(call.kernel or call.target), "tag", status, detail)
     return Resolution(effects, support, mesh, call.blocker("is tagged 'unknown' for an output"))

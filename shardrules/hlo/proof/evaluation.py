@@ -2,23 +2,154 @@
 
 Each computation is evaluated once for each distinct set of arguments. A table of handlers (see
 ``replication``) says what each opcode does; each is called as
-``handler(proof, computation, position, instruction, operands, guard)``.
+``handler(proof, computation, position, instruction, operands, guard)``. ``Reach`` says which
+collectives are in computations that no evaluation follows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from shardrules import errors
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.known.values import Values
+from shardrules.hlo.known.values import ELEMENTWISE, LOCAL, Values
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls
-from shardrules.hlo.proof.reach import Reach
+from shardrules.hlo.proof import customcalls, loops
+from shardrules.hlo.reader import attributes
 from shardrules.hlo.reader import module as hm
 
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
+# Opcodes that are deterministic if the computations that they apply are.
+APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort topk".split())
+_PURE = (
+    ELEMENTWISE
+    | LOCAL
+    | APPLIERS
+    | frozenset(
+        "parameter constant tuple get-tuple-element call fusion while conditional "
+        "optimization-barrier opt-barrier".split()
+    )
+)
+# Opcodes whose handlers evaluate the computations they call, or abandon them.
+_FOLLOWED = frozenset("call call-start fusion fusion-start while conditional async-start".split())
+_CONTINUED = frozenset(
+    "async-update async-done fusion-update fusion-done call-update call-done".split()
+)
+_PLAIN = ELEMENTWISE | LOCAL | {"parameter", "constant", "tuple", "get-tuple-element"}
+# Opcodes that always have operands in their parentheses.
+_TAKES = (
+    (ELEMENTWISE | LOCAL | APPLIERS | _CONTINUED | frozenset(hc.OPCODES)) - {"iota", "after-all"}
+) | frozenset(
+    "get-tuple-element while conditional optimization-barrier opt-barrier domain add-dependency "
+    "copy-start".split()
+)
+_NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
+
+
+class Reach:
+    """What a module's computations reach, directly or through calls."""
+
+    def __init__(self, module: hm.Module):
+        self.module = module
+        # By name, why a computation also runs in a way that no evaluation covers. Nothing is proven
+        # for the collectives in it, even if other callers were evaluated.
+        self.unfollowed: dict[str, hs.Blocker] = {}
+        self.talking: set[str] = set()  # computations with a collective, directly or through calls
+        self._impure: set[str] = set()
+        for name, computation in module.computations.items():  # callees first
+            for instruction in computation.instructions:
+                opcode, calls = instruction.opcode, instruction.calls
+                speaks = opcode in hc.OPCODES or opcode == "custom-call"
+                if speaks or not self.talking.isdisjoint(calls):
+                    self.talking.add(name)
+                if not self.deterministic(instruction):
+                    self._impure.add(name)
+
+    def deterministic(self, instruction: hm.Instruction) -> bool:
+        """Tell whether an instruction is a deterministic function of its operands."""
+        understood = instruction.opcode in _PURE and instruction.start not in self.module.strange
+        return understood and self._impure.isdisjoint(instruction.calls)
+
+    def applied(self, instruction: hm.Instruction) -> str:
+        """Name the nondeterministic computation that an instruction applies, "" if none."""
+        impure = next((name for name in instruction.calls if name in self._impure), None)
+        return f"computation {impure!r}, which is not a deterministic function" if impure else ""
+
+    def unknown_attribute(self, instruction: hm.Instruction) -> str:
+        key = self.module.strange[instruction.start]
+        name = f"{instruction.opcode} {instruction.name!r}"
+        return f"{name} has an unknown attribute, {key}"
+
+    def abandon(self, names: Iterable[str], why: str) -> hs.Blocker:
+        """Note that computations, and those that they call, also run without being evaluated."""
+        blocker = hs.Blocker(why)
+        stack = list(names)
+        while stack:
+            name = stack.pop()
+            if name not in self.unfollowed:
+                self.unfollowed[name] = blocker
+                for instruction in self.module.computations[name].instructions:
+                    stack.extend(instruction.calls)
+        return blocker
+
+    def find_unfollowed(self, handled: Iterable[str]) -> None:
+        """Abandon the computations of instructions whose handlers don't evaluate them."""
+        handled = frozenset(handled)
+        strange = self.module.strange
+        for computation in self.module.computations.values():
+            for instruction in computation.instructions:
+                opcode = instruction.opcode
+                understood = instruction.start not in strange
+                complete = instruction.operands or opcode not in _TAKES
+                if understood and opcode in _PLAIN and complete:
+                    continue  # the fast path of most instructions
+                self._check(instruction, opcode in handled)
+                names: Iterable[str] = instruction.calls
+                why = (
+                    f"{opcode} {instruction.name!r} runs it in a way that the proof doesn't follow"
+                )
+                if not understood:  # it may run any computation that it names
+                    names = [*names, *self._named(instruction)]
+                    why = self.unknown_attribute(instruction)
+                elif opcode in _FOLLOWED:
+                    continue
+                elif opcode in _CONTINUED:  # it continues its operand's computation
+                    before = [computation.instructions[o].calls for o in instruction.operands[:1]]
+                    names = () if names in before else names
+                elif not names and opcode not in handled:
+                    names = self._named(instruction)
+                if names:
+                    self.abandon(names, why)
+
+    def _check(self, instruction: hm.Instruction, handled: bool) -> None:
+        opcode = instruction.opcode
+        if not handled and hc.unknown_kind(instruction):
+            raise self.error(
+                instruction,
+                "is a collective of a kind that this version of shardrules doesn't know, so "
+                "it can't count what the program moves",
+            )
+        if not instruction.operands and (opcode in _TAKES or opcode.endswith("-done")):
+            raise self.error(
+                instruction, "has no operands: is the text printed without their names?"
+            )
+        if opcode in _FOLLOWED and not instruction.calls:
+            raise self.error(
+                instruction, "names no computation: is the text printed without attributes?"
+            )
+        if opcode == "while":
+            loops.parts(self.module, instruction)
+
+    def error(self, instruction: hm.Instruction, what: str) -> errors.HloSyntaxError:
+        name = f"{instruction.opcode} {instruction.name!r}"
+        return attributes.syntax_error(self.module.text, instruction.start, f"{name} {what}")
+
+    def _named(self, instruction: hm.Instruction) -> list[str]:
+        text = instruction.text[instruction.attributes_start : instruction.end]
+        return [w for w in _NAMED.findall(text) if w in self.module.computations]
 
 
 @dataclasses.dataclass(slots=True)

@@ -198,7 +198,8 @@ class Output:
         self.varying: tuple[str, ...] | None = mesh.varying(state.proven) if mesh else None
         self.blockers: tuple[hs.Blocker, ...] = state.blockers if not self.equal else ()
         self.supports: tuple[hs.Support, ...] = state.supports
-        self.reason: str = "" if self.equal else why_varying(state, hd.EQUAL, relations, mesh)
+        why, _ = why_varying(state, hd.EQUAL, relations, mesh)
+        self.reason: str = "" if self.equal else why
         self._labels = relations.labels(state.proven)
         self._context = state, relations, mesh
 
@@ -225,20 +226,10 @@ class Output:
             within = mesh.constant_along(promised)
             axes = tuple(a for a in within if a in mesh.varying(relation)) or None
         shown = tuple(g for g in _classes(promised) if not self.equal_in([g]))
-        return Broken(differs, axes, shown, *self._why(called, axes, differs))
-
-    def _why(self, called: int, axes: tuple[str, ...] | None, differs: bool) -> tuple[str, str]:
-        """Say why devices that should be equal may differ, and name the thing that differs."""
-        state, relations, mesh = self._context
-        if not differs and state.blockers:
-            return why_varying(hs.State(blockers=state.blockers), called, relations, mesh), ""
-        for relation, cause in state.causes:
-            if relations.refine(called, relation) == called:
-                continue
-            own = [a for a in axes or () if a in mesh.varying(relation)]
-            over = f" over {', '.join(own)}" if own else f" {cause.detail}" if cause.detail else ""
-            return f"{cause.what} {cause.how}{over}", cause.what
-        return why_varying(state, called, relations, mesh), ""
+        # Blockers come first: without them it may be equal.
+        told = state if differs or not state.blockers else state._replace(causes=())
+        why = why_varying(told, called, relations, mesh, axes or ())
+        return Broken(differs, axes, shown, *why)
 
     def equal_in(self, groups: Sequence[Sequence[int]]) -> bool:
         """Tell whether the members of every group of flattened device ids are proven equal."""
@@ -260,7 +251,6 @@ class Output:
 
 
 def _classes(labels: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Group devices by their labels."""
     classes: dict[int, list[int]] = {}
     for device, label in enumerate(labels.tolist()):
         classes.setdefault(label, []).append(device)
@@ -320,14 +310,25 @@ class Judgement:
         return self._of("needed")
 
 
-def why_varying(state: hs.State, groups: int, relations: hd.Relations, mesh: hd.Mesh | None) -> str:
-    """Name the first cause that differs within groups; ``EQUAL`` is one group of all devices."""
+def why_varying(
+    state: hs.State,
+    groups: int,
+    relations: hd.Relations,
+    mesh: hd.Mesh | None,
+    among: Sequence[str] | None = None,
+) -> tuple[str, str]:
+    """Name the first cause that differs within groups, and the thing that differs.
+
+    ``EQUAL`` is one group of all devices; ``among`` are the axes to name, all if None.
+    """
     for relation, cause in state.causes:
         if relations.refine(groups, relation) != groups:
             axes = mesh.varying(relation) if mesh else ()
-            if axes:
-                return f"{cause.what} {cause.how} over {','.join(axes)}"
-            return f"{cause.what} {cause.how}{' ' + cause.detail if cause.detail else ''}"
+            named = ",".join(axes)
+            if among is not None:  # it goes into a sentence about an output
+                named = ", ".join(a for a in axes if a in among)
+            over = f" over {named}" if named else f" {cause.detail}" if cause.detail else ""
+            return f"{cause.what} {cause.how}{over}", cause.what
     if state.blockers:
-        return "; ".join(str(b) for b in state.blockers)
-    return "the cause is not known"
+        return "; ".join(map(str, state.blockers)), ""
+    return "the cause is not known", ""

@@ -314,7 +314,7 @@ class _Judge:
         blocked = "; ".join(map(str, state.blockers))
         if not transfer.uniform(rules.proven, channel):
             certain = "may differ" if transfer.uniform(rules.optimistic, channel) else "differs"
-            why = why_varying(rules, groups.relation, self.relations, self.mesh)
+            why, _ = why_varying(rules, groups.relation, self.relations, self.mesh)
             return verdict(
                 "unproven",
                 f"it runs under a predicate that {certain} within a group, so it may hang: {why}",
@@ -339,7 +339,7 @@ class _Judge:
                 reason, needed, copies = overwide
                 return verdict("overwide", reason, needed, state.blockers, copies=copies)
         if self._within(groups, state.optimistic) == proven and not (ragged and is_equal):
-            why = why_varying(state, groups.relation, self.relations, self.mesh)
+            why, _ = why_varying(state, groups.relation, self.relations, self.mesh)
             return verdict("needed", f"not proven equal: {why}")
         if not state.blockers:
             why = f"the proof does not cover equal operands of a {collective.kind}"

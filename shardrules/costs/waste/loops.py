@@ -6,7 +6,7 @@ from shardrules.costs.waste.graph import Node
 from shardrules.costs.waste.loop_flow import Unread, unread
 from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Program, Site
 from shardrules.hlo.proof.collectives import KINDS, OPCODES
-from shardrules.hlo.proof.reach import Reach
+from shardrules.hlo.proof.evaluation import Reach
 
 # -- the same operand on every trip ---------------------------------------------------------------
 

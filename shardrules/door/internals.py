@@ -36,6 +36,9 @@ def _manual_axes(mesh: Any) -> tuple[str, ...]:
     return tuple(a for a in mesh.axis_names if a in manual)
 
 
+_ARRAYS = inspect.signature(lambda *arrays: arrays)
+
+
 class Door:
     """JAX's private symbols as attributes, and the operations that are built from them."""
 
@@ -328,9 +331,17 @@ class Door:
         if not hasattr(like, "call_wrapped"):
             return function
         info = getattr(like, "debug_info", None)
-        takes_info = "debug_info" in inspect.signature(self.wrap_init).parameters
-        options = {"debug_info": info} if takes_info and info is not None else {}
+        options = {"debug_info": info} if self._takes_info and info is not None else {}
         return self.wrap_init(function, **options)
+
+    @functools.cached_property
+    def _takes_info(self) -> bool:
+        return "debug_info" in inspect.signature(self.wrap_init).parameters
+
+    def _wrapped_bwd(self, function: Any, arguments: Sequence[Any]) -> Any:
+        # By a signature of ours: JAX would look the function's up each time.
+        info = self.debug_info("bwd", function, tuple(arguments), {}, signature=_ARRAYS)
+        return self.wrap_init(function, debug_info=info)
 
     def staged(
         self, function: Any, arrays: Sequence[Any]
@@ -342,8 +353,7 @@ class Door:
             return None
         if type(self.trace_here.trace) is not self.JaxprTrace:
             return None
-        info = self.debug_info("bwd", function, tuple(arrays), {})
-        wrapped = self.wrap_init(function, debug_info=info)
+        wrapped = self._wrapped_bwd(function, arrays)
         jaxpr, _, constants = self.stage_jaxpr(wrapped, [*map(self.typeof, arrays)])
         if getattr(jaxpr, "is_high", False):  # HiJAX's equations: jit lowers them
             return None
@@ -368,8 +378,7 @@ class Door:
         import jax
 
         if self.stage_jaxpr is not None:
-            info = self.debug_info("bwd", function, tuple(avals), {})
-            return self.stage_jaxpr(self.wrap_init(function, debug_info=info), [*avals])[0]
+            return self.stage_jaxpr(self._wrapped_bwd(function, avals), [*avals])[0]
         types = [self.axis_type(aval) for aval in avals]
         structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         return jax.make_jaxpr(lambda *xs: function(*map(self.cast, xs, types)))(*structs).jaxpr

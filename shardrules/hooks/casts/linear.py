@@ -59,7 +59,6 @@ class Value:
 
     @property
     def precision(self) -> tuple[int, int]:
-        """The bits of the mantissa and of the exponent."""
         if not is_inexact(self.aval):  # float0
             return 0, 0
         kind = jax.numpy.finfo(self.aval.dtype)

@@ -12,8 +12,6 @@ INFINITE = 1 << 100  # integers don't overflow here; no sum of bytes comes near 
 
 
 class Network:
-    """A network with a source and a sink; capacities are integers."""
-
     def __init__(self):
         self._heads: list[int] = []
         self._left: list[int] = []  # what each edge can still take; edge e's reverse is e ^ 1

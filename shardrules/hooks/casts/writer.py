@@ -131,7 +131,6 @@ class Body:
     # Equations.
 
     def write(self, eqn: Any, index: int) -> None:
-        """Append the equations that replace ``eqn``."""
         name, inside = name_of(eqn), (*self.where, index)
         if all(self.value(atom) is None for atom in (*eqn.invars, *eqn.outvars)):
             self.eqns.append(eqn)
@@ -176,7 +175,6 @@ class Body:
         )
 
     def _calls(self, eqn: Any, key: str, places: list[Where], ends: list[Any]) -> None:
-        """Write an equation that calls the jaxprs at these places."""
         ends = [
             end if value is None else self.writer.aval(value)
             for end, value in zip(ends, map(self.value, eqn.outvars))

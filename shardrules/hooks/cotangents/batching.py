@@ -13,8 +13,6 @@ from shardrules.hooks.state import Hooks, State
 
 
 class BatchedVjpHooks(Hooks):
-    """The hooks on a custom_vjp under ``vmap(..., spmd_axis_name=...)``."""
-
     # vmap sums the cotangent of an unbatched primal over the batch, and each device holds a part of
     # the batch. JAX (0.6.0 to 0.12) adds no psum over the mesh axes that carry the batch, and then
     # rejects the cotangent's type.

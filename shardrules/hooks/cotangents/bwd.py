@@ -430,7 +430,6 @@ class Bwd:
         return {i - self.first for i in leaves if i >= self.first}
 
     def _reductions(self, path, arriving: frozenset[str]) -> Sequence[Reduction]:
-        """Return the sums over mesh axes that one cotangent depends on."""
         # A residual that was cast may still be equal on the devices. That matters over axes along
         # which no cotangent differs (they differ along ``arriving``), and the forward shows it.
         typed = self._origins(path).reductions

@@ -71,8 +71,6 @@ class _Cell:
 
 
 class _Run:
-    """A run of a jaxpr on kinds of dependence and cells."""
-
     def __init__(self, kernels: bool):
         self.kernels = kernels
         self.summed: set[str] = set()
@@ -80,7 +78,6 @@ class _Run:
         self._stored = False  # whether a cell changed
 
     def jaxpr(self, jaxpr: Any, given: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-        """Return the kinds of a jaxpr's results."""
         env = dict(zip(jaxpr.invars, given)) | dict(zip(jaxpr.constvars, consts))
 
         def kind(atom):

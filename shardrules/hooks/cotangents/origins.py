@@ -135,7 +135,6 @@ class Reduction:
 
     @property
     def differing(self) -> frozenset[str]:
-        """The axes that it sums over, of those along which its operand differs."""
         return self.axes & self.origin.axes
 
     def is_mean(self, *sizes: float | None) -> bool:
@@ -144,8 +143,6 @@ class Reduction:
 
 
 class Origins:
-    """The origins of one jaxpr's outputs, and of the operands of its sums."""
-
     def __init__(
         self,
         door: Door,

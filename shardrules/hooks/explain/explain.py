@@ -154,8 +154,6 @@ _LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
 
 
 class _Walk:
-    """Reads a jaxpr and notes the calls, casts and psums inside shard_map."""
-
     def __init__(self):
         self.door = internals.load()
         self.notes = Notes()

@@ -22,9 +22,9 @@ from shardrules.hooks.casts.cheapest import (
     cost,
     cost_as_traced,
     cost_unchecked,
+    exceptions,
     least_bytes,
 )
-from shardrules.hooks.casts.exceptions import exceptions
 from shardrules.hooks.casts.linear import (
     NONE,
     Axes,

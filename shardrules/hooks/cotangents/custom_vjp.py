@@ -73,7 +73,7 @@ class CustomVjpHooks(Hooks):
         return flat, trees
 
     def _flat_fwd(self, fwd, *rest, **options):
-        return WidenedFwd(self.door, self.state).flatten(fwd, *rest, **options)
+        return widened_fwd(self.door, self.state, fwd, *rest, **options)
 
     def trees_over(self, trees: Any, axes: frozenset[str]) -> Any:
         """Return the trees of a fwd whose primals were cast to vary over ``axes`` too."""
@@ -222,68 +222,54 @@ class CustomVjpHooks(Hooks):
         return door.cast(value, ct.want)
 
 
-class WidenedFwd:
-    """A custom_vjp's fwd that runs with primals that were cast to vary before a branch.
+def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
+    """Return a flat fwd and the function that returns its trees, as JAX's function does.
 
     fwd may save the pullback of a ``jax.vjp``, which sums the cotangents of invariant values over
     the devices wherever bwd calls it. In a branch that only some devices take, that sum waits
     forever for the other devices. So fwd is traced with the types that its primals have in the
     branch (``retyping/higher_order.py``), and each device saves residuals of its own.
     """
+    *before, primal = rest
+    kept: dict[frozenset[str], Any] = {}  # the trees, for each set of axes of casts
+    current: frozenset[str] = frozenset()  # that set, of the current run
+    returned: Any = None
 
-    def __init__(self, door: Door, state: Any):
-        self.door = door
-        self.state = state
-        self._trees: dict[frozenset[str], Any] = {}  # for each set of axes of casts
-        self._axes: frozenset[str] = frozenset()  # of the current run
-        self._returned: Any = None
+    def see(fwd, *args):
+        nonlocal returned
+        returned = fwd(*args)
+        return returned
 
-    def flatten(self, fwd: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
-        """Return the flat fwd and the function that returns its trees, as JAX does."""
-        *before, primal = rest
-        seen = self.door.transformation(self._see)(fwd)
-        flat, trees = self.door.flatten_fwd(seen, *before, self._typed_as(primal), **options)
+    def out_type():
+        """Give the primal's outputs the types of fwd's outputs, which JAX compares with them."""
+        tree, avals, *others = primal()
+        if current:
+            leaves = jax.tree_util.tree_leaves(returned[0])
+            if len(leaves) == len(avals):
+                types = door.axis_types(map(door.typeof, leaves))
+                avals = [*map(door.with_axis_type, avals, types)]
+        return (tree, avals, *others)
 
-        def trees_of_run():  # JAX's own function returns only the trees of the last run
-            axes = self.state.here.widened
-            return self._trees[axes] if axes in self._trees else trees()
-
-        return self.door.transformation(self._run)(flat, trees), trees_of_run
-
-    def _run(self, flat, trees, *args):
+    def run(flat, trees, *args):
+        nonlocal current, returned
         values, marks = args[::2], args[1::2]
         axes = frozenset().union(*(getattr(mark, "axes", frozenset()) for mark in marks))
         if axes:
-            values = tuple(self._cast(value, axes) for value in values)
+            if door.checking():
+                types = door.axis_types(map(door.typeof, values))
+                values = door.cast_arrays(values, [widened(have, axes) for have in types])
             args = tuple(x for pair in zip(values, map(bool, marks)) for x in pair)
-        before, self._axes = self._axes, axes
+        before, current = current, axes
         try:
             results = flat(*args)
         finally:
-            self._axes, self._returned = before, None
-        self._trees[axes] = trees()
+            current, returned = before, None
+        kept[axes] = trees()
         return results
 
-    def _see(self, fwd, *args):
-        self._returned = fwd(*args)
-        return self._returned
+    def trees_of_run():  # JAX's own function returns only the trees of the last run
+        axes = state.here.widened
+        return kept[axes] if axes in kept else trees()
 
-    def _typed_as(self, primal):
-        """Give the primal's outputs the types of fwd's outputs, which JAX compares with them."""
-
-        def out_type():
-            tree, avals, *rest = primal()
-            if self._axes:
-                leaves = jax.tree_util.tree_leaves(self._returned[0])
-                if len(leaves) == len(avals):
-                    types = [self.door.axis_type(self.door.typeof(leaf)) for leaf in leaves]
-                    avals = [*map(self.door.with_axis_type, avals, types)]
-            return (tree, avals, *rest)
-
-        return out_type
-
-    def _cast(self, value, axes):
-        aval = self.door.typeof(value)
-        if not (self.door.checking() and self.door.can_cast(aval)):
-            return value
-        return self.door.cast(value, widened(self.door.axis_type(aval), axes))
+    flat, trees = door.flatten_fwd(door.transformation(see)(fwd), *before, out_type, **options)
+    return door.transformation(run)(flat, trees), trees_of_run

@@ -80,33 +80,32 @@ class Explanation:
     unchecked: tuple[UncheckedSite, ...] = ()  # with install(unchecked="check")
 
     def __str__(self) -> str:
-        calls: list[tuple[str, ...]] = [
-            ("kernel", "phase", "called at", "inputs -> outputs", "rule")
-        ]
+        calls = []
         for call in self.calls:
             types = f"{_show(call.inputs)} -> {_show(call.outputs)}"
             shown = types if call.checked else "the check is off"
             kernel = _times(call.kernel, call.count)
             calls.append((kernel, call.phase, short(call.at), shown, _rule(call)))
-        casts: list[tuple[str, ...]] = [("cast to", "phase", "at", "value", "why")]
-        for cast in self.casts:
-            casts.append(_row(cast, f"{cast.to} over {show_axes(cast.axes)}", cast.why))
-        sums: list[tuple[str, ...]] = [("psum", "phase", "at", "value", "why")]
-        for psum in self.sums:
-            sums.append(_row(psum, f"over {show_axes(psum.axes)}", psum.why + _advice(psum)))
-        tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
+        casts = [_row(c, f"{c.to} over {show_axes(c.axes)}", c.why) for c in self.casts]
+        sums = [_row(s, f"over {show_axes(s.axes)}", s.why + _advice(s)) for s in self.sums]
+        tables = [
+            _table([head.split(", "), *rows])
+            for head, rows in (
+                ("kernel, phase, called at, inputs -> outputs, rule", calls),
+                ("cast to, phase, at, value, why", casts),
+                ("psum, phase, at, value, why", sums),
+            )
+            if rows
+        ]
         unchecked = [
-            f"{site.function} at {site.file}:{site.line} "
+            f"unchecked: {site.function} at {site.file}:{site.line} "
             + (f"runs as written: {site.reason}" if site.reason else "runs with its check on")
             for site in self.unchecked
         ]
-        for kind, texts in (
-            ("unchecked", unchecked),
-            ("annotation", self.annotations),
-            ("claim", self.claims),
-        ):
-            if texts:
-                tables.append("\n".join(_wrap(f"{kind}: {text}") for text in texts))
+        annotations = [f"annotation: {text}" for text in self.annotations]
+        claims = [f"claim: {text}" for text in self.claims]
+        for texts in filter(None, (unchecked, annotations, claims)):
+            tables.append("\n".join(map(_wrap, texts)))
         tables += filter(None, map(describe_placement, self.placements))
         return "\n\n".join(tables) or "no opaque call, cast or psum inside a shard_map"
 

@@ -103,10 +103,6 @@ class Step:
     ties: bool = False  # whether operand and result are one value: a scan's carry and last state
     bwd: Bwd | None = None  # of a custom_vjp
 
-    def fixes(self, axis: str) -> bool:
-        """Whether operands and results keep their types over an axis."""
-        return self.fixed is None or axis in self.fixed
-
     def left(self, over: Axes) -> Iterator[tuple[int, Axes]]:
         """Yield the bytes and axes of the sums that remain if the step varies over ``over``."""
         for count, axes in self.sums:

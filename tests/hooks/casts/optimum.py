@@ -44,7 +44,7 @@ class Program:
                 if axis in one.varying:
                     self.fixed[used[one]] = True
             for number, step in enumerate(graph.steps):
-                if step.fixes(axis):
+                if step.fixed is None or axis in step.fixed:
                     self.fixed.update(
                         {used[one]: True for one in step.inputs if axis in one.varying}
                     )

@@ -40,7 +40,7 @@ def test_a_cast_costs_its_bytes(cpu_mesh, hooks):
     assert end.live and given.live
     (mul,) = made.at.values()
     assert mul.needed == DATA and mul.inputs == [result] and mul.outputs == [end]
-    assert not mul.fixes("data") and not mul.fixes("model")
+    assert mul.fixed == NONE
     assert made.device_count(DATA) == 4 and made.device_count(frozenset(bodies.AXES)) == 8
 
 
@@ -83,8 +83,8 @@ def test_no_cast_may_stand_in_a_branch_that_some_devices_take(cpu_mesh, hooks):
 
 def test_a_collective_keeps_the_types_along_its_axes(cpu_mesh, hooks):
     made = graph(lambda r, t: lax.psum(cast(t) * r, "data"), cpu_mesh)
-    (psum,) = [s for s in made.at.values() if s.fixes("data")]
-    assert psum.fixed is not None and not psum.fixes("model")
+    (psum,) = [s for s in made.at.values() if s.fixed]
+    assert psum.fixed == DATA
 
 
 def test_a_tangent_less_precise_than_what_is_cast_is_not_cast(cpu_mesh, hooks):

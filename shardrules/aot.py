@@ -44,9 +44,7 @@ def tpu(topology_name: str) -> tuple[Any, ...]:
       AotError: if libtpu is not installed (the message holds the pip command), or does not know
         the topology.
     """
-    if not isinstance(topology_name, str) or not re.fullmatch(
-        r"\w+:\d+(x\d+)*", topology_name.strip()
-    ):
+    if not re.fullmatch(r"\w+:\d+(x\d+)*", topology_name.strip()):
         raise AotError(
             f"{topology_name!r} is no TPU topology; one looks like 'v5e:2x4' or 'v5p:2x2x2'",
             topology=topology_name,

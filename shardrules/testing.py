@@ -24,13 +24,14 @@ from shardrules.checks.costs import (
     assert_output_sharding,
 )
 from shardrules.checks.expectations import at_most, exactly, for_platforms, pick
-from shardrules.checks.offloaded import assert_offloaded, named_values
+from shardrules.checks.offloaded import assert_offloaded
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
 from shardrules.checks.steady import steady_state
 from shardrules.checks.unchecked import assert_same_unchecked
 from shardrules.costs import accounts, findings, waste
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
+from shardrules.hooks.explain.residuals import named_values
 from shardrules.program import judge
 from shardrules.registry.binding import caller_place
 from shardrules.registry.table import Registry
@@ -397,16 +398,14 @@ def assert_budget(
 
 def _no_budget(path, given, now, findings_now, judgement) -> CollectiveAssertionError:
     now.allow = dict.fromkeys(map(findings.allowance, findings_now), "...")
-    reasons = (
-        f", once {given} says why each of its findings stays (a new file may hold just the "
-        "[[allow]])"
-    )
-    return CollectiveAssertionError(
-        f"there is no budget {given}; write it with pytest --update-budgets"
-        f"{reasons if findings_now else ''}. It would hold\n" + budgets.dump(now),
-        judgement=judgement,
-        path=path,
-    )
+    how = "write it with pytest --update-budgets"
+    if findings_now:
+        how += (
+            f", once {given} says why each of its findings stays (a new file may hold just the "
+            "[[allow]])"
+        )
+    text = f"there is no budget {given}; {how}. It would hold\n{budgets.dump(now)}"
+    return CollectiveAssertionError(text, judgement=judgement, path=path)
 
 
 def _not_allowed(path, given, bad, judgement) -> CollectiveAssertionError:

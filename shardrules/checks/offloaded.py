@@ -13,8 +13,6 @@ from shardrules.door import compiled
 from shardrules.errors import CostAssertionError, ShardrulesError
 from shardrules.hooks.explain.residuals import NamedValue, named_values
 
-__all__ = ["Offloading", "assert_offloaded", "named_values"]
-
 _ADVICE = {
     "saved": "it stays in device memory: name it in names_which_can_be_offloaded of the policy and "
     "not in names_which_can_be_saved; what a jax.checkpoint takes as its input is always saved",

@@ -11,6 +11,8 @@ import sys
 import types
 from typing import Any
 
+import jax
+
 from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import donation
@@ -140,14 +142,10 @@ class SteadyState(watching.Listener):
         return 0 if self._live is None else live.total() - self._live.total()
 
     def _guard(self) -> None:
-        import jax
-
         self._stack.enter_context(jax.transfer_guard_host_to_device("disallow"))
         self._stack.enter_context(jax.transfer_guard_device_to_host("disallow"))
 
     def called(self, name: str, arguments: list[watching.Argument], is_jax_s: bool) -> None:
-        import jax
-
         host = [a for a in arguments if not a.sharding]
         arrays = [a for a in host if not is_jax_s or a.shape != "[]"]
         if self._warm and arrays:

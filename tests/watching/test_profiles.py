@@ -316,14 +316,12 @@ HOST = field(2, b"/host:CPU")
 @pytest.mark.parametrize(
     "data, said",
     [
-        (b"\x0a\x00" * 5000, "more than 4096 planes"),
-        (field(1, HOST + b"\x1a\x00" * 2_100_000), "more than 2097152 parts"),
         (field(1, HOST + field(3, field(4, b"\x08\x01" * 1000))), "more than 256 fields"),
         (field(1, HOST + field(3, b"\x22\x00" * 1000)), "no operation of a CPU, GPU or TPU"),
         (field(1, HOST + field(3, b"\x22\x01\x08")), "ends in a number"),
     ],
 )
-def test_what_would_take_long_is_refused(data, said, tmp_path):
+def test_events_that_none_can_be_are_refused(data, said, tmp_path):
     path = tmp_path / "host.xplane.pb"
     path.write_bytes(data)
     with pytest.raises(errors.ProfileError, match=said):

@@ -25,8 +25,8 @@ UNKNOWN_RUN = np.iinfo(np.int64).min
 _HOST = "/host:CPU"
 _DEVICE = re.compile(r"/device:(TPU|GPU):\d+")
 _OPERATION = re.compile(r"%?([^\s=]+)(?: = |$)")  # %all-reduce.1 = f32[8] all-reduce(...
-_STEP = "step_num"  # of jax.profiler.StepTraceAnnotation
-_STATS = ("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal", _STEP)
+# The last one is of jax.profiler.StepTraceAnnotation.
+_STATS = ("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal", "step_num")
 
 
 class Ran(NamedTuple):
@@ -84,7 +84,7 @@ class Events:
 
     def read(self, data: memoryview, host: str) -> None:
         """Add the events of one host's serialized XSpace."""
-        planes = wire.planes(data)
+        planes = [wire.Plane(plane) for plane in wire.messages(data, wire.PLANES)]
         self._programs = [
             program
             for plane in planes
@@ -127,8 +127,7 @@ class Events:
                 merged.windows |= timeline.windows
 
     def _by_stats(self, plane: wire.Plane, batch: wire.Batch, host: str) -> int:
-        nothing = np.zeros(len(batch.name), bool), np.zeros(len(batch.name), np.int64)
-        op, module, number, run, ordinal, step = (batch.stats.get(name, nothing) for name in _STATS)
+        op, module, number, run, ordinal, step = batch.stats
         of_host = plane.name == _HOST
         if of_host:
             marks = np.flatnonzero(step[0] & ~op[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import re
 import threading
 import weakref
@@ -40,11 +41,11 @@ class Recorder(watching.Listener):
         self._results: Any = None  # of its last call, where steps are marked
         self._marked = False
         self._recording = False
-        self._stops: list[Callable[[], None]] = []
-        self._patches = Patches()
+        self._looks = False
+        self._hold = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
-        self._stops.append(compiling.start(self._begin))
+        self._hold.callback(compiling.start(self._begin))
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -62,27 +63,25 @@ class Recorder(watching.Listener):
                 self.trouble = first_line(error)
             if self.left == self._wanted:
                 self.trouble = "the script ended before a step did"
-        while self._stops:
-            self._stops.pop()()
-        self._patches.undo()
+        self._hold.close()
 
     def _begin(self, executable: Any, traced: compiling.Traced) -> None:
         """Watch calls once JAX is there and compiles the first program."""
-        if threading.current_thread() is not threading.main_thread() or len(self._stops) != 1:
+        if threading.current_thread() is not threading.main_thread() or self._looks:
             return
+        self._looks = True
         import jax
 
         try:
-            self._stops.append(watching.start(self))
+            self._hold.callback(watching.start(self))
         except UnsupportedJaxError as error:
             self.trouble = str(error)
-            self._stops.append(lambda: None)
             return
-        marker = jax.profiler.StepTraceAnnotation
+        marker, patches = jax.profiler.StepTraceAnnotation, Patches()
+        self._hold.callback(patches.undo)
         # A marker begins where it is made.
         for name, wrapper in (("__init__", self._mark_begins), ("__exit__", self._mark_ends)):
-            by = watching.around(wrapper, getattr(marker, name))
-            self._patches.attribute(marker, name, by)
+            patches.attribute(marker, name, watching.around(wrapper, getattr(marker, name)))
 
     def compiling(self, name: str) -> None:
         if not self._recording:

@@ -30,12 +30,9 @@ SHARDINGS = 14  # HloModuleProto.spmd_parameters_shardings
 
 PROGRAMS = "/host:metadata"  # the plane whose events' metadata are programs
 _TITLE = re.compile(r"(.*)\((\d+)\)")
-_SILENT = ("$", "end: ")  # calls of Python functions, and ends of operations on CPU
 _VARINT_BYTES = 10  # at most
 _FIXED = {1: 8, 5: 4}  # wire types of numbers of a fixed size, to their bytes
 _MOST_FIELDS = 256  # of an event; those that profilers write have about ten
-_MOST_PLANES = 1 << 12
-_MOST_PARTS = 1 << 21  # lines of a plane, and names of its events
 _BATCH = 1 << 16  # events that are read at once
 
 
@@ -76,17 +73,17 @@ def _field(data: memoryview, at: int, end: int) -> tuple[int, int | memoryview, 
     return number, data[at : at + size], at + size
 
 
-def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield the number and the value of each field of a message."""
+def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, int]]:
+    """Yield the number and the value of each field of a message, and where it ends."""
     at, end = 0, len(data)
     while at < end:
         number, value, at = _field(data, at, end)
-        yield number, value
+        yield number, value, at
 
 
 def messages(data: memoryview, number: int, *inner: int) -> Iterator[memoryview]:
     """Yield the fields of one number that hold bytes, or those of numbers inside of them."""
-    for field, value in fields(data):
+    for field, value, _ in fields(data):
         if field == number and not isinstance(value, int):
             yield from messages(value, *inner) if inner else (value,)
 
@@ -185,16 +182,6 @@ def read_title(title: str) -> tuple[str, int]:
     return (match[1], (int(match[2]) + (1 << 63)) % (1 << 64) - (1 << 63)) if match else (title, 0)
 
 
-def planes(data: memoryview) -> list[Plane]:
-    """Return the planes of a serialized XSpace."""
-    result = []
-    for count, plane in enumerate(messages(data, PLANES)):
-        if count >= _MOST_PLANES:
-            raise ProfileError(f"it has more than {_MOST_PLANES} planes")
-        result.append(Plane(plane))
-    return result
-
-
 class Plane:
     """One plane: a device, or the host.
 
@@ -203,7 +190,6 @@ class Plane:
       events: from numbers to events' names.
       texts: from numbers to stats' names, and to texts that are stats' values.
       stats: from a stat's name to its number.
-      silent: numbers of events whose stats are not read.
     """
 
     def __init__(self, data: memoryview):
@@ -214,9 +200,7 @@ class Plane:
         self._metadata: list[tuple[str, memoryview]] = []  # of events, by their names
         self._added: dict[str, int] = {}
         names = {EVENT_METADATA: self.events, STAT_METADATA: self.texts}
-        for count, (number, part) in enumerate(fields(data)):
-            if count > _MOST_PARTS:
-                raise ProfileError(f"the plane {self.name!r} has more than {_MOST_PARTS} parts")
+        for number, part, _ in fields(data):
             if isinstance(part, int):
                 continue
             if number == PLANE_NAME:
@@ -224,14 +208,13 @@ class Plane:
             elif number == LINES:
                 self._lines.append(part)
             elif number in names:
-                entry = dict(fields(part))
+                entry = {inner: value for inner, value, _ in fields(part)}
                 key, value = entry.get(MAP_KEY, 0), entry.get(MAP_VALUE, memoryview(b""))
                 if isinstance(key, int) and not isinstance(value, int):
                     name = text(next(messages(value, METADATA_NAME), b""))
                     names[number][key] = name
                     self._metadata += [(name, value)] if number == EVENT_METADATA else []
         self.stats = {name: number for number, name in self.texts.items()}
-        self.silent = [n for n, name in self.events.items() if name.startswith(_SILENT)]
 
     def programs(self) -> Iterator[Program]:
         """Yield the programs that the plane ``PROGRAMS`` holds."""
@@ -255,8 +238,8 @@ class Batch(NamedTuple):
     name: np.ndarray  # numbers of Plane.events
     start: np.ndarray  # in nanoseconds after the origin
     end: np.ndarray
-    # from a stat's name to which events have it, and the values (of texts, numbers of Plane.texts)
-    stats: dict[str, tuple[np.ndarray, np.ndarray]]
+    # of each stat which events have it, and the values (of texts, numbers of Plane.texts)
+    stats: list[tuple[np.ndarray, np.ndarray]]
 
 
 class Line:
@@ -267,9 +250,7 @@ class Line:
         self._bytes = np.frombuffer(data, np.uint8)
         self.name, self.start_ns = "", 0
         starts, ends = array.array("q"), array.array("q")
-        at = 0
-        while at < len(data):
-            number, value, at = _field(data, at, len(data))
+        for number, value, at in fields(data):
             if isinstance(value, int):
                 self.start_ns = value if number == LINE_START else self.start_ns
             elif number == LINE_NAME:
@@ -288,24 +269,21 @@ class Line:
             name = read.column(count, EVENT_NAME)
             start = self.start_ns - origin + read.column(count, EVENT_OFFSET) / 1e3
             end = start + read.column(count, EVENT_DURATION) / 1e3
-            yield Batch(name, start, end, self._stats(name, read, stats) if stats else {})
+            yield Batch(name, start, end, self._stats(name, read, stats) if stats else [])
 
     def _stats(
         self, event: np.ndarray, read: Table, names: Sequence[str]
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         of, starts, ends = read.bytes(EVENT_STATS)
-        heard = ~np.isin(event, self._plane.silent)[of]
-        of, starts, ends = of[heard], starts[heard], ends[heard]
         stats = table(self._bytes, starts, ends)
         name, value = stats.column(len(of), STAT_NAME), stats.column(len(of), *STAT_NUMBERS)
         for at, start, end in zip(*(column.tolist() for column in stats.bytes(STAT_TEXT))):
             value[at] = self._plane.number_of(text(self._bytes[start:end].data))
-        columns = {}
+        columns = []
         for wanted in names:
             chosen = name == self._plane.stats.get(wanted, -1)
-            if chosen.any():
-                has, column = np.zeros(len(event), bool), np.zeros(len(event), np.int64)
-                has[of[chosen]] = True
-                column[of[chosen]] = value[chosen]
-                columns[wanted] = has, column
+            has, column = np.zeros(len(event), bool), np.zeros(len(event), np.int64)
+            has[of[chosen]] = True
+            column[of[chosen]] = value[chosen]
+            columns.append((has, column))
         return columns

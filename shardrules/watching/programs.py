@@ -24,18 +24,12 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
 
 
 class WatchedProgram:
-    """One program that was compiled, or taken from a cache, while ``watch`` was on.
-
-    Attributes:
-      name: the module's, ``jit_step``.
-      where: the test that was running, under ``pytest --shardrules``.
-      count: how many programs share this text, from several jits for example.
-    """
+    """One program that was compiled, or taken from a cache, while ``watch`` was on."""
 
     def __init__(self, executable: Any, traced: compiling.Traced, owner: Watched, where: str):
-        self.name = "a program"
-        self.where = where
-        self.count = 1
+        self.name = "a program"  # the module's, ``jit_step``
+        self.where = where  # the test that was running, under ``pytest --shardrules``
+        self.count = 1  # of programs that share this text, from several jits for example
         self._traced, self._owner = traced, owner
         # The executable itself is not kept.
         self._placements = compiled.Placements(executable)
@@ -149,28 +143,23 @@ class WatchedProgram:
         return f"<WatchedProgram {self.name}>"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Watched:
     """The programs that ``watch`` recorded, in the order in which they were compiled.
 
     Iteration and ``len`` cover the programs compiled so far; ``str`` judges them all.
-
-    Attributes:
-      strict: whether verdicts that rest on declarations are findings.
-      allow: known findings, with their reasons.
-      registry: rules for custom calls that carry no tag; the default registry if None.
-      target: an accelerator, ``"v5e"``, on which each collective's time is estimated; or None.
-      cheapest: whether all-reduces that are needed and would move less elsewhere are findings.
-      timings: what a profile measured, by a program's computations.
     """
 
-    def __init__(self, strict: bool, allow: dict[str, str], where: Callable[[], str] = str):
-        self.strict: bool = strict
-        self.allow: dict[str, str] = allow
-        self.registry: Any = None
-        self.target: str | None = None
-        self.cheapest: bool = False
-        self.timings: dict[str, Timings] = {}
-        self._where = where
+    strict: bool  # whether verdicts that rest on declarations are findings
+    allow: dict[str, str]  # known findings, with their reasons
+    where: Callable[[], str] = str  # names the test that is running
+    registry: Any = None  # rules for custom calls that carry no tag; the default registry if None
+    target: str | None = None  # ``"v5e"``, on which each collective's time is estimated
+    cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
+    # what a profile measured, by a program's computations
+    timings: dict[str, Timings] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._programs: list[WatchedProgram] = []
         self._above_check_off: list[str] = []  # sentences about gradients
         self._stop: Callable[[], None] | None = None
@@ -182,7 +171,7 @@ class Watched:
         self._has_begun = True
         self._stop = compiling.start(
             lambda executable, traced: self._programs.append(
-                WatchedProgram(executable, traced, self, self._where())
+                WatchedProgram(executable, traced, self, self.where())
             )
         )
         cast_listeners.append(self._above_check_off.append)

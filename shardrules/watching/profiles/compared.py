@@ -17,16 +17,10 @@ _SAME = "same"
 
 @dataclasses.dataclass(frozen=True)
 class TimedChange(comparing.Change):
-    """The collectives of one kind, axes, element type and source in two profiles.
+    """The collectives of one kind, axes, element type and source in two profiles."""
 
-    Attributes:
-      status, what, before, after: as in ``Change``; what stays the ``same`` is listed, too.
-      seconds: what all of them took in a step, before and after.
-      exposed_seconds: the part of it in which their device did nothing else.
-    """
-
-    seconds: tuple[float, float]
-    exposed_seconds: tuple[float, float]
+    seconds: tuple[float, float]  # that all of them took in a step, before and after
+    exposed_seconds: tuple[float, float]  # in which their device did nothing else
 
     @property
     def saved_seconds(self) -> float:

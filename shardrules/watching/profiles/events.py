@@ -65,22 +65,17 @@ class Timeline:
 
 
 class Events:
-    """The events of one profile, of one or several hosts.
-
-    Attributes:
-      timelines: by device and program; a program that the profile doesn't hold has no proto.
-      numbers: from an operation's name to its number.
-      markers: when each step began and ended, as the host marked it; of each host.
-      planes: the planes that were understood, with how many events of operations they held.
-    """
+    """The events of one profile, of one or several hosts."""
 
     def __init__(self) -> None:
         self._origin: int | None = None
         self._programs: list[wire.Program] = []  # of the host that is read
+        # By device and program; a program that the profile doesn't hold has no proto.
         self.timelines: dict[tuple[str, wire.Program], Timeline] = {}
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}  # of operations, by their names
+        # When each step began and ended, as each host marked it.
         self.markers: dict[str, list[tuple[float, float]]] = {}
-        self.planes: dict[str, int] = {}
+        self.planes: dict[str, int] = {}  # that were understood, with their count of operations
 
     def read(self, data: memoryview, host: str) -> None:
         """Add the events of one host's serialized XSpace."""

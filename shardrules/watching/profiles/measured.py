@@ -26,20 +26,15 @@ _BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
 
 
 class Times:
-    """When the programs of a profile ran, and what their collectives took in a step.
-
-    Attributes:
-      marked: whether the script marked its steps; else they are the runs of the longest program.
-      markers: when each step began and ended, by device.
-      step_seconds: the median step of the slowest device.
-    """
+    """When the programs of a profile ran, and what their collectives took in a step."""
 
     def __init__(self, seen: Events, judged: Mapping[Program, hlo.Judgement]):
         self._seen = seen
         self._sites = {program: sites(judgement) for program, judgement in judged.items()}
         hosts = {device: device.partition(" ")[0] for device, _ in seen.timelines}
+        # Where the script marks no steps, they are the runs of the longest program.
         self.marked = all(seen.markers.get(host) for host in hosts.values())
-        self.markers = {
+        self.markers = {  # when each step began and ended, by device
             device: sorted(seen.markers[host]) if self.marked else self._longest_runs(device)
             for device, host in hosts.items()
         }

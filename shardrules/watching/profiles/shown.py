@@ -19,23 +19,14 @@ _SHOWN_COUNT = 30  # rows of needed collectives
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One verdict, with what it took.
+    """One verdict, with what it took."""
 
-    Attributes:
-      program: the name of its program.
-      verdict: the verifier's.
-      entry: its line in the account.
-      finding: what is wrong with it, None if nothing.
-      timing: what its collective took in a step; None where the profile has no event of it.
-      avoidable_seconds: the exposed seconds a step that go if the finding's advice is followed.
-    """
-
-    program: str
+    program: str  # its program's name
     verdict: hlo.Verdict
     entry: accounts.Entry
     finding: findings.Finding | None
-    timing: Timing | None
-    avoidable_seconds: float
+    timing: Timing | None  # of a step; None where the profile has no event of it
+    avoidable_seconds: float  # exposed, of a step, that go if the finding's advice is followed
 
     @property
     def seconds(self) -> float:
@@ -55,15 +46,10 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class ProfiledProgram:
-    """One program of a profile.
-
-    Attributes:
-      name: the module's.
-      content: what a report says of it, with what each of its verdicts took.
-    """
+    """One program of a profile."""
 
     name: str
-    content: report.Content
+    content: report.Content  # with what each of its verdicts took
 
     @property
     def timings(self) -> Timings:
@@ -85,26 +71,15 @@ class ProfiledProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What a profile shows of its programs' collectives; ``str`` is the report.
+    """What a profile shows of its programs' collectives; ``str`` is the report."""
 
-    Attributes:
-      source: where it was read.
-      programs: those that ran and have collectives.
-      step_count: how many steps it holds.
-      step_seconds: the median step.
-      marked: whether the steps are those of ``jax.profiler.StepTraceAnnotation``, or the runs of
-        the program that took longest.
-      planes: each plane that was understood, with how many events of operations it holds.
-      notes: what it lacks.
-    """
-
-    source: str
-    programs: tuple[ProfiledProgram, ...]
+    source: str  # where it was read
+    programs: tuple[ProfiledProgram, ...]  # that ran and have collectives
     step_count: int
-    step_seconds: float
-    marked: bool
-    planes: Mapping[str, int]
-    notes: tuple[str, ...]
+    step_seconds: float  # the median step
+    marked: bool  # by jax.profiler.StepTraceAnnotation; else steps are runs of the longest program
+    planes: Mapping[str, int]  # that were understood, with how many events of operations they hold
+    notes: tuple[str, ...]  # what it lacks
 
     @functools.cached_property
     def lines(self) -> tuple[Line, ...]:

@@ -183,19 +183,12 @@ def read_title(title: str) -> tuple[str, int]:
 
 
 class Plane:
-    """One plane: a device, or the host.
-
-    Attributes:
-      name: ``/device:TPU:0``, say.
-      events: from numbers to events' names.
-      texts: from numbers to stats' names, and to texts that are stats' values.
-      stats: from a stat's name to its number.
-    """
+    """One plane: a device, or the host."""
 
     def __init__(self, data: memoryview):
-        self.name = ""
-        self.events: dict[int, str] = {}
-        self.texts: dict[int, str] = {}
+        self.name = ""  # ``/device:TPU:0``, say
+        self.events: dict[int, str] = {}  # from numbers to events' names
+        self.texts: dict[int, str] = {}  # from numbers to names of stats, and texts of their values
         self._lines: list[memoryview] = []
         self._metadata: list[tuple[str, memoryview]] = []  # of events, by their names
         self._added: dict[str, int] = {}
@@ -214,7 +207,7 @@ class Plane:
                     name = text(next(messages(value, METADATA_NAME), b""))
                     names[number][key] = name
                     self._metadata += [(name, value)] if number == EVENT_METADATA else []
-        self.stats = {name: number for number, name in self.texts.items()}
+        self.stats = {name: number for number, name in self.texts.items()}  # to their numbers
 
     def programs(self) -> Iterator[Program]:
         """Yield the programs that the plane ``PROGRAMS`` holds."""

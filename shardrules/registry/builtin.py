@@ -1,4 +1,7 @@
-"""The rules that come with shardrules, named by what a kernel does over mesh axes."""
+"""The rules that come with shardrules, named by what a kernel does over mesh axes.
+
+Those that take axes raise a RuleError if these are not the names of different mesh axes.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +66,6 @@ def _written(name: str, arguments: Iterable[Any]) -> str:
 def all_gather(*axes: str) -> Rule:
     """Declare that a kernel gathers over ``axes``; outputs vary over them, as lax.all_gather's do.
 
-    Args:
-      *axes: mesh axes.
-
-    Raises:
-      RuleError: if they are not the names of different mesh axes.
-
     Examples:
       >>> entry = shardrules.register("ring_all_gather", shardrules.all_gather("model"))
     """
@@ -76,25 +73,12 @@ def all_gather(*axes: str) -> Rule:
 
 
 def reduce_scatter(*axes: str) -> Rule:
-    """Declare that a kernel reduces and scatters over ``axes``, as lax.psum_scatter does.
-
-    Args:
-      *axes: mesh axes.
-
-    Raises:
-      RuleError: if they are not the names of different mesh axes.
-    """
+    """Declare that a kernel reduces and scatters over ``axes``, as lax.psum_scatter does."""
     return _over("reduce_scatter", axes, "exchange", False)
 
 
 def permute(*axes: str) -> Rule:
     """Declare that a kernel sends along ``axes``, as lax.ppermute does.
-
-    Args:
-      *axes: mesh axes.
-
-    Raises:
-      RuleError: if they are not the names of different mesh axes.
 
     Examples:
       >>> entry = shardrules.register("shift_kernel", shardrules.permute("data"))
@@ -103,25 +87,12 @@ def permute(*axes: str) -> Rule:
 
 
 def all_to_all(*axes: str) -> Rule:
-    """Declare that a kernel exchanges over ``axes``, as lax.all_to_all does.
-
-    Args:
-      *axes: mesh axes.
-
-    Raises:
-      RuleError: if they are not the names of different mesh axes.
-    """
+    """Declare that a kernel exchanges over ``axes``, as lax.all_to_all does."""
     return _over("all_to_all", axes, "exchange", False)
 
 
 def per_device(*axes: str) -> Rule:
     """Declare that a kernel reads its position along ``axes``, as lax.axis_index does.
-
-    Args:
-      *axes: mesh axes.
-
-    Raises:
-      RuleError: if they are not the names of different mesh axes.
 
     Examples:
       >>> entry = shardrules.register("dropout_kernel", shardrules.per_device("data"))
@@ -134,12 +105,6 @@ def all_reduce(*axes: str) -> Rule:
 
     A custom_vjp's bwd then receives the cotangent already summed over the axes.
 
-    Args:
-      *axes: mesh axes.
-
-    Raises:
-      RuleError: if they are not the names of different mesh axes.
-
     Examples:
       >>> entry = shardrules.register("ring_all_reduce", shardrules.all_reduce("data"))
     """
@@ -150,12 +115,6 @@ def all_gather_invariant(*axes: str) -> Rule:
     """Declare that a kernel gathers over ``axes``, and that its outputs are invariant over them.
 
     A custom_vjp's bwd then receives the cotangent already summed over the axes, and slices it.
-
-    Args:
-      *axes: mesh axes.
-
-    Raises:
-      RuleError: if they are not the names of different mesh axes.
     """
     return _over("all_gather_invariant", axes, "join", True)
 

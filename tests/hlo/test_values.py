@@ -5,7 +5,6 @@ import pytest
 
 from shardrules import hlo
 from shardrules.hlo.known import exact
-from shardrules.hlo.known.ranges import Exact
 from shardrules.hlo.reader import parser
 
 from . import text as T
@@ -177,8 +176,8 @@ def instruction(line, *shapes):
 def evaluated(line, shapes, values):
     made, own = instruction(line, *shapes)
     rows = [np.asarray(v, exact.dtype(s)).reshape((1,) + s.dimensions) for v, s in zip(values, own)]
-    found = exact.evaluate(made, [Exact(0, r, False) for r in rows], own, 8)
-    return None if found is None else found[0].reshape(-1).tolist()
+    found = exact.evaluate(made, rows, own)
+    return None if found is None else found.reshape(-1).tolist()
 
 
 @pytest.mark.parametrize(

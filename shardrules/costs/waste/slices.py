@@ -12,7 +12,6 @@ from shardrules.costs import accounts
 from shardrules.costs.waste.graph import BARRIERS, UNARY, Node, Use
 from shardrules.costs.waste.program import Hint, Program, Site
 from shardrules.hlo.known import exact
-from shardrules.hlo.known.ranges import Exact
 
 _DONE = frozenset(["all-reduce-done", "all-gather-done"])
 _COPIES = _DONE | BARRIERS | frozenset(["copy", "copy-start", "copy-done"])
@@ -88,18 +87,16 @@ def _part(program: Program, use: Use, sizes: tuple[int, ...]) -> _Part | None:
     return _Part(dimension, size, tuple(int(n) for n in np.broadcast_to(starts, (devices,))))
 
 
-def _device_rows(program: Program, node: Node, depth: int = 0) -> Exact | None:
+def _device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | None:
     """Evaluate an integer for each device, out of loops that pass it on."""
     if depth > 64:
         return None
     if node.opcode == "constant":
-        rows = exact.literal(node.instruction.literal, node.shape)
-        return None if rows is None else Exact(0, rows, False)
+        return exact.literal(node.instruction.literal, node.shape)
     if node.opcode in ("partition-id", "replica-id"):
         ids = np.arange(program.device_count, dtype=np.uint32)
         partition = node.opcode == "partition-id"
-        rows = ids % program.partitions if partition else ids // program.partitions
-        return Exact(0, rows, False)
+        return ids % program.partitions if partition else ids // program.partitions
     if node.opcode == "get-tuple-element":
         before = program.before_loop(node)
         return None if before is None else _device_rows(program, before, depth + 1)
@@ -112,8 +109,7 @@ def _device_rows(program: Program, node: Node, depth: int = 0) -> Exact | None:
             return None
         given.append(rows)
     shapes = [operand.shape for operand in node.operands]
-    result = exact.evaluate(node.instruction, given, shapes, program.device_count)
-    return None if result is None else Exact(0, np.ascontiguousarray(result[0]), result[1])
+    return exact.evaluate(node.instruction, given, shapes)
 
 
 # -- a slice of a sum -----------------------------------------------------------------------------

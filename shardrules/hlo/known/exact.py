@@ -123,112 +123,106 @@ OPCODES = _ELEMENTWISE | frozenset(
 
 
 def evaluate(
-    instruction: Instruction,
-    operands: Sequence[ranges.Exact],
-    shapes: Sequence[Shape],
-    device_count: int,
-) -> tuple[np.ndarray, bool] | None:
-    """Compute an instruction's rows, and whether each row is one number (a splat)."""
+    instruction: Instruction, arrays: Sequence[np.ndarray], shapes: Sequence[Shape]
+) -> np.ndarray | None:
+    """Compute an instruction's rows from those of its operands; None if they are not certain."""
     shape, kind = instruction.shape, dtype(instruction.shape)
     if kind is None or not all(s.element_count for s in (*shapes, shape)):
         return None
     # In damaged text, arguments may have other shapes than the parameters.
-    if any(not v.splat and v.array.shape[1:] != s.dimensions for v, s in zip(operands, shapes)):
+    if not all(_fits(rows, s) for rows, s in zip(arrays, shapes)):
         return None
-    spread = instruction.opcode == "concatenate" or any(
-        s.dimensions and not v.splat for v, s in zip(operands, shapes)
-    )
-    devices = max((v.array.shape[0] for v in operands), default=1)
+    spread = instruction.opcode == "concatenate" or any(rows[0].size > 1 for rows in arrays)
+    devices = max(map(len, arrays), default=1)
     # Check the size first: the rows of many devices may exceed the machine's memory.
     if spread and shape.element_count * max(devices, 8) > _MOST:
         return None
     compute = _elementwise if instruction.opcode in _ELEMENTWISE else _moved
     with np.errstate(all="ignore"):
         try:
-            rows, splat = compute(instruction, operands, shapes, spread)
+            rows = compute(instruction, arrays, shapes)
         except (ValueError, IndexError):  # sizes that don't fit
             return None
-    if rows is None or rows.dtype != kind or not splat and rows.shape[1:] != shape.dimensions:
-        return None
-    return rows, splat
+    return rows if rows is not None and rows.dtype == kind and _fits(rows, shape) else None
 
 
-def _full(value: ranges.Exact, dimensions: Sequence[int]) -> np.ndarray:
-    if not value.splat:
-        return value.array
-    rows = value.array.reshape((-1,) + (1,) * len(dimensions))
-    return np.broadcast_to(rows, (rows.shape[0], *dimensions))
+def _ones(shape: Shape) -> tuple[int, ...]:
+    """Give the shape of rows of one number each, which stands for all elements."""
+    return (-1,) + (1,) * len(shape.dimensions)
 
 
-def _elementwise(instruction, operands, shapes, spread):
+def _fits(rows: np.ndarray, shape: Shape) -> bool:
+    return rows.shape[1:] in (shape.dimensions, _ones(shape)[1:])
+
+
+def _elementwise(instruction, arrays, shapes):
     opcode, shape = instruction.opcode, instruction.shape
-    arrays = [v.array.reshape(-1) for v in operands]
-    if spread:
-        ones = (-1,) + (1,) * len(shape.dimensions)  # for a scalar predicate or bound
-        arrays = [
-            _full(v, s.dimensions) if s.dimensions else v.array.reshape(ones)
-            for v, s in zip(operands, shapes)
-        ]
-    alike = len({a.dtype for a in arrays[opcode == "select" :]}) == 1
+    if any(s.dimensions not in ((), shape.dimensions) for s in shapes):
+        return None
+    # A predicate or a bound may be a scalar.
+    arrays = [
+        rows if s.dimensions else rows.reshape(_ones(shape)) for rows, s in zip(arrays, shapes)
+    ]
+    alike = len({rows.dtype for rows in arrays[opcode == "select" :]}) == 1
     if not alike or len(arrays) != _COUNTS.get(opcode, 2):
-        return None, False
+        return None
     if opcode == "compare":
         # XLA prints the type only if it isn't the operands' own.
         own = "SIGNED" if arrays[0].dtype.kind == "i" else "UNSIGNED"
         direction = instruction.attribute("direction")
         if instruction.attribute("type") not in (None, own) or direction not in _COMPARE:
-            return None, False
-        rows = _COMPARE[direction](*arrays)
-    elif opcode == "convert":
+            return None
+        return _COMPARE[direction](*arrays)
+    if opcode == "convert":
         kind = dtype(shape)
-        rows = arrays[0] != 0 if kind == np.bool_ else arrays[0].astype(kind)
-    else:
-        rows = _OPERATIONS[opcode](*arrays)
-    return rows, not spread and shape.dimensions != ()
+        return arrays[0] != 0 if kind == np.bool_ else arrays[0].astype(kind)
+    return _OPERATIONS[opcode](*arrays)
 
 
-def _moved(instruction, operands, shapes, spread):
-    opcode, shape, value = instruction.opcode, instruction.shape, operands[0]
+def _moved(instruction, arrays, shapes):
+    opcode, shape, rows = instruction.opcode, instruction.shape, arrays[0]
     places = ranges.read_ints(instruction.attribute("dimensions"))
     if opcode == "concatenate":
         (along,) = places
         if along < 0 or sum(s.element_count for s in shapes) != shape.element_count:
-            return None, False
-        parts = [_full(v, s.dimensions) for v, s in zip(operands, shapes)]
-        rows = max(len(p) for p in parts)
-        parts = [np.broadcast_to(p, (rows,) + p.shape[1:]) for p in parts]
-        return np.concatenate(parts, axis=along + 1), False
+            return None
+        count = max(map(len, arrays))
+        parts = [np.broadcast_to(a, (count, *s.dimensions)) for a, s in zip(arrays, shapes)]
+        return np.concatenate(parts, axis=along + 1)
+    own = shapes[0].dimensions
     if opcode in ("reshape", "bitcast"):
         same = shape.element_count == shapes[0].element_count
         if not same or opcode == "bitcast" and not ranges.keeps_order(shapes[0], shape):
-            return None, False
-        rows = value.array if value.splat else value.array.reshape((-1,) + shape.dimensions)
-        return rows, value.splat
-    own = shapes[0].dimensions
-    if value.splat or opcode == "broadcast" and not own:
-        return value.array.reshape(-1), True
+            return None
+        return rows.reshape(_ones(shape) if rows[0].size == 1 else (-1,) + shape.dimensions)
+    if opcode == "broadcast":
+        if len(set(places)) != len(own) or any(
+            shape.dimensions[p] != n for p, n in zip(places, own)
+        ):
+            return None
+    elif shape.element_count > shapes[0].element_count:
+        return None
+    if rows[0].size == 1:
+        return rows.reshape(_ones(shape))
     if opcode == "slice":
         cuts = ranges.read_slice(instruction.attribute("slice") or "", shapes[0])
-        return value.array[(slice(None), *(slice(*c) for c in cuts))] if cuts else None, False
+        return rows[(slice(None), *(slice(*c) for c in cuts))] if cuts else None
     if opcode == "dynamic-slice":
         sizes = ranges.read_ints(instruction.attribute("dynamic_slice_sizes"))
-        return _dynamic_slice(value, operands[1:], own, sizes), False
-    if len(set(places)) != len(own) or any(shape.dimensions[p] != n for p, n in zip(places, own)):
-        return None, False
+        return _dynamic_slice(rows, arrays[1:], own, sizes)
     # Operand dimension k becomes dimension places[k]; if these don't ascend, it transposes.
     order = sorted(range(len(own)), key=lambda k: places[k])
     sizes = [1] * len(shape.dimensions)
     for place, size in zip(places, own):
         sizes[place] = size
-    rows = value.array.transpose([0] + [k + 1 for k in order]).reshape([-1] + sizes)
-    return np.broadcast_to(rows, (rows.shape[0],) + shape.dimensions), False
+    rows = rows.transpose([0] + [k + 1 for k in order]).reshape([-1] + sizes)
+    return np.broadcast_to(rows, (rows.shape[0],) + shape.dimensions)
 
 
-def clamped_index(index: ranges.Exact, last: int) -> np.ndarray | None:
+def clamped_index(rows: np.ndarray, last: int) -> np.ndarray | None:
     """Clamp each device's slice start to 0 and ``last``; None if the result isn't certain."""
     # Backends truncate an index to their own width before they clamp it: a number beyond 32 signed
     # bits may change, and an unsigned number with its highest bit set may become negative.
-    rows = index.array
     if rows.dtype == np.bool_ or rows[0].size != 1 or not 0 <= last < 2**31:
         return None
     rows = rows.reshape(-1)
@@ -240,18 +234,18 @@ def clamped_index(index: ranges.Exact, last: int) -> np.ndarray | None:
     return np.clip(rows.astype(np.int64), 0, last)
 
 
-def _dynamic_slice(value, indices, dims, sizes):
+def _dynamic_slice(rows, indices, dims, sizes):
     if not len(sizes) == len(indices) == len(dims):
         return None
-    rows = max(len(v.array) for v in (value, *indices))
-    starts = np.zeros((rows, len(dims)), np.int64)
+    count = max(map(len, (rows, *indices)))
+    starts = np.zeros((count, len(dims)), np.int64)
     for k, index in enumerate(indices):
         clamped = clamped_index(index, dims[k] - sizes[k])
         if clamped is None:
             return None
         starts[:, k] = clamped
-    source = np.broadcast_to(value.array, (rows, *dims))
-    block = np.empty((rows, *sizes), value.array.dtype)
-    for row in range(rows):
+    source = np.broadcast_to(rows, (count, *dims))
+    block = np.empty((count, *sizes), rows.dtype)
+    for row in range(count):
         block[row] = source[(row, *(slice(a, a + s) for a, s in zip(starts[row], sizes)))]
     return block

@@ -32,13 +32,14 @@ class Ranged:
 class Exact:
     """Integers or booleans known on every device."""
 
-    __slots__ = ("state", "array", "splat", "_key")
+    __slots__ = ("state", "array", "_key")
 
-    def __init__(self, state: int, array: np.ndarray, splat: bool):
+    def __init__(self, state: int, array: np.ndarray):
         self.state = state
-        self.array = array  # one row per device, or one row for all; a row has the array's shape
-        self.splat = splat  # each row is one number, the value of all elements
-        self._key = (state, splat, array.dtype.str, array.shape, array.tobytes())
+        # One row per device, or one row for all. A row has the value's shape; or as many dimensions
+        # of size 1, and its one number is the value of all elements.
+        self.array = array
+        self._key = (state, array.dtype.str, array.shape, array.tobytes())
 
     def __eq__(self, other: Any) -> bool:
         return self is other or isinstance(other, Exact) and self._key == other._key

@@ -128,9 +128,9 @@ class Values:
         relation = self.relations.intern(ids)
         state = self.states.source(relation, hs.Cause(what, "differs"), sure=True)
         rows = ids if relation != hd.EQUAL else ids[:1]
-        return Exact(state, rows.reshape(-1), False)
+        return Exact(state, rows.reshape(-1))
 
-    def computed(self, rows: np.ndarray, splat: bool, operands) -> Any:
+    def computed(self, rows: np.ndarray, operands) -> Any:
         if rows.shape[0] > 1:
             self.budget -= rows.size >> 10
             relation = self.relations.intern(hd.row_numbers(rows.reshape(len(rows), rows[0].size)))
@@ -151,19 +151,18 @@ class Values:
         state = self.states.intern(
             hs.State(relation, relation, causes, (), merged.supports, constant, relation)
         )
-        return Exact(state, np.ascontiguousarray(rows), splat)
+        return Exact(state, np.ascontiguousarray(rows))
 
     def general(self, computation, instruction, operands) -> Any:
         """Evaluate a deterministic op whose operands or result need more than one state."""
         opcode = instruction.opcode
         if opcode in exact.OPCODES and operands and all(isinstance(o, Exact) for o in operands):
             shapes = [computation.instructions[o].shape for o in instruction.operands]
-            exactly = exact.evaluate(instruction, operands, shapes, self.relations.device_count)
-            if exactly is not None:
-                return self.computed(*exactly, operands)
+            rows = exact.evaluate(instruction, [o.array for o in operands], shapes)
+            if rows is not None:
+                return self.computed(rows, operands)
         if opcode == "select" and len(operands) == 3 and isinstance(operands[0], Exact):
-            shape = computation.instructions[instruction.operands[0]].shape
-            if operands[0].splat or not shape.dimensions:
+            if operands[0].array[0].size == 1:
                 return self.choose(operands[0], [operands[2], operands[1]])
         if opcode in ELEMENTWISE:
             if any(isinstance(o, Ranged) for o in operands):
@@ -191,8 +190,8 @@ class Values:
         clamped = list(operands[:first])
         for index, whole, size in zip(operands[first:], full, block):
             if isinstance(index, Exact):
-                rows = exact.clamped_index(index, whole - size)
-                index = index.state if rows is None else self.computed(rows, False, [index])
+                rows = exact.clamped_index(index.array, whole - size)
+                index = index.state if rows is None else self.computed(rows, [index])
             clamped.append(index)
         return clamped
 
@@ -227,11 +226,10 @@ class Values:
                 t if isinstance(t, tuple) and len(t) == width else (self.collapse(t),) * width
                 for t in taken
             ]
-            index = Exact(which.state, np.searchsorted(used, numbers), False)
+            index = Exact(which.state, np.searchsorted(used, numbers))
             return tuple([self.choose(index, list(c)) for c in zip(*columns)])
         if all(
             isinstance(t, Exact)
-            and t.splat == taken[0].splat
             and t.array.dtype == taken[0].array.dtype
             and t.array.shape[1:] == taken[0].array.shape[1:]
             for t in taken
@@ -241,7 +239,7 @@ class Values:
             for number, option in zip(used, taken):
                 chosen_here = numbers == number
                 rows[chosen_here] = np.broadcast_to(option.array, rows.shape)[chosen_here]
-            return self.computed(rows, taken[0].splat, [*taken, which])
+            return self.computed(rows, [*taken, which])
         states = [self.collapse(t) for t in taken]
         # Options with the same state may be different values: constants 1 and 2 have state 0.
         merged = self.states[self.states.refine(self.merged(states), which.state)]

@@ -150,7 +150,7 @@ class _Loop:
                 return carry
             guard = self.values.states.refine(guard, predicate.state)
             following = self.proof.evaluate(self.body, (carry,), guard)
-            which = Exact(predicate.state, running.astype(np.int64), False)
+            which = Exact(predicate.state, running.astype(np.int64))
             chosen = self.values.choose(which, [carry, following])
             if isinstance(carry, tuple) and isinstance(chosen, tuple):
                 same = {k for k, age in self.ages.items() if self._stays(*age, step, guard)}
@@ -274,7 +274,7 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
         if not any(same):
             return options[0]
         if numbers is not None:
-            return values.choose(Exact(which.state, np.array(same)[numbers], False), options)
+            return values.choose(Exact(which.state, np.array(same)[numbers]), options)
         joined = functools.reduce(values.join, options)
         return values.with_state(joined, values.states.evened(state))
 

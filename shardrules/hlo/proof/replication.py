@@ -61,7 +61,7 @@ def _constant(proof: Proof, computation, position, instruction, operands, guard)
     key = (shape, instruction.literal)
     if key not in proof.cache:
         rows = exact.literal(instruction.literal, shape)
-        proof.cache[key] = 0 if rows is None else Exact(0, rows, False)
+        proof.cache[key] = 0 if rows is None else Exact(0, rows)
     return proof.cache[key]
 
 
@@ -93,7 +93,7 @@ def _iota(proof: Proof, computation, position, instruction, operands, guard):
     sizes = [1] * (len(shape.dimensions) + 1)
     sizes[places[0] + 1] = -1
     line = np.arange(shape.dimensions[places[0]]).astype(kind).reshape(sizes)
-    return Exact(0, np.ascontiguousarray(np.broadcast_to(line, (1,) + shape.dimensions)), False)
+    return Exact(0, np.ascontiguousarray(np.broadcast_to(line, (1,) + shape.dimensions)))
 
 
 def _tuple(proof: Proof, computation, position, instruction, operands, guard):

@@ -153,7 +153,7 @@ def _order(
     if type(start) is int:  # from an elided table: XLA numbers members in order
         return along, np.broadcast_to(np.arange(count), members.shape)
     is_exact = isinstance(start, Exact)
-    rows = exact.clamped_index(start, full[along] - sizes[along]) if is_exact else None
+    rows = exact.clamped_index(start.array, full[along] - sizes[along]) if is_exact else None
     if rows is None or rows.size == 1:
         return None
     starts = rows[members]

@@ -350,7 +350,6 @@ def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
     return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.source, hint.advice))
 
 
-@checked
 def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time: str = "") -> Item:
     """Say all of findings or hints that are alike; ``reason``: why they stay, if allowed."""
     first, count = same[0], len(same)

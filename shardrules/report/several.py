@@ -38,10 +38,9 @@ class Several:
     @property
     def shown(self) -> list[tuple[Content, int]]:
         """List the programs that have collectives or costs other than loops, with their counts."""
+        pairs = zip(self.contents, self.counts)
         return [
-            (content, count)
-            for content, count in zip(self.contents, self.counts)
-            if content.account.entries or content.changes or {*_costs(content)} - {LOOPS}
+            (c, n) for c, n in pairs if c.account.entries or c.changes or {*_costs(c)} - {LOOPS}
         ]
 
     @property

@@ -119,7 +119,7 @@ class Content:
         return map(self.ledger.worth, changes)
 
     def _share(self, worth: Worth) -> str:
-        """Write a worth's share of the bytes and of the times, in brackets; empty for none."""
+        """Write whether a worth is of one trip, and its share of the bytes and of the times."""
         total = self.ledger.total
         parts = [percent(worth.bytes, total.bytes)] if worth.bytes else []
         if self.target is not None:
@@ -128,7 +128,8 @@ class Content:
         if self.timings is not None and worth.exposed_seconds:
             of = percent(worth.exposed_seconds, self.timings.step_seconds)
             parts.append(f"measured: {grouping.milliseconds(worth.exposed_seconds)} a step, {of}")
-        return f" ({'; '.join(parts)})" if parts else ""
+        trip = " on each trip" if worth.is_per_trip else ""
+        return trip + (f" ({'; '.join(parts)})" if parts else "")
 
     @property
     def worth(self) -> str:
@@ -140,8 +141,7 @@ class Content:
             what = size(worth.bytes) if worth.bytes else counted(worth.round_trips, "round trip")
             if worth.bytes and not parts:
                 what += f" of {size(self.ledger.total.bytes)} on the wire per device"
-            trip = " on each trip" if worth.is_per_trip else ""
-            parts.append(f"{what} {words}{trip}{self._share(worth)}")
+            parts.append(f"{what} {words}{self._share(worth)}")
         return ", ".join(parts)
 
     def saves(self, group: Sequence[Finding | Hint]) -> str:
@@ -153,8 +153,7 @@ class Content:
         if worth.round_trips and not (worth.bytes and isinstance(group[0], Finding)):
             parts.append(counted(worth.round_trips, "round trip"))
         most = "" if worth.is_sure else "at most "
-        trip = " on each trip" if worth.is_per_trip else ""
-        return f"{most}{' and '.join(parts)}{trip}{self._share(worth)}"
+        return f"{most}{' and '.join(parts)}{self._share(worth)}"
 
     # -- the first lines ---------------------------------------------------------------------
 

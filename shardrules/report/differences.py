@@ -12,7 +12,17 @@ from shardrules.report.content import Content
 from shardrules.report.data import SCHEMA
 from shardrules.report.drawn import escaped
 from shardrules.report.grouping import size
-from shardrules.report.page import badge, html_table, meshes, tiles, timeline, titled, whole, wide
+from shardrules.report.page import (
+    badge,
+    dim,
+    html_table,
+    meshes,
+    tiles,
+    timeline,
+    titled,
+    whole,
+    wide,
+)
 from shardrules.report.text import markdown_table
 
 # From what a change is called to the colour that it has elsewhere on such pages.
@@ -74,15 +84,11 @@ def compared(before: Content, after: Content, changes: Sequence[Change]) -> str:
         ("on the wire, per device", [size(total.wire_bytes) for total in totals]),
         ("findings", [str(len(content.findings)) for content in named.values()]),
     )
-    title = f"{before.title} and {after.title}"
-    body = [
-        f"<header><h1>{escaped(title)}</h1>",
-        *(
-            f'<p class="dim">{name}: {escaped(content.headline)}.</p>'
-            for name, content in named.items()
-        ),
+    head = [
+        dim(f"{name}: {content.headline}." for name, content in named.items()),
         tiles((name, f"{a} \N{RIGHTWARDS ARROW} {b}") for name, (a, b) in figures),
-        "</header><main>",
+    ]
+    body = [
         titled("Changes", _table(changes) if changes else "<p>The same collectives.</p>"),
         meshes(named) if any(total.sites for total in totals) else "",
         *(
@@ -90,9 +96,8 @@ def compared(before: Content, after: Content, changes: Sequence[Change]) -> str:
             for name, content in named.items()
             if content.account.entries
         ),
-        "</main>",
     ]
-    return whole(f"{title}: collectives", body)
+    return whole(f"{before.title} and {after.title}", head, body)
 
 
 def _table(changes: Sequence[Change]) -> str:

@@ -85,7 +85,7 @@ def compared(before: Content, after: Content, changes: Sequence[Change]) -> str:
         ("findings", [str(len(content.findings)) for content in named.values()]),
     )
     head = [
-        dim(f"{name}: {content.headline}." for name, content in named.items()),
+        dim(*(f"{name}: {content.headline}." for name, content in named.items())),
         tiles((name, f"{a} \N{RIGHTWARDS ARROW} {b}") for name, (a, b) in figures),
     ]
     body = [

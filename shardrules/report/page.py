@@ -66,10 +66,10 @@ def page(content: Content | Several) -> str:
         figures.insert(0, ("avoidable, measured", content.measured.removeprefix("avoidable: ")))
     body = [
         *map(_section, changes),
-        *(_pictures(content) if content.account.entries else [dim(["No collectives."])]),
+        *(_pictures(content) if content.account.entries else [dim("No collectives.")]),
         *(_section(block) for block in others if block.title),
     ]
-    return whole(content.title, [tiles(figures), dim([f"{content.about}."])], body)
+    return whole(content.title, [tiles(figures), dim(f"{content.about}.")], body)
 
 
 def _of_several(several: Several) -> str:
@@ -146,7 +146,7 @@ def _class(names: str) -> str:
     return f' class="{names}"' if names else ""
 
 
-def dim(lines: Iterable[str]) -> str:
+def dim(*lines: str) -> str:
     return "".join(f'<p class="dim">{escaped(line)}</p>' for line in lines)
 
 
@@ -273,7 +273,7 @@ def timeline(content: Content, title: str, linked: bool) -> str:
         "Heights are wire bytes of all runs; below stand the phases, or their first letters "
         f"({', '.join(dict.fromkeys(phases))})."
     )
-    return _picture(title, picture, f'<ul class="key">{key}</ul>{dim([note])}')
+    return _picture(title, picture, f'<ul class="key">{key}</ul>{dim(note)}')
 
 
 def _timed(content: Content) -> str:
@@ -287,7 +287,7 @@ def _timed(content: Content) -> str:
         f"Measured on {content.timings.device}, whose collectives took longest. The grey line "
         "shows when it ran anything else, which hides that part of a collective."
     )
-    return _picture("A step as it ran", drawn.timed(runs, content.timings.busy), dim([note]))
+    return _picture("A step as it ran", drawn.timed(runs, content.timings.busy), dim(note))
 
 
 def _sums(content: Content, pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
@@ -318,7 +318,7 @@ def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
         for (label, of_label), n in list(zip(sums.items(), totals))[:_BARS]
     )
     columns = dict.fromkeys(("of", "by verdict", "bytes", "share"), "")
-    more = dim([f"and {len(sums) - _BARS} more"] if len(sums) > _BARS else [])
+    more = dim(f"and {len(sums) - _BARS} more") if len(sums) > _BARS else ""
     return titled(title, html_table(title, columns, rows, "bars"), more)
 
 
@@ -331,11 +331,11 @@ def _section(block: Block) -> str:
         rest = f'<li class="dim">{escaped(block.rest)}</li>' if block.rest else ""
         return titled(block.title, f'<ul class="remarks">{items}{rest}</ul>')
     if not block.rows:
-        return dim([block.note] if block.note else [])
+        return dim(block.note) if block.note else ""
     rows = ("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)
     name = block.title or "programs"
     table = html_table(name, dict.fromkeys(block.columns, ""), rows)
-    return titled(block.title, wide(name, table), dim(block.notes))
+    return titled(block.title, wide(name, table), dim(*block.notes))
 
 
 def _cell(cell: object) -> str:
@@ -374,7 +374,7 @@ def _table(content: Content) -> str:
         "Collectives",
         '<button type="button" class="unfold">Unfold all</button>',
         wide("collectives", html_table(caption, columns, rows, "collectives")),
-        dim([*Block("", content.note).notes, note]),
+        dim(*Block("", content.note).notes, note),
     )
 
 
@@ -415,7 +415,7 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
         count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""
         parts.append(f"<p>{count}because {escaped(same[0].reason)}</p>")
         rests = resting_on(same[0])
-        parts.append(dim([f"resting on: {rests}"] if rests else []))
+        parts.append(dim(f"resting on: {rests}") if rests else "")
     if row.first.source:
         parts.append(f"<p>at <code>{escaped(row.first.source)}</code></p>")
     parts.append(_excerpt(row.first))
@@ -426,7 +426,7 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
     parts += [f'<p class="dim">{what} <code>{escaped(code)}</code></p>' for what, code in codes]
     if row.sites > 1:
         each = grouping.sizes([entry.bytes for entry in row.entries])
-        parts.append(dim([f"operands of {each}"]))
+        parts.append(dim(f"operands of {each}"))
     return f'<div class="fold">{"".join(parts)}<div class="here"></div></div>'
 
 

@@ -59,7 +59,7 @@ class Entry:
       verdict, reason: the verifier's; empty in a logical account.
       groups: the device groups, or a permute's pairs; the same groups have the same text.
       at_most: it stands in a branch, and ``runs`` counts as if each branch ran.
-      each: how often it runs if each loop whose count isn't known makes one trip.
+      each: how often it runs if each loop whose count isn't known makes one trip; else as ``runs``.
       reduction: an all-reduce's or a reduce-scatter's, ``"add"``; several operations have a
         checksum; empty for other kinds.
       dimension: along which parts are put together or taken apart, ``"0"``; empty for none.

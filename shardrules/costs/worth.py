@@ -86,11 +86,14 @@ class Ledger:
 
     def cost(self, number: int) -> Worth:
         entry = self.entries[number]
-        runs = entry.each if entry.runs is None else entry.runs
-        seconds = runs * self.seconds[number]
         timing = self.measured and self.measured.of[number]
-        exposed = timing.exposed_seconds if timing else 0.0
-        return Worth(runs * entry.wire_bytes, seconds, runs, True, entry.runs is None, exposed)
+        return Worth(
+            entry.each * entry.wire_bytes,
+            entry.each * self.seconds[number],
+            entry.each,
+            is_per_trip=entry.runs is None,
+            exposed_seconds=timing.exposed_seconds if timing else 0.0,
+        )
 
     def timing(self, about: Sequence[Finding | Hint]) -> timings.Timing | None:
         """Give what the collectives of findings or hints took in a step, if it was measured."""
@@ -122,11 +125,10 @@ class Ledger:
 
     def _cheaper(self, hint: Hint, cost: Worth, number: int) -> Worth:
         """Give what is saved by moving fewer bytes, or in fewer round trips."""
-        sent = cost.bytes if hint.sent_after is None else hint.sent_after
-        trips = hint.round_trips_after
-        trips = cost.round_trips if trips is None else trips
-        before = hint.round_trips_before
-        fewer = max(0, (cost.round_trips if before is None else before) - trips)
+        known = (hint.sent_after, hint.round_trips_after, hint.round_trips_before)
+        if_not = (cost.bytes, cost.round_trips, cost.round_trips)
+        sent, trips, before = (b if a is None else a for a, b in zip(known, if_not))
+        fewer = max(0, before - trips)
         seconds = exposed = 0.0
         if self.on is not None:
             wire = self.entries[number].wire_bytes

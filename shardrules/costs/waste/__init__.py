@@ -81,23 +81,14 @@ def dearer(found: list[Hint], worth_more_in: hlo.Judgement | None = None) -> lis
       worth_more_in: take only the all-reduces in loops that one before or after the loop replaces
         with fewer bytes, and that send more than 1% of this program's bytes; all if None.
     """
-    least = None
+    taken = [hint for hint in found if hint.entry.kind == "all-reduce"]
     if worth_more_in is not None:
-        least = _SHARE * sum(map(_sent, accounts.of(worth_more_in).entries))
-    return [
-        findings.Finding(h.kind, h.verdict, h.entry, h.advice, h)
-        for h in found
-        if h.entry.kind == "all-reduce" and (least is None or _leaves_a_loop(h, least))
-    ]
+        least = _SHARE * sum(e.each * e.wire_bytes for e in accounts.of(worth_more_in))
+        large = (hint for hint in taken if hint.entry.each * hint.entry.wire_bytes > least)
+        taken = [hint for hint in large if hint.kind in _OF_LOOPS and _moves_fewer(hint)]
+    return [findings.Finding(h.kind, h.verdict, h.entry, h.advice, h) for h in taken]
 
 
-def _sent(entry: accounts.Entry) -> int:
-    """Count what a collective sends; a loop of unknown length makes one trip."""
-    return (entry.each if entry.runs is None else entry.runs) * entry.wire_bytes
-
-
-def _leaves_a_loop(hint: Hint, least: float) -> bool:
-    fewer = hint.bytes_before is None or (
-        hint.bytes_after is not None and hint.bytes_after < hint.bytes_before
-    )
-    return hint.kind in _OF_LOOPS and fewer and _sent(hint.entry) > least
+def _moves_fewer(hint: Hint) -> bool:
+    before, after = hint.bytes_before, hint.bytes_after
+    return before is None or (after is not None and after < before)

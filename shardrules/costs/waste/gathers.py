@@ -31,7 +31,7 @@ def only_returned(site: Site) -> Hint | None:
         f"{site.entry.bytes} B become 0 B (the array is the same; a device then holds its shard "
         "of it)"
     )
-    return site.without(advice)
+    return site.hint(advice)
 
 
 # -- what is moved as well ------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def gathered_too(site: Site) -> Hint | None:
         )
         if not site.in_shard_map:
             advice += f" ({'constrain the array once to the whole layout, and slice that'})"
-        return site.without(advice)
+        return site.hint(advice)
     return None
 
 
@@ -105,7 +105,7 @@ def gathered_twice(site: Site) -> Hint | None:
         f"the forward pass gathers the same array at {first.where}: gathered again, it sends "
         f"{entry.wire_bytes * runs} B; kept, it takes {kept} B of memory on each device: {keep}"
     )
-    return site.without(advice)
+    return site.hint(advice)
 
 
 def _forward(program: Program) -> list[Site]:

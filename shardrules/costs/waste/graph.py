@@ -22,10 +22,10 @@ UNARY = frozenset(
     "log-plus-one logistic negate not real reduce-precision round-nearest-afz round-nearest-even "
     "rsqrt sign sine sqrt tan tanh".split()
 )
-FUNCTIONS = (UNARY | MOVES) | frozenset(
+FUNCTIONS = frozenset(
     "add and atan2 clamp compare complex divide maximum minimum multiply or power remainder select "
     "subtract xor iota concatenate pad reduce dot".split()
-)
+).union(UNARY, MOVES)
 _MOST = 256  # steps on the way of one value
 _DEPTH = 4  # of fusions in fusions: those deeper stay, as each may hold the same one twice
 
@@ -114,7 +114,8 @@ class Flat:
         self, computation: hlo.Computation, given: list[Node], depth: int = 0
     ) -> list[Node]:
         """List a computation's nodes by position; ``given`` is what its fusion takes."""
-        fused, nodes = depth > 0, list[Node]()
+        fused = depth > 0
+        nodes: list[Node] = []
         for i in computation.instructions:
             operands = [nodes[o] for o in i.operands]
             if fused and i.opcode == "parameter":
@@ -175,7 +176,7 @@ class Graph:
 
     def start(self, loop: Node) -> list[Node]:
         """List what the elements of a loop's carry start from; nothing where that isn't shown."""
-        (start,) = loop.operands
+        start = loop.operands[0]
         return start.operands if start.opcode == "tuple" else []
 
     def unchanged(self, node: Node) -> bool:
@@ -232,10 +233,11 @@ class Graph:
             read, carry = (self.flat(name).parameter for name in taker.instruction.calls)
             for element in elements:
                 inside = carry.elements.get(element)
-                passed_on = inside is None or self.before_loop(inside) is not None
-                if carry.users or read.users or element in read.elements or not passed_on:
+                if inside is None or self.before_loop(inside) is None:
                     return None
-                entered += [(taker, element)] if inside is None else [(inside, 0), (taker, element)]
+                if carry.users or read.users or element in read.elements:
+                    return None
+                entered += [(inside, 0), (taker, element)]
         return entered
 
 

@@ -29,8 +29,7 @@ def _hint(site: Site, group: list[Site]) -> Hint:
         f"it is independent of the {site.collective.kind} at {group[0].where}, which runs over the "
         f"same devices: {change}: {len(group)} round trips become 1, with the same {size} B"
     )
-    size_after = site.in_all(site.entry.bytes)
-    return site.hint(advice, bytes_after=size_after, trips_after=0)
+    return site.hint(advice, bytes_after=site.in_all(site.entry.bytes))
 
 
 def _alone(site: Site) -> bool:

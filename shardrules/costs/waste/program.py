@@ -216,12 +216,12 @@ class Site:
         self,
         advice: str,
         *,
-        bytes_after: int | None,
-        trips_after: int | None,
+        bytes_after: int | None = 0,
+        trips_after: int | None = 0,
         sent_after: int | None = None,
         together: bool = False,
     ) -> Hint:
-        """Make a hint from what is after the change, over all runs.
+        """Make a hint from what is after the change, over all runs: nothing, if it goes away.
 
         ``together``: its round trips are those of the collective's other parts as well.
         """
@@ -243,10 +243,6 @@ class Site:
             sent_after,
             not self.program.remembered(_overlaps, self.computation.name, self.position),
         )
-
-    def without(self, advice: str) -> Hint:
-        """Make the hint that the collective goes away."""
-        return self.hint(advice, bytes_after=0, trips_after=0)
 
     def smaller(self, advice: str, size: int, sent: int | None = None) -> Hint:
         """Make the hint that each run takes fewer bytes, or is of another kind that sends fewer."""

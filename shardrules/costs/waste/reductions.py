@@ -127,7 +127,7 @@ def add_first(site: Site) -> Hint | None:
         f"{2 * size} B of both become {size} B (equal up to rounding)"
         f"{site.cast('once, before its first use')}"
     )
-    return site.without(advice)
+    return site.hint(advice)
 
 
 def _added_to_another(site: Site) -> bool:

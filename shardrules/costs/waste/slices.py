@@ -191,7 +191,7 @@ def one_part(site: Site) -> Hint | None:
         f"{entry.wire_bytes} B"
     )
     if not sent:
-        return site.without(advice)
+        return site.hint(advice)
     return site.smaller(advice, entry.bytes, sent)
 
 

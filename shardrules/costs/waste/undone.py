@@ -30,7 +30,7 @@ def find(site: Site) -> Hint | None:
         )
     size = site.entry.bytes
     advice = f"{what}: do what stands between them on the device itself, and {size} B become 0 B"
-    return site.without(advice)
+    return site.hint(advice)
 
 
 def _pairs(program: Program) -> dict[Node, Site]:

@@ -20,11 +20,9 @@ def reduce_first(site: Site) -> Hint | None:
     size = _size_after(site) if site.adds and site.whole and site.is_written else None
     if size is None or size >= before:
         return None
-    change = (
-        "reduce before you psum"
-        if site.in_shard_map
-        else "sum over all of these dimensions at once, x.sum((0, 1))"
-    )
+    change = "reduce before you psum"
+    if not site.in_shard_map:
+        change = "sum over all of these dimensions at once, x.sum((0, 1))"
     advice = (
         f"its result is only summed up on each device: {change}, and {before} B become "
         f"{size} B{site.cast('before it is broadcast')}"
@@ -52,8 +50,9 @@ def _size_after(site: Site) -> int | None:
     # XLA of JAX 0.12 wraps an array into a tuple of one. What was wider before is summed in that.
     elements = taker.shape.elements
     array = elements[0] if elements and len(elements) == 1 else taker.shape
-    bits = max(site.taken.bits, array.bits)
-    return None if array.is_tuple else (array.element_count * bits + 7) // 8
+    if array.is_tuple:
+        return None
+    return (array.element_count * max(site.taken.bits, array.bits) + 7) // 8
 
 
 # -- a reduction of what is gathered --------------------------------------------------------------
@@ -117,11 +116,8 @@ def add_first(site: Site) -> Hint | None:
         return None
     change = "add the operands and psum that once"
     if not site.in_shard_map:
-        change = (
-            _OF_AN_ARRAY
-            if indexed
-            else f"in both, {WITHIN_SHARDS}, add these, and reduce over the shards once"
-        )
+        change = f"in both, {WITHIN_SHARDS}, add these, and reduce over the shards once"
+        change = _OF_AN_ARRAY if indexed else change
     advice = (
         f"its result is only added to that of another sum over the same devices: {change}, and "
         f"{2 * size} B of both become {size} B (equal up to rounding)"

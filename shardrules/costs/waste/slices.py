@@ -133,11 +133,13 @@ def only_a_slice(site: Site) -> Hint | None:
     change = (
         f"jax.lax.psum_scatter(x, {site.over}, scatter_dimension={part.dimension}, tiled=True) "
         "instead of the psum and the dynamic_slice"
-        if site.in_shard_map
-        else "XLA's partitioner made it: under jax.shard_map, jax.lax.psum_scatter of each "
-        "device's own sum"
     )
-    if site.in_shard_map and entry.phase != "forward":
+    if not site.in_shard_map:
+        change = (
+            "XLA's partitioner made it: under jax.shard_map, jax.lax.psum_scatter of each "
+            "device's own sum"
+        )
+    elif entry.phase != "forward":
         change = (
             "where it is the gradient of an array that the shard_map takes whole, give it that "
             "array sharded, by its in_specs, and jax.lax.all_gather it inside, whose gradient"
@@ -163,17 +165,19 @@ def one_part(site: Site) -> Hint | None:
     if part.dimension == int(along):
         if part.size != site.taken.dimensions[part.dimension]:
             return None
-        brought = _sources(groups, part)
-        if brought is None:
+        # The shard that each member of a group reads, by its place in the group.
+        places = {tuple(part.starts[d] / part.size for d in group) for group in groups}
+        own = tuple(range(size))
+        if any(tuple(sorted(read)) != own for read in places):
             return None
-        own = all(a == b for a, b in brought)
-        sent = 0 if own else entry.bytes
-        change = (
-            "which is its own shard: read that"
-            if own
-            else f"which one permute brings: jax.lax.ppermute(x, {site.over}, perm) with perm="
-            f"{_permutation(groups, part)}"
-        )
+        sent = 0 if places == {own} else entry.bytes
+        change = "which is its own shard: read that"
+        if sent:
+            perm = sorted((int(source), target) for target, source in enumerate(min(places)))
+            change = (
+                f"which one permute brings: jax.lax.ppermute(x, {site.over}, perm) with perm="
+                f"{perm if len(places) == 1 and size <= 8 else '[...]'}"
+            )
     elif part.size * size == site.result.dimensions[part.dimension] and part.follows(groups):
         sent = accounts.wire_bytes("all-to-all", entry.bytes, size)
         change = (
@@ -193,24 +197,3 @@ def one_part(site: Site) -> Hint | None:
     if not sent:
         return site.hint(advice)
     return site.smaller(advice, entry.bytes, sent)
-
-
-def _sources(groups, part: _Part) -> list[tuple[int, int]] | None:
-    """List each shard's owner and its reader; None if no permute brings the shards."""
-    pairs = []
-    for group in groups:
-        for device in group:
-            place, rest = divmod(part.starts[device], part.size)
-            if rest:
-                return None
-            pairs.append((group[place], device))
-    return pairs if len({source for source, _ in pairs}) == len(pairs) else None
-
-
-def _permutation(groups, part: _Part) -> str:
-    """Write the permutation within a group, if it is the same in all; else a placeholder."""
-    places = {tuple(part.starts[d] // part.size for d in group) for group in groups}
-    if len(places) != 1:
-        return "[...]"
-    pairs = [(source, target) for target, source in enumerate(places.pop())]
-    return str(sorted(pairs)) if len(pairs) <= 8 else "[...]"

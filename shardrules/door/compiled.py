@@ -109,7 +109,6 @@ def _by_path(tree: Any) -> list[tuple[str, Any]]:
 
 
 def output_paths(compiled: Any) -> list[str]:
-    """Return the path of each output of a jax.stages.Compiled."""
     import jax
 
     tree = compiled.out_tree

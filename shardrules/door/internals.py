@@ -100,7 +100,6 @@ class Door:
         return have.varying | have.unreduced if self.typed else None
 
     def need_types(self, what: str) -> None:
-        """Raise UnsupportedJaxError on a JAX whose values have no axis types."""
         if not self.typed:
             raise UnsupportedJaxError(
                 f"{what} needs JAX 0.6 or newer, where values carry axis types, and this is JAX "
@@ -306,7 +305,6 @@ class Door:
 
     @functools.cached_property
     def body_tracers(self) -> frozenset[Any]:
-        """The code objects of JAX's functions that trace a user's loop body."""
         key = "promote_carries" if self.promote_carry is None else "promote_carry"
         loops = self.owner(key)[0]
         try:

@@ -132,14 +132,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Whether an equation carries JAX's mark of a backward pass."""
     # Those of the jaxprs inside of it have none.
     # To JAX 0.6 the stack's text has it in named scopes alone.
     return _is_under(eqn, ("transpose",))
 
 
 def is_differentiated(eqn: Any) -> bool:
-    """Whether an equation carries JAX's mark of a derivative, forward or backward."""
     return _is_under(eqn, ("jvp", "transpose"))
 
 

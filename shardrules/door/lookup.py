@@ -83,7 +83,6 @@ def look(symbol: Symbol) -> tuple[Any, tuple[Any, str], str]:
 
 
 def unsupported(version: str, what: str, **data: Any) -> UnsupportedJaxError:
-    """Return the error for a JAX that the hooks don't fit."""
     return UnsupportedJaxError(
         f"shardrules has no hooks for JAX {version}: {what} Nothing was changed. Install JAX "
         f"{versions.TESTED}, or a newer shardrules.",

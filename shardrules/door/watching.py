@@ -114,8 +114,6 @@ def _install() -> None:
 
 
 def around(wrapper: Any, original: Any) -> Any:
-    """Return a function that calls ``wrapper`` with the original and the arguments."""
-
     @functools.wraps(original)
     def function(*args, **kwargs):
         return wrapper(original, *args, **kwargs)

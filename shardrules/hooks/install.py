@@ -207,7 +207,6 @@ def _hold(holder: Any) -> None:
 
 
 def _self_test(door: Door) -> None:
-    """Raise if the self-test's tiny program behaves differently in this JAX; else warn."""
     different = selftest.differences(_state)
     if different:
         raise unsupported(

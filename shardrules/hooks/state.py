@@ -87,8 +87,6 @@ class _Here(threading.local):
 
 
 class State:
-    """The active scope of every thread."""
-
     def __init__(self, registry: Registry):
         self.registry = registry
         self.lock = threading.RLock()
@@ -210,7 +208,6 @@ class State:
             outer += gradients
 
     def record_gradient(self) -> None:
-        """Record a reverse-mode derivative, if derivatives are being recorded."""
         if self.here.gradients is not None:
             self.here.gradients.append(None)
 

@@ -176,7 +176,6 @@ def _is_remote(walk: Walk, device: Any) -> bool:
 
 
 def _axes_of(device: Any) -> tuple[str, ...]:
-    """Return the mesh axes that a device id names, if it names any."""
     names = tuple(device) if isinstance(device, dict) else ()
     return names if all(isinstance(name, str) for name in names) else ()
 

@@ -48,10 +48,10 @@ def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, val
                 f"  {_first(error)}\nMake the index map or the slice stay inside the array.",
                 kernels=tuple(kernels),
             ) from None
-        if races.found:
+        if found := races():
             raise RuleCheckError(
                 f"one of the kernels {_list(kernels)} is not well formed: two accesses of one "
-                f"memory are not ordered\n{races}\nWait for a copy before its buffers are used "
+                f"memory are not ordered\n{found}\nWait for a copy before its buffers are used "
                 "again, and order the cores by semaphores.",
                 kernels=tuple(kernels),
             )

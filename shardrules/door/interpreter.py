@@ -9,33 +9,21 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 from shardrules.errors import UnsupportedJaxError
 
 _MODULE = "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
 
 
-class Races(NamedTuple):
-    """The data races that one run of the interpreter found."""
-
-    states: list[Any]  # JAX's records, one for each kernel that ran
-    printed: io.StringIO  # what it printed of them
-
-    @property
-    def found(self) -> bool:
-        """Whether two accesses of one memory were unordered."""
-        return any(state.races_found for state in self.states)
-
-    def __str__(self) -> str:
-        text = self.printed.getvalue()
-        return text[text.find("RACE DETECTED") :].strip()[:1000]
-
-
 @contextlib.contextmanager
-def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Races]:
-    """Run the Pallas kernels that are traced inside the ``with`` in JAX's TPU interpreter."""
+def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[], str]]:
+    """Run the Pallas kernels that are traced inside the ``with`` in JAX's TPU interpreter.
+
+    Yields a function that returns what JAX printed of two accesses of one memory that are not
+    ordered, empty if there were none.
+    """
     try:
         from jax.experimental.pallas import tpu as pltpu
 
@@ -52,16 +40,22 @@ def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Races]:
             "run the test on JAX 0.8.3 or later"
         ) from error
     states: list = []
+    printed = io.StringIO()
 
     def recording(*args, **kwargs):  # each kernel's state takes the place of the one before
         states.append(original(*args, **kwargs))
         return states[-1]
 
-    printed = io.StringIO()
+    def races() -> str:
+        if not any(state.races_found for state in states):
+            return ""
+        text = printed.getvalue()
+        return text[text.find("RACE DETECTED") :].strip()[:1000] or "JAX says no more of it"
+
     module.RaceDetectionState = recording
     try:
         with forced, contextlib.redirect_stdout(printed):
-            yield Races(states, printed)
+            yield races
     finally:
         module.RaceDetectionState = original
         reset()

@@ -7,7 +7,6 @@ The law for JAX's own: what they return varies at least as all that they take. T
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,32 +32,19 @@ class LostAxesHooks(Hooks):
     laws = ("join", "called")
 
     def install(self, patches: Patches) -> None:
-        if self.door.shard_map_p is not None:
-            kind = type(self.door.shard_map_p)
-            patches.attribute(kind, "bind_with_trace", self._binder(kind.bind_with_trace))
+        shard_map = self.door.shard_map_p
+        if shard_map is not None:
+            bind = functools.partial(self._bind_shard_map, shard_map.bind)
+            patches.attribute(shard_map, "bind", bind)
 
-    # An unchecked shard_map inside of a checked one.
-
-    def _binder(self, original):
-        hooks = self
-
-        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
-            outputs = original(self, trace, args, avals, params)
-            return hooks._retyped(trace, args, params, outputs)
-
-        def by_args(self, trace, fun_and_args, params):
-            outputs = original(self, trace, fun_and_args, params)
-            return hooks._retyped(trace, fun_and_args[1:], params, outputs)
-
-        return by_avals if "avals" in inspect.signature(original).parameters else by_args
-
-    def _retyped(self, trace, args, params, outputs):
+    def _bind_shard_map(self, bind, *args, **params):
         """Let an unchecked inner shard_map's results vary as its operands do."""
         # JAX (0.6.2 to 0.12) drops the types of the outer shard_map there.
-        door = self.door
+        door, outputs = self.door, bind(*args, **params)
         if params.get("check_vma", True) or not self.acts:
             return outputs
-        over = union(door.axis_types(map(door.typeof, args)))
+        operands = args if "subfuns" in params else args[1:]  # to JAX 0.8 after the function
+        over = union(door.axis_types(map(door.typeof, operands)))
         order = tuple(a for a in door.manual_axes() if a in over)
 
         def retyped(x):
@@ -67,8 +53,7 @@ class LostAxesHooks(Hooks):
             self.state.of(TypeNoteHooks).note("shard_map, whose own check is off,", over)
             return retype_varying(x, order)
 
-        with door.set_current_trace(trace):
-            return outputs.map(retyped) if hasattr(outputs, "map") else [*map(retyped, outputs)]
+        return outputs.map(retyped) if hasattr(outputs, "map") else [*map(retyped, outputs)]
 
     # The law.
 

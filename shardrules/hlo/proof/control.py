@@ -19,7 +19,6 @@ _MAX_STEPS = 12  # iterations of a loop to evaluate one by one
 
 
 def loop(proof: Proof, computation, position, instruction, operands, guard):
-    """Evaluate a while."""
     if len(operands) != 1:
         why = f"while {instruction.name!r} has {len(operands)} operands"
         return proof.abandoned(instruction.calls, why, operands)
@@ -248,7 +247,6 @@ def _diverged(values: Values, value: Any, predicate: int) -> Any:
 
 
 def conditional(proof: Proof, computation, position, instruction, operands, guard):
-    """Evaluate a conditional."""
     branches = [proof.module.computations[c] for c in instruction.calls]
     if len(operands) != len(branches) + 1:
         why = (

@@ -142,7 +142,6 @@ def read_mesh(text: str) -> dict[str, int] | None:
 
 
 def empty_buffer(values: Values, filling: bool) -> int:
-    """Give the state of an uninitialised buffer."""
     loop = ", in a loop that fills it" if filling else ""
     state = values.states.blocked(
         hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")

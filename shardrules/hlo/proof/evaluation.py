@@ -162,8 +162,6 @@ class Record:
 
 
 class Handlers(NamedTuple):
-    """The functions that evaluate instructions."""
-
     # None for a function of its operands at the same places, PARAMETER for parameters.
     by_opcode: Mapping[str, Any]
     unusual: Callable[..., Any]  # for other opcodes
@@ -204,7 +202,6 @@ class Proof:
         return self.values.blocked(self.reach.abandon(names, why), operands)
 
     def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...], guard: int) -> Any:
-        """Give the root's value for these arguments."""
         name = computation.name
         if guard == hs.SAME or name not in self.reach.talking:
             guard = 0

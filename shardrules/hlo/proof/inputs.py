@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ _SHARDING_MESH = re.compile(r"sharding=\{+(?=mesh\[')")
 
 
 def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
-    """Give the relations over a module's devices."""
     size = None
     if mesh is not None:
         size = math.prod(n for n in dict(mesh).values() if isinstance(n, int))
@@ -120,7 +119,6 @@ def promises(
 def parameter_values(
     module: hm.Module, states: hs.States, given: Sequence[str | None] | None
 ) -> list[Any]:
-    """Give the entry parameters' values, from their shardings."""
     parameters = module.entry.parameters
     if given is not None and len(given) != len(parameters):
         raise errors.HloError(
@@ -130,7 +128,7 @@ def parameter_values(
             given=len(given),
             parameters=len(parameters),
         )
-    relation = functools.cache(functools.partial(_relation, states.relations))
+    state = _state_reader(states)
     values: list[Any] = []
     for number, instruction in enumerate(parameters):
         attributes = {k: instruction.text[a:b] for k, a, b in instruction.attributes()}
@@ -150,19 +148,14 @@ def parameter_values(
             why = f"{what} has no sharding in the text (pass parameter_shardings=)"
             values.append(states.blocked(hs.Blocker(why)))
             continue
-        parts = hn.split_tuple_sharding(text)
-        if len(parts) == 1:
-            parts = parts * leaves
+        parts = _leaf_shardings(text, leaves)
         leaf_states = []
         for leaf in range(leaves):
             cause = hs.Cause(what if leaves == 1 else f"{what} element {leaf}", "is sharded")
             try:
                 if len(parts) != leaves:
                     raise hn.NotationError(f"{len(parts)} shardings for {leaves} arrays")
-                read = functools.partial(relation, parts[leaf])
-                leaf_states.append(
-                    _state(states, read, cause, parts[leaf], shared[leaf] == "true", sure)
-                )
+                leaf_states.append(state(cause, parts[leaf], shared[leaf] == "true", sure))
             except hn.NotationError as error:
                 why = f"{what} has an unreadable sharding ({error})"
                 leaf_states.append(states.blocked(hs.Blocker(why)))
@@ -170,45 +163,50 @@ def parameter_values(
     return values
 
 
-def _state(states: hs.States, read, cause: hs.Cause, text: str, shared: bool, sure: bool) -> int:
-    """Give a parameter's state; ``sure``: the program says which replicas hold the same."""
-    relation, within = read(shared), read(True)
-    if relation is None or within is None:
-        how = f"has sharding {text}, which may give each device its own data"
-        return states.source(hd.DISTINCT, cause._replace(how=how))
-    cause = cause._replace(detail=f"as {text}" if within else "between replicas")
-    state = states.source(relation, cause, True)
-    return state if sure else states.changed(state, apart=within)
-
-
-def _relation(relations: hd.Relations, text: str, shared: bool) -> int | None:
-    """Read a sharding; ``shared``: all replicas hold the same. None if it doesn't say."""
-    tiles = hn.sharding_tiles(text, relations.partitions)
-    if tiles is None:
-        return None
+def _state_reader(states: hs.States) -> Callable[[hs.Cause, str, bool, bool], int]:
+    """Make a function that reads a sharding; ``sure``: the text says which replicas are alike."""
+    relations = states.relations
     ids = np.arange(relations.device_count)
-    labels = np.array(tiles)[ids % relations.partitions]
-    return relations.intern(
-        labels if shared else labels + ids // relations.partitions * relations.partitions
-    )
+    replica = relations.intern(ids // relations.partitions)
+
+    @functools.cache
+    def same_tile(text: str) -> int | None:
+        tiles = hn.sharding_tiles(text, relations.partitions)
+        if tiles is None:
+            return None
+        return relations.intern(np.array(tiles)[ids % relations.partitions])
+
+    def state(cause: hs.Cause, text: str, shared: bool, sure: bool) -> int:
+        within = same_tile(text)
+        if within is None:
+            how = f"has sharding {text}, which may give each device its own data"
+            return states.source(hd.DISTINCT, cause._replace(how=how))
+        cause = cause._replace(detail=f"as {text}" if within else "between replicas")
+        relation = within if shared else relations.refine(within, replica)
+        known = states.source(relation, cause, True)
+        return known if sure else states.changed(known, apart=within)
+
+    return state
 
 
-def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) -> list[bool]:
+def _leaf_shardings(text: str, leaves: int) -> list[str]:
+    """Split the sharding of a tuple; one sharding is that of all its arrays."""
+    parts = hn.split_tuple_sharding(text)
+    return parts * leaves if len(parts) == 1 else parts
+
+
+def replicated_leaves(shape: hm.Shape, sharding: str, partitions: int) -> list[bool]:
     """Tell for each array of a shape whether a sharding calls it replicated."""
-    leaves = shape.leaves()
-    parts = hn.split_tuple_sharding(sharding) if sharding else []
-    if len(parts) == 1:
-        parts *= len(leaves)
-    if len(parts) != len(leaves):
-        return [False] * len(leaves)
-    replicated = []
-    for part in parts:
+    leaves = len(shape.leaves())
+    parts = _leaf_shardings(sharding, leaves)
+
+    def is_copy(part: str) -> bool:
         try:
-            tiles = hn.sharding_tiles(part, partitions)
+            return not any(hn.sharding_tiles(part, partitions) or [True])
         except hn.NotationError:
-            tiles = None
-        replicated.append(tiles is not None and set(tiles) == {0})
-    return replicated
+            return False
+
+    return [*map(is_copy, parts)] if len(parts) == leaves else [False] * leaves
 
 
 def tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:

@@ -20,8 +20,6 @@ _Start = Callable[[int], "int | None"]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How a computation runs."""
-
     depth: int  # number of while loops around it
     count: int | None  # runs in one execution of the module; None if a loop's count isn't known
     at_most: bool = False  # it is in a branch; ``count`` counts every branch as taken
@@ -76,7 +74,6 @@ def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, 
 
 
 def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.Computation]:
-    """Give a while's condition and body."""
     keys = {key for key, _, _ in loop.attributes()}
     if len(loop.calls) != 2 or not {"condition", "body"} <= keys:
         raise attributes.syntax_error(

@@ -166,7 +166,7 @@ def _source(proof: Proof, computation, position, instruction, operands, guard):
     own = states.source(hd.DISTINCT, hs.Cause(what, _SOURCES[instruction.opcode]))
     if instruction.opcode != "infeed" or partitions == 1 or _infeeds_elsewhere(proof):
         return own
-    sharding = instruction.attribute("sharding")
+    sharding = instruction.attribute("sharding") or ""
     copies = inputs.replicated_leaves(instruction.shape, sharding, partitions)
     replica = states.relations.intern(np.arange(states.relations.device_count) // partitions)
     same = states.source(replica, hs.Cause(what, "differs between replicas"))

@@ -69,7 +69,6 @@ def _emitted(fusion: hm.Instruction) -> bool:
 
 
 def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | None:
-    """Read the inside of a fusion; None if it isn't a reduce-scatter."""
     reduce = inside.instructions[position]
     record = proof.records.get((inside.name, position))
     strange = any(i.start in proof.module.strange for i in inside.instructions)

@@ -245,12 +245,9 @@ def _constant(place: _Place | None) -> int | None:
 
 
 def _trips(direction: str, start: int, limit: int, step: int) -> int | None:
-    if direction in ("LT", "LE") and step > 0:
-        limit += direction == "LE"
-        return max(0, -(-(limit - start) // step))
-    if direction in ("GT", "GE") and step < 0:
-        limit -= direction == "GE"
-        return max(0, -(-(start - limit) // -step))
-    if direction == "NE" and (limit - start) % step == 0 and (limit - start) // step >= 0:
-        return (limit - start) // step
-    return None
+    if step < 0:
+        direction, start, limit, step = _FLIPPED[direction], -start, -limit, -step
+    way = limit - start + (direction == "LE")
+    if direction in ("LT", "LE"):
+        return max(0, -(-way // step))
+    return way // step if direction == "NE" and way >= 0 and way % step == 0 else None

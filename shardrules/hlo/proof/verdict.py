@@ -94,10 +94,12 @@ def judge(
         with parser.uncollected():
             values = inputs.parameter_values(module, states, parameter_shardings)
             proof = replication.prove(module, registry, values, states, axes)
-            judge = _Judge(module, proof, named, inputs.promises(module, output_shardings))
-            judgement = judge.judgement()
-            if given_mesh is not None:
-                judge.check_mesh(values)
+            promises = inputs.promises(module, output_shardings)
+            judgement = _Judge(module, proof, named).judgement(promises)
+            if given_mesh is not None and named is not None:
+                seen = [states[proof.values.collapse(value)].proven for value in values]
+                groups = {v.collective.name: v.collective.connections for v in judgement.verdicts}
+                hd.check_order(named, relations, seen, groups)
             return judgement
     except RecursionError:
         limit = sys.getrecursionlimit()
@@ -110,8 +112,7 @@ def judge(
 
 
 class _Judge:
-    def __init__(self, module: hm.Module, proof: Proof, mesh: hd.Mesh | None, promises: Any):
-        self.promises = promises
+    def __init__(self, module: hm.Module, proof: Proof, mesh: hd.Mesh | None):
         self.module = module
         self.proof = proof
         self.states = proof.values.states
@@ -120,12 +121,8 @@ class _Judge:
         self.scatters = scatters.find(proof)
         self.runs = loops.executions(module)
         self.names = functools.cache(lambda c: phases.PartNames(module, module.computations[c]))
-        self.channels: dict[str, hc.Channel] = {}
-        # By id(groups) and a relation; the proof keeps the groups alive.
-        self._widths: dict[tuple[int, int], int | None] = {}
-        self._restricted: dict[tuple[int, int], int] = {}
 
-    def judgement(self) -> Judgement:
+    def judgement(self, promises: Any) -> Judgement:
         verdicts: list[Verdict] = []
         steps = customcalls.spread_steps(self.module)
         for computation in self.module.computations.values():
@@ -143,14 +140,8 @@ class _Judge:
             self.relations.partitions,
             self.relations.replicas,
             tuple(dict.fromkeys(r.blocker for r in resolutions if r.effects is None)),
-            self.promises,
+            promises,
         )
-
-    def check_mesh(self, parameters: Sequence[Any]) -> None:
-        seen = [self.states[self.proof.values.collapse(v)].proven for v in parameters]
-        groups = {name: channel.groups for name, channel in self.channels.items()}
-        if self.mesh is not None:
-            hd.check_order(self.mesh, self.relations, seen, groups)
 
     def _outputs(self) -> Iterator[Output]:
         root = self.module.entry.instructions[self.module.entry.root].shape
@@ -173,7 +164,6 @@ class _Judge:
         shapes = [computation.instructions[o].shape for o in instruction.operands]
         itself = computation, position, record.channel
         computation, position, channel = self.scatters.get((computation.name, position), itself)
-        self.channels[instruction.name] = channel
         in_place = hc.updates_in_place(instruction, channel.kind)
         # In a permute in place, the start of the moved slice may differ as well as its data.
         together = in_place or channel.kind == "ragged-all-to-all"
@@ -219,11 +209,11 @@ class _Judge:
 
     def _piece(self, computation, instruction, number: int, value: Any, channel: hc.Channel):
         """Give the piece that each device contributes to an all-reduce that is an all-gather."""
-        if channel.kind != "all-reduce" or channel.unread or not self.proof.values.pieces:
+        seen, groups = self.proof.values.pieces, channel.groups.matrix
+        if channel.kind != "all-reduce" or channel.unread or not seen:
             return None
         if not pieces.adds(self.module, instruction, channel.reduction):
             return None
-        seen, groups = self.proof.values.pieces, channel.groups.matrix
         piece = pieces.of(self.module, computation, instruction.operands[number], seen, groups)
         # A blocker of the sum alone means that some evaluation was abandoned.
         if piece is None or value == piece.state:
@@ -347,15 +337,11 @@ class _Judge:
         return verdict("unproven", f"on its operand's path: {blocked}", blockers=state.blockers)
 
     def _within(self, groups: hd.Groups, relation: int) -> int:
-        key = (id(groups), relation)
-        restricted = self._restricted.get(key)
-        if restricted is None:
-            restricted = self.relations.refine(groups.relation, relation)
-            if groups.ends is not None:
-                sources, targets = self.relations.labels(relation)[groups.ends]
-                restricted = restricted if (sources != targets).any() else groups.relation
-            self._restricted[key] = restricted
-        return restricted
+        if groups.ends is not None:
+            sources, targets = self.relations.labels(relation)[groups.ends]
+            if (sources == targets).all():
+                return groups.relation
+        return self.relations.refine(groups.relation, relation)
 
     def _overwide(self, collective, channel, state, proven):
         if collective.axes is not None and self.mesh is not None:
@@ -369,13 +355,9 @@ class _Judge:
                 return f"{reason}needed over {','.join(needed)}", needed, copies
         if proven == hd.DISTINCT:
             return None
-        key = (id(channel.groups), proven)
-        if key not in self._widths:
-            counts = np.bincount(self.relations.labels(proven)[channel.groups.members])
-            sizes = set(counts[counts > 0].tolist())
-            self._widths[key] = sizes.pop() if len(sizes) == 1 else None
-        width = self._widths[key]
-        if width is None or width < 2:
+        counts = np.bincount(self.relations.labels(proven)[channel.groups.members])
+        width, *others = set(counts[counts > 0].tolist()) or {0}
+        if others or width < 2:
             return None
         return (
             f"its operand is proven equal in subgroups of {width} devices within each group "

@@ -27,7 +27,7 @@ from shardrules.registry.registration import (
     normalise,
 )
 from shardrules.registry.rule import AnyRule, as_rule
-from shardrules.registry.shipped import SHIPPED
+from shardrules.registry.shipped import SHIPPED, Shipped
 
 __all__ = [
     "PROVEN",
@@ -58,7 +58,7 @@ class Registry:
     Args:
       entry_points: the entry-point group in which libraries ship their rules, or None.
       prover: ``module:function`` that audits kernels, or empty; a name, since it imports JAX.
-      shipped: from a library's module to the module that holds our rules for it.
+      shipped: from a library's module to what we know of it.
     """
 
     _CACHE_SIZE = 1024  # answers of ``find`` in each thread
@@ -68,7 +68,7 @@ class Registry:
         self,
         entry_points: str | None = None,
         prover: str = "",
-        shipped: Mapping[str, str] | None = None,
+        shipped: Mapping[str, Shipped] | None = None,
     ):
         self._lock = threading.RLock()
         self._entries: dict[tuple[str, str, Any], Registration] = {}
@@ -192,10 +192,7 @@ class Registry:
         # No program traced earlier depends on them, so listeners are not called.
         for library in [name for name in self._shipped if name in sys.modules]:
             with self._lock:
-                file = self._shipped.pop(library, None)
-                if file is None:
-                    continue
-                table = importlib.import_module(file).RULES
+                table = self._shipped.pop(library, Shipped())
                 for name, why in table.kernels.items():
                     self._add_shipped(name, library, why)
                 for name, why in table.targets.items():

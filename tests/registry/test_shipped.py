@@ -15,18 +15,18 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import errors, registry
 from shardrules.registry import Registry
-from shardrules.registry.shipped import SHIPPED, Shipped, jaxlib
+from shardrules.registry.shipped import JAXLIB, SHIPPED, Shipped
 
 
-def a_library(monkeypatch, **known):
+def a_library(**known):
     """A registry that knows of a library, and the library's module, not imported yet."""
-    monkeypatch.setitem(sys.modules, "known_of_lib", types.SimpleNamespace(RULES=Shipped(**known)))
-    return Registry(None, "", {"somebodys_lib": "known_of_lib"}), types.ModuleType("somebodys_lib")
+    return Registry(None, "", {"somebodys_lib": Shipped(**known)}), types.ModuleType(
+        "somebodys_lib"
+    )
 
 
 def test_a_librarys_rules_are_there_once_it_is_imported(monkeypatch):
     own, library = a_library(
-        monkeypatch,
         primitives={"somebodys_lib:odd_p": "its operand", "somebodys_lib:gone_p": "older"},
         targets={"their_target": "a product"},
         kernels={"somebodys_lib:kernel": "a sum"},
@@ -47,7 +47,7 @@ def test_a_librarys_rules_are_there_once_it_is_imported(monkeypatch):
 
 def test_the_users_rule_and_the_librarys_own_win(monkeypatch):
     own, library = a_library(
-        monkeypatch, primitives={"somebodys_lib:odd_p": "its operand"}, targets={"t": "a product"}
+        primitives={"somebodys_lib:odd_p": "its operand"}, targets={"t": "a product"}
     )
     odd = library.odd_p = jax.extend.core.Primitive("odd")
     monkeypatch.setitem(sys.modules, "somebodys_lib", library)
@@ -61,8 +61,7 @@ def test_the_users_rule_and_the_librarys_own_win(monkeypatch):
 
 
 def test_every_table_can_be_read_without_its_library():
-    for name, module in SHIPPED.items():
-        known = importlib.import_module(module).RULES
+    for name, known in SHIPPED.items():
         assert known.primitives or known.kernels or known.targets, name
         assert all(":" in one for one in known.primitives)
 
@@ -89,14 +88,14 @@ def test_the_table_is_that_of_what_jaxlib_registers():
     found = set(registered())
     assert len(found) > 60
     # The one that runs somebody's kernel says nothing of it.
-    assert found - set(jaxlib.RULES.targets) <= {"triton_kernel_call_ffi"}
+    assert found - set(JAXLIB.targets) <= {"triton_kernel_call_ffi"}
 
 
 @pytest.mark.gpu
 def test_the_table_has_for_rocm_what_the_plugin_for_cuda_registers(gpu_mesh):
     # jaxlib compiles the same sources for ROCm, where `cu` is `hip` (jaxlib/gpu/vendor.h).
     of_cuda = {name for name in registered() if name.startswith("cu")}
-    assert {f"hip{name[2:]}" for name in of_cuda} <= set(jaxlib.RULES.targets) and of_cuda
+    assert {f"hip{name[2:]}" for name in of_cuda} <= set(JAXLIB.targets) and of_cuda
 
 
 def placed(mesh, f, *args, specs, out=P("data"), **kwargs):
@@ -218,7 +217,7 @@ def test_scan_calls_finds_all_of_klujax_where_nothing_is_known_of_it(cpu_mesh, m
 @pytest.mark.libraries
 @pytest.mark.parametrize("library", ["equinox", "klujax", "jax_finufft"])
 def test_a_librarys_table_names_what_it_has(library):
-    known = importlib.import_module(SHIPPED[library]).RULES
+    known = SHIPPED[library]
     for name in known.primitives:
         module, _, attribute = name.partition(":")
         primitive = getattr(importlib.import_module(module), attribute)

@@ -13,7 +13,7 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.hlo.reader.module import Instruction, Metadata, Module
 from shardrules.registry import axistypes
 from shardrules.registry.registration import PROVEN, Registration
-from shardrules.registry.shipped.jaxlib import RULES as JAXLIB
+from shardrules.registry.shipped import JAXLIB
 
 LOCAL = "a function of its operands on each device"
 

@@ -1,0 +1,211 @@
+"""Rules that come with shardrules for what other libraries make.
+
+A library's table is used once it has been imported. The user's own rules, and those that the
+library ships itself, win over it. Each entry is a function of its operands on each device, and says
+why. A primitive is named ``module:attribute`` and the rule is bound to that object, so that another
+primitive of the same name has no part in it; a kernel is named as ``register`` takes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Shipped:
+    """What is known of one library; each name with the reason.
+
+    Args:
+      primitives: ``module:attribute`` of a primitive.
+      kernels: ``module:name`` of a Pallas kernel, or a pattern.
+      targets: an FFI target; a Python function of that name has no part in it.
+    """
+
+    primitives: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    targets: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+# -- jaxlib's own FFI targets ---------------------------------------------------------------------
+
+# As its modules register them (read in jaxlib 0.4.28 to 0.12). Left out are those that run
+# somebody's kernel (``triton_kernel_call_ffi``): that says nothing.
+_TYPES = "sdcz"
+# LAPACK's routines by their names without the letter of the type.
+_LAPACK = {
+    "gees": "a Schur decomposition",
+    "geev": "an eigendecomposition",
+    "gehrd": "a reduction to Hessenberg form",
+    "geqp3": "a QR factorization with column pivots",
+    "geqrf": "a QR factorization",
+    "gesdd": "a singular value decomposition",
+    "gesvd": "a singular value decomposition",
+    "getrf": "an LU factorization",
+    "gtsv": "a tridiagonal solve",
+    "potrf": "a Cholesky factorization",
+    "trsm": "a triangular solve",
+}
+# And those whose names depend on whether the matrix is real or complex.
+_REAL_COMPLEX = {
+    ("syevd", "heevd"): "an eigendecomposition",
+    ("sytrd", "hetrd"): "a reduction to tridiagonal form",
+    ("orgqr", "ungqr"): "a product of Householder reflectors",
+    ("ormqr", "unmqr"): "a product of Householder reflectors with a matrix",
+}
+_CUSOLVER = {
+    "csrlsvqr": "a sparse solve by QR",
+    "geev": _LAPACK["geev"],
+    "geqrf": _LAPACK["geqrf"],
+    "gesvd": _LAPACK["gesvd"],
+    "gesvdj": _LAPACK["gesvd"],
+    "gesvdp": _LAPACK["gesvd"],
+    "getrf": _LAPACK["getrf"],
+    "orgqr": "a product of Householder reflectors",
+    "ormqr": "a product of Householder reflectors with a matrix",
+    "potrf": _LAPACK["potrf"],
+    "syevd": "an eigendecomposition",
+    "syevj": "an eigendecomposition",
+    "syrk": "a product of a matrix with its transpose",
+    "sytrd": "a reduction to tridiagonal form",
+}
+_CUSPARSE = {
+    f"{form}_{what}": f"{why}, up to the order of sums"
+    for form in ("coo", "csr")
+    for what, why in (
+        ("todense", "a sparse matrix made dense"),
+        ("fromdense", "a dense matrix made sparse"),
+        ("matvec", "a sparse matrix times a vector"),
+        ("matmat", "a sparse matrix times a matrix"),
+    )
+} | dict.fromkeys(("gtsv2", "gtsv2_f32", "gtsv2_f64"), "a tridiagonal solve")
+
+
+def _lapack() -> dict[str, str]:
+    names = {t + name: why for name, why in _LAPACK.items() for t in _TYPES}
+    for (real, imaginary), why in _REAL_COMPLEX.items():
+        names |= {t + (real if t in "sd" else imaginary): why for t in _TYPES}
+    said = {
+        f"lapack_{name}{form}": f"{why} by LAPACK"
+        for name, why in names.items()
+        for form in ("", "_ffi")
+    }
+    solve = f"{_LAPACK['trsm']} by BLAS"
+    return said | {f"blas_{t}trsm{form}": solve for t in _TYPES for form in ("", "_ffi")}
+
+
+def _both(prefix: str, names: dict[str, str], library: str) -> dict[str, str]:
+    """Name each target as it is called from JAX 0.4.35 on, and before."""
+    return {
+        f"{prefix}_{name}{form}": f"{why} by {library}"
+        for name, why in names.items()
+        for form in ("", "_ffi")
+    }
+
+
+def _on(prefix: str) -> dict[str, str]:
+    """Name the targets of one kind of GPU: jaxlib compiles one source for each."""
+    return {
+        **_both(f"{prefix}solver", _CUSOLVER, f"{prefix}SOLVER"),
+        **_both(f"{prefix}blas", {"getrf_batched": "LU factorizations"}, f"{prefix}BLAS"),
+        **_both(f"{prefix}blas", {"geqrf_batched": "QR factorizations"}, f"{prefix}BLAS"),
+        **_both(f"{prefix}sparse", _CUSPARSE, f"{prefix}SPARSE"),
+        # Its dropout's generator starts from a constant in each call.
+        **_both(f"{prefix}dnn", {"rnn": "a recurrent layer"}, f"{prefix}DNN"),
+        **_both(f"{prefix}dnn", {"rnn_bwd": "a recurrent layer's gradient"}, f"{prefix}DNN"),
+        **_both(prefix, {"threefry2x32": "random bits as a function of key and counter"}, "jaxlib"),
+        **_both(prefix, {"cholesky_update": "a Cholesky factorization's update"}, "jaxlib"),
+        f"{prefix}_lu_pivots_to_permutation": "a permutation from pivots",
+        f"{prefix}_tridiagonal_solve_perturbed": "a tridiagonal solve",
+        f"{prefix}hybrid_eig_real": "an eigendecomposition, on the host",
+        f"{prefix}hybrid_eig_comp": "an eigendecomposition, on the host",
+        f"{prefix}hybrid_geqp3": "a QR factorization with column pivots, on the host",
+    }
+
+
+JAXLIB = Shipped(
+    targets={
+        **_lapack(),
+        **_on("cu"),
+        **_on("hip"),
+        "tridiagonal_solve_perturbed_ffi": "a tridiagonal solve",
+        "cpu_csr_sparse_dense_ffi": "a sparse matrix times a matrix",
+        "dynamic_ducc_fft": "a Fourier transform",
+        "ducc_fft": "a Fourier transform",
+    }
+)
+
+# -- all libraries --------------------------------------------------------------------------------
+
+_KLUJAX = {
+    f"{name}_{kind}": why
+    for name, why in (("dot", "a sparse matrix times a matrix"), ("solve", "a sparse solve"))
+    for kind in ("f64", "c128")
+}
+_TOKAMAX = "tokamax._src.ops"
+_ATTENTION = "attention; each tile takes its keys in one order, and its inline code is barriers"
+
+SHIPPED: Mapping[str, Shipped] = {
+    # What the audit can't read (read in 0.10.2 and 0.12.0.1).
+    "jax": Shipped(
+        kernels={
+            # Not a guess: else the program is undefined.
+            "pure_callback": "its contract is that it is a pure function of its arguments",
+            # The scheduler hands out each tile once, and a tile is summed in one order. What is
+            # well formed has both blocks of a cluster work on one tile; the call names no
+            # cluster_axes, by which dynamic_scheduling_loop would see to that.
+            "jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu:kernel": (
+                "a product; each tile once, summed in one order, if it is well formed: the blocks "
+                "of a cluster take one tile together"
+            ),
+        }
+    ),
+    "jaxlib": JAXLIB,
+    # What its primitives compute from arrays, apart from transformations (read in 0.13). Left out
+    # is ``noinline``, which runs any function of the user's. ``error_if`` is a
+    # ``jax.pure_callback``, which is declared by its contract.
+    "equinox": Shipped(
+        primitives={
+            "equinox._unvmap:unvmap_all_p": "whether all elements hold, on each device",
+            "equinox._unvmap:unvmap_any_p": "whether any element holds, on each device",
+            "equinox._unvmap:unvmap_max_p": "the largest element, on each device",
+            "equinox.internal._nontraceable:nontraceable_p": "its operand",
+            "equinox.internal._nontraceable:nondifferentiable_backward_p": "its operand",
+            "equinox.internal._nontraceable:nonbatchable_p": "its operand",
+            "equinox.internal._loop.common:select_if_vmap_p": "a selection among its operands",
+            "equinox.internal._loop.common:maybe_set_p": "an array with some elements set",
+        }
+    ),
+    # Read in 0.5. Left out are those that make or take handles to memory.
+    "klujax": Shipped(
+        primitives={f"klujax:{name}": why for name, why in _KLUJAX.items()},
+        targets=_KLUJAX,  # which these lower to
+    ),
+    # Read in 1.3.
+    "jax_finufft": Shipped(
+        primitives={
+            f"jax_finufft.ops:nufft{number}_p": "a nonuniform Fourier transform" for number in "123"
+        }
+    ),
+    # Kernels for Hopper and Blackwell that the audit can't read (0.0.12 and 0.0.17): code that
+    # emits barriers among a kernel's own warps, a vote of a warp, unpacked bits, and a scheduler
+    # that hands out each tile once. Left out, all for Blackwell, is what may differ between devices
+    # that hold the same arrays: attention of 0.0.12 (a tile without keys overwrites the residuals
+    # of all; its backward pass adds floats in no fixed order), the backward pass of 0.0.17 (with a
+    # causal mask it leaves parts of dk, dv and dbias unwritten), the gated linear unit (so are rows
+    # beyond the last whole tile) and ragged_dot of 0.0.12 (a pair of blocks may take different
+    # tiles).
+    "tokamax": Shipped(
+        kernels={
+            f"{_TOKAMAX}.attention.pallas_mosaic_gpu_kernel_sm90:kernel": _ATTENTION,
+            "tokamax._src.mosaic_gpu:flash_attention_sm90": _ATTENTION,
+            "tokamax._src.mosaic_gpu:flash_attention_sm100": (
+                "attention; each tile once, its keys in one order; a vote skips what changes "
+                "nothing"
+            ),
+            f"{_TOKAMAX}.ragged_dot.pallas_mosaic_gpu_kernel_sm100:ragged_dot_sm100": (
+                "a grouped product; each tile once, summed in one order"
+            ),
+        }
+    ),
+}

@@ -72,7 +72,7 @@ def judged(
     mesh: Mapping[str, int] | None = None,
     given_outputs: Sequence[str] | None = None,
 ) -> hlo.Judgement:
-    """Judge a program; ``given_outputs``, one sharding or one per output, fills in missing ones."""
+    """Judge a program; ``given_outputs`` is one sharding, or one of each output."""
     shardings = own_mesh = outputs = None
     module = program.module()
     shapes = output_shapes(module)
@@ -80,7 +80,7 @@ def judged(
         placements = compiled.placements(program.compiled)
         own_mesh, shardings = placements.mesh(), placements.parameters()
         outputs = placements.results(compiled.output_paths(program.compiled), shapes)
-    if given_outputs is not None and outputs is None:
+    if given_outputs is not None:
         per_output = [*given_outputs] * (len(shapes) if len(given_outputs) == 1 else 1)
         if len(per_output) != len(shapes):
             raise HloError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,18 +60,7 @@ def assert_outputs_replicated(
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
     source = programs.read(program, args, kwargs)
-    judgement = programs.judged(source, registry, mesh)
-    outputs = judgement.outputs
-    if output_shardings is not None:
-        if len(output_shardings) != len(outputs):
-            raise ShardrulesError(
-                f"output_shardings has {len(output_shardings)} entries, but the program returns "
-                f"{len(outputs)} arrays; give one for each",
-                count=len(output_shardings),
-            )
-        places = ("".join(f"[{index}]" for index in output.path) for output in outputs)
-        promises = tuple(zip(places, map(str, output_shardings)))
-        judgement = dataclasses.replace(judgement, promises=promises)
+    judgement = programs.judged(source, registry, mesh, output_shardings)
     if judgement.promises is None:
         raise ShardrulesError(
             f"{source.name} does not say how its outputs are sharded; pass the jax.stages.Compiled "
@@ -84,8 +72,8 @@ def assert_outputs_replicated(
     wrong = [*map(_shown, bad), *(declared if strict else ())]
     if wrong:
         raise ReplicationAssertionError(
-            f"{len(wrong)} of {len(outputs)} outputs are not proven equal where their shardings "
-            "call them replicated (they may still be equal):\n" + "\n".join(wrong),
+            f"{len(wrong)} of {len(judgement.outputs)} outputs are not proven equal where their "
+            "shardings call them replicated (they may still be equal):\n" + "\n".join(wrong),
             judgement=judgement,
         )
     if unused:

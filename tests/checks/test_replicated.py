@@ -108,7 +108,7 @@ def test_text_needs_the_outputs_shardings():
     )
     with pytest.raises(
         errors.ShardrulesError,
-        match="output_shardings has 2 entries, but the program returns 1 arrays",
+        match="2 shardings were given for the 1 arrays that module 'test' returns; give one for",
     ):
         testing.assert_outputs_replicated(text, output_shardings=["{replicated}"] * 2)
     with pytest.raises(errors.ShardrulesError, match="the output has a sharding that can't be re"):

@@ -11,7 +11,7 @@ from shardrules.arguments import checked, shown
 from shardrules.checks.expectations import platform_name
 from shardrules.costs import donation, launches, placement, transfers
 from shardrules.door import compiled
-from shardrules.errors import CostAssertionError, ShardrulesError
+from shardrules.errors import CostAssertionError, ShardrulesError, few
 from shardrules.report.grouping import counted
 
 
@@ -70,7 +70,7 @@ def assert_donated(
     wanted = {n for n, leaf in enumerate(leaves) if leaf.donated or below(leaf.path, paths or ())}
     for what in (*(paths or ()), *(allow or ())):
         if not any(below(leaf.path, [what]) for leaf in leaves):
-            there = ", ".join(leaf.path for leaf in leaves[:20]) + " ..." * (len(leaves) > 20)
+            there = few([leaf.path for leaf in leaves], 20)
             raise ShardrulesError(
                 f"no argument of {source.name} is called {what!r}; there are {there}", path=what
             )
@@ -267,7 +267,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
         )
     for path in wanted:
         if not any(below(output.path, [path]) for output in outputs):
-            there = ", ".join(output.path or "(all of it)" for output in outputs[:20])
+            there = few([output.path or "(all of it)" for output in outputs], 20)
             raise ShardrulesError(f"no output is at {path!r}; there are {there}", path=path)
     module = source.module()
     root = module.entry.instructions[module.entry.root].shape

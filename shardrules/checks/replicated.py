@@ -13,7 +13,7 @@ from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import findings
 from shardrules.costs import outputs as unequal
-from shardrules.errors import ReplicationAssertionError, ShardrulesError
+from shardrules.errors import ReplicationAssertionError, ShardrulesError, few
 from shardrules.hlo.reader import notations
 from shardrules.registry.table import Registry
 
@@ -175,8 +175,7 @@ def _difference(name: str, array: Any) -> str:
         for shards in bad[0][:2]
     )
     ids = [[str(shard.device.id) for shard in shards] for shards in bad[0][:_SHOWN]]
-    lists = [", ".join([*each[:_SHOWN], "..."] if each[_SHOWN:] else each) for each in ids]
-    devices = " | ".join(f"{{{each}}}" for each in lists)
+    devices = " | ".join(f"{{{few(each, _SHOWN)}}}" for each in ids)
     return (
         f"  {name}, {array.dtype}{list(array.shape)}: called replicated{over}, "
         f"sharding {array.sharding}\n    the data of devices {devices} differ; "

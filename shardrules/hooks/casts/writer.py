@@ -140,7 +140,7 @@ class Body:
         elif name in CALLS:
             self._calls(eqn, CALLS[name], [inside], [var.aval for var in eqn.outvars])
         elif name == "scan":
-            # The carry of a body is a tangent if the scan's result is one, and the reverse.
+            # A carry varies as the body takes it.
             constants, carries = scan_counts(eqn.params)
             before = opened(eqn.params["jaxpr"]).invars[constants : constants + carries]
             ends = [var.aval for var in eqn.outvars]

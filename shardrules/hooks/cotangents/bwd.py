@@ -124,11 +124,8 @@ class Bwd:
         consts, args = inputs[: len(jaxpr.constvars)], inputs[len(jaxpr.constvars) :]
         summed = [atom for eqn in sums for atom in eqn.invars]
         shares = run(jaxpr.replace(outvars=summed), consts, args)
-        others = [named_axes(eqn.params) - axes for eqn in sums for _ in eqn.invars]
-        shares = [
-            jax.lax.psum(share, tuple(sorted(over))) if over else share
-            for share, over in zip(shares, others)
-        ]
+        others = [sorted(named_axes(eqn.params) - axes) for eqn in sums for _ in eqn.invars]
+        shares = [jax.lax.psum(x, tuple(over)) if over else x for x, over in zip(shares, others)]
         return run(after, consts, [*shares, *args])[0]
 
     def differs(self, path) -> frozenset[str]:
@@ -246,7 +243,7 @@ class Bwd:
             for i in sorted(self._used(ct.path)):
                 if axis in arriving[i].axes:
                     continue
-                outputs = self._forward.outputs(len(arriving))
+                outputs = self._forward.outputs
                 why = "the forward can't be traced again to see whether it depends on that primal"
                 averaged = False
                 if outputs is not None:
@@ -270,7 +267,7 @@ class Bwd:
         size = size_of(averaged)
         if size and sums and all(s in means for s in sums):
             scale = self._origins(ct.path, self._seen() or ()).scale
-            scale *= self._forward.saved_scale(len(self._arriving))
+            scale *= self._forward.saved_scale()
             # A mean over elements is divided by their number too, if bwd shows that division.
             elements = self._forward.origins.mean_size
             needed = size * (elements if _divides(elements, scale) else 1)
@@ -284,7 +281,7 @@ class Bwd:
         """Raise if a cotangent is equal along axes over which its primal and others differ."""
         # It is then a sum, which holds the cotangents of other devices' values.
         used = self._used(ct.path)
-        outputs = self._forward.outputs(len(self._arriving))
+        outputs = self._forward.outputs
         axes = ct.missing & frozenset().union(*(_axes(self._arriving[i]) for i in used))
         if not axes or outputs is None:
             return
@@ -383,28 +380,26 @@ class Bwd:
 
     @functools.cached_property
     def _forward(self) -> Forward:
-        return Forward(self, self.parts, [_axes(primal) for primal in self.primals])
-
-    def _saved(self) -> Sequence[Origin] | None:
-        return self._forward.saved(len(self.entering) - self.first, len(self.entering))
+        return Forward(self)
 
     def _seen(self) -> list[Origin] | None:
         """Return the axes along which each argument differs, and its constants, as fwd shows."""
-        saved, entering = self._saved(), [Origin(axes=_axes(type_)) for type_ in self.entering]
+        saved, typed = self._forward.saved, self._typed
         if saved is None:
             return None
-        kept = [
-            Origin(axes=have.axes & made.axes, number=made.number)
-            for have, made in zip(entering, saved)
-        ]
-        return kept + entering[len(saved) :]
+        kept = [Origin(axes=a.axes & b.axes, number=b.number) for a, b in zip(typed, saved)]
+        return kept + typed[len(saved) :]
+
+    @property
+    def _typed(self) -> list[Origin]:
+        return [Origin(axes=_axes(type_)) for type_ in self.entering]
 
     def _origins(self, path, seen: Sequence[Origin] = (), declared: str = "") -> Origins:
         """Return one cotangent's origins, from the types of bwd's arguments or from ``seen``."""
         kept = not seen and not declared
         if kept and path in self._cached:
             return self._cached[path]
-        seen = seen or [Origin(axes=_axes(type_)) for type_ in self.entering]
+        seen = seen or self._typed
         inputs = [
             seen[leaf]
             if seen[leaf].number is not None
@@ -446,7 +441,7 @@ class Bwd:
         suspect = axes if self.parts.gradients else equal
         if not suspect or not residuals:
             return frozenset()
-        saved = self._saved()
+        saved = self._forward.saved
         if saved is None:
             return suspect
         sums = frozenset().union(*(saved[i].sums for i in residuals))

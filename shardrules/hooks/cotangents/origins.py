@@ -110,8 +110,7 @@ class Origin:
     def gathering(self, axes: frozenset[str]) -> Origin:
         """Note that it holds the values of all devices along ``axes``."""
         values = (axes, dataclasses.replace(self, gathered=frozenset()))
-        equal = self.moved(axes).equal(axes)
-        return dataclasses.replace(equal, gathered=self.gathered | {values})
+        return dataclasses.replace(self.summed(axes), gathered=self.gathered | {values})
 
     def crossing(self, axes: frozenset[str]) -> Origin:
         """Note that a collective brought its inputs along ``axes``."""

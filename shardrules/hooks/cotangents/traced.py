@@ -117,12 +117,14 @@ class Forward:
 
     # It is not where fwd closes over values of a trace that has ended.
 
-    def __init__(self, bwd: Any, parts: CustomVjpInfo, primals: Sequence[frozenset[str]]):
+    def __init__(self, bwd: Any):
         self.door = bwd.door
         self.opaque_call_of = bwd.hooks.state.opaque_call_of
         self.mesh_axes = bwd.mesh_axes
-        self.parts = parts
-        self.primals = primals
+        self.parts: CustomVjpInfo = bwd.parts
+        self.primals: Sequence[AxisType] = bwd.primals
+        self.count = len(bwd.entering)  # of residuals and outputs
+        self.output_count = self.count - bwd.first
 
     @functools.cached_property
     def jaxpr(self) -> Any:
@@ -150,21 +152,24 @@ class Forward:
         return self._origins_of(self.jaxpr)
 
     def _origins_of(self, jaxpr: Any) -> Origins:
-        inputs = [Origin(frozenset((at,)), axes) for at, axes in enumerate(self.primals)]
+        types = enumerate(self.primals)
+        inputs = [Origin(frozenset((at,)), type_.varying | type_.unreduced) for at, type_ in types]
         return Origins(self.door, self.opaque_call_of, self.mesh_axes, jaxpr, inputs)
 
-    def saved(self, output_count: int, count: int) -> Sequence[Origin] | None:
-        """Return the residuals' origins, or None."""
-        if self.jaxpr is None or len(self.jaxpr.outvars) != count:
+    @property
+    def saved(self) -> Sequence[Origin] | None:
+        """The residuals' origins, or None."""
+        if self.jaxpr is None or len(self.jaxpr.outvars) != self.count:
             return None
-        return self.origins.outputs[output_count:]
+        return self.origins.outputs[self.output_count :]
 
-    def outputs(self, count: int) -> Sequence[tuple[AxisType, Origin]] | None:
-        """Return the type and the origin of each output, or None."""
+    @property
+    def outputs(self) -> Sequence[tuple[AxisType, Origin]] | None:
+        """The type and the origin of each output, or None."""
         if self.jaxpr is None:
             return None
-        types = [self.door.axis_type(atom.aval) for atom in self.jaxpr.outvars[:count]]
-        return list(zip(types, self.origins.outputs))
+        outvars = self.jaxpr.outvars[: self.output_count]
+        return list(zip(self.door.axis_types(v.aval for v in outvars), self.origins.outputs))
 
     def dropping(self, axes: frozenset[str]) -> str | None:
         """Describe an opaque call whose rule makes outputs invariant over ``axes``."""
@@ -180,9 +185,9 @@ class Forward:
                     return f"{opaque.call}, whose rule is {rule!r}"
         return None
 
-    def saved_scale(self, output_count: int) -> float:
+    def saved_scale(self) -> float:
         """Return the number by which its residuals are divided."""
-        used = [at >= output_count for at in range(len(self.jaxpr.outvars))]
+        used = [at >= self.output_count for at in range(len(self.jaxpr.outvars))]
         jaxpr = self.door.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
         return self._origins_of(jaxpr).scale
 

@@ -10,6 +10,7 @@ buffer are recorded once and launched as one graph.
 from __future__ import annotations
 
 import collections
+import functools
 from typing import NamedTuple
 
 from shardrules import hlo
@@ -151,7 +152,13 @@ def _unknown(
     module: hlo.Module, place: walk.Place, condition: hlo.Computation, body: hlo.Computation
 ) -> str:
     """Say which value of the condition the compiler does not know."""
-    read = sorted(_elements(condition, condition.root))
+    taken = functools.partial(_element, condition)
+
+    def made_of(position: int) -> tuple[int, ...]:
+        return condition.instructions[position].operands if taken(position) is None else ()
+
+    elements_read = map(taken, walk.reached([condition.root], made_of))
+    read = sorted(number for number in {*elements_read} if number is not None)
     root = body.instructions[body.root]
     if not body.parameters:
         return "the text does not show its carry"
@@ -169,17 +176,6 @@ def _unknown(
     if changing:
         return "its condition reads what each trip computes: " + ", ".join(changing)
     return "its condition reads nothing of its carry"
-
-
-def _elements(computation: hlo.Computation, position: int) -> set[int]:
-    """Give the elements of the loop's carry that a value of its condition is computed from."""
-
-    def made_of(current: int) -> tuple[int, ...]:
-        carried = _element(computation, current) is not None
-        return () if carried else computation.instructions[current].operands
-
-    elements = (_element(computation, n) for n in walk.reached([position], made_of))
-    return {number for number in elements if number is not None}
 
 
 def _element(computation: hlo.Computation, position: int) -> int | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from shardrules import hlo
 from shardrules.hlo.proof import loops
+from shardrules.hlo.proof.collectives import reduction_of
 
 _T = TypeVar("_T")
 
@@ -112,10 +113,9 @@ def parameters(computation: hlo.Computation) -> dict[int, int]:
 
 
 def applied(module: hlo.Module, reduction: hlo.Instruction) -> str:
-    """Name the one operation that a reduction applies, ``"add"``; empty where it does more."""
+    """Name the one operation that a reduction applies, ``"add"``."""
     called = module.computations.get((reduction.attribute("to_apply") or "").lstrip("%"))
-    one_operation = called is not None and len(called.instructions) == 3
-    return called.instructions[called.root].opcode if called and one_operation else ""
+    return reduction_of(called) if called else ""
 
 
 def is_zero(constant: hlo.Instruction) -> bool:

@@ -112,7 +112,7 @@ def read_channel(
     reduction, ordered = "", True
     if "to_apply" in values:
         called = module.computations.get(values["to_apply"][0].lstrip("%"))
-        reduction = _reduction(called) if called else ""
+        reduction = reduction_of(called) if called else ""
         ordered = not (kind == "all-reduce" and orderless(reduction, instruction))
     along = values.get("dimensions", ("", 0))[0].strip("{} \n")
     return Channel(kind, groups, ordered, mesh, reduction, along, doubt or unread)
@@ -222,7 +222,8 @@ def orderless(reduction: str, instruction: hm.Instruction) -> bool:
     return reduction in _ORDERLESS and all(map(_WHOLE.fullmatch, kinds))
 
 
-def _reduction(computation: hm.Computation) -> str:
+def reduction_of(computation: hm.Computation) -> str:
+    """Name the one operation of two parameters that a reduction applies; several by a checksum."""
     root = computation.instructions[computation.root]
     plain = {computation.instructions[o].opcode for o in root.operands} == {"parameter"}
     if plain and len(set(root.operands)) == 2 and len(computation.instructions) == 3:

@@ -78,7 +78,6 @@ def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, s
 
 
 def _by_collectives(files: Iterable[str], entries: Iterable[Entry]) -> dict[object, list[str]]:
-    """Group files by the collectives that stand in them."""
     groups: dict[object, list[str]] = {}
     for file in files:
         collectives = collections.Counter(

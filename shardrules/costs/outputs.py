@@ -48,7 +48,6 @@ class Unequal:
 
     @property
     def because(self) -> str:
-        """Say why, and what that leads to."""
         if not self.carried:
             return self.reason
         return (

@@ -242,7 +242,6 @@ class Graph:
 
 
 def made_by(node: Node, through: frozenset[str] | set[str]) -> Node:
-    """Follow a value back to what made it."""
     while node.opcode in through and node.operands:
         node = node.operands[0]
     return node
@@ -265,7 +264,6 @@ def is_unfilled(node: Node) -> bool:
 
 
 def is_zero(node: Node) -> bool:
-    """Tell whether a value is zero in all of its elements."""
     spread = frozenset("bitcast reshape copy transpose broadcast convert".split())
     maker = made_by(node, spread)
     return maker.opcode == "constant" and walk.is_zero(maker.instruction)

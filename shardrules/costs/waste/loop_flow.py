@@ -180,7 +180,6 @@ class _Trip:
         self.seen |= _sources(values)
 
     def evaluate(self, flat: Flat, arguments: Sequence[Any]) -> Any:
-        """Give the value of what a computation returns."""
         values: dict[Node, Any] = {}
         for node in flat.nodes:
             if node.opcode == "parameter":
@@ -310,7 +309,6 @@ class _Trip:
         return (_PLAIN, whole) if _holds_operands(node) else tuple(results)
 
     def _loop(self, node: Node, start: Any) -> Any:
-        """Give the value of an inner loop whose outcome is settled."""
         count = len(node.shape.elements or ())
         starts = start if isinstance(start, tuple) else (start,) * count
         outcome = self.outcomes[node.instruction.calls[1]]

@@ -46,7 +46,6 @@ def find(site: Site) -> Hint | None:
 
 
 def _widened(site: Site) -> _Narrower | None:
-    """Find an operand that was converted from a narrower type just before."""
     convert = site.made_by(_BACK)
     if convert.opcode != "convert":
         return None
@@ -91,7 +90,6 @@ def _one_hot(site: Site) -> _Narrower | None:
 
 
 def _narrowed(site: Site) -> _Narrower | None:
-    """Find a result that every use converts to a narrower type first."""
     uses, wide = site.uses(_MOVES, True), site.taken
     if any(u.user.opcode != "convert" for u in uses):
         return None

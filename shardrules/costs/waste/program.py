@@ -83,7 +83,6 @@ class Program(Graph):
             self.collectives.setdefault(site.instruction.start, []).append(site)
 
     def parts(self, collective: hlo.Instruction) -> list[Site]:
-        """List the sites of one instruction's verdicts."""
         return self.collectives.get(collective.start, [])
 
     def remembered(self, function: Callable[..., _T], *place: str | int) -> _T:
@@ -173,7 +172,6 @@ class Site:
 
     @property
     def source(self) -> Node:
-        """Give what makes its operand."""
         return self.node.operands[self.operand]
 
     def made_by(self, through: frozenset[str]) -> Node:

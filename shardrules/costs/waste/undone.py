@@ -60,7 +60,6 @@ def _only_for(before: Node, last: Node) -> bool:
 
 
 def _before(site: Site) -> Site | None:
-    """Find the one all-to-all from which all operands come."""
     stack, seen, exchanges = [*site.node.operands], set(), set()
     while stack:
         node = stack.pop()
@@ -106,7 +105,6 @@ def _is_array(value: Any) -> bool:
 
 
 def _exchanged(site: Site, operands: list[np.ndarray], count: int) -> list[np.ndarray] | None:
-    """Apply an all-to-all."""
     devices = range(count)
     if len(operands) == count:
         return [np.stack([operands[d][k] for d in devices]) for k in devices]

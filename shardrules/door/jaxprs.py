@@ -146,11 +146,6 @@ def _is_under(eqn: Any, transforms: tuple[str, ...]) -> bool:
     return any(type(m).__name__ == "Transform" and m.name in transforms for m in marks)
 
 
-def is_declared(eqn: Any) -> bool:
-    """Whether an equation is a cast that a user wrote with ``shardrules.vary``."""
-    return is_in(eqn, DECLARED)
-
-
 def is_in(eqn: Any, scope: str) -> bool:
     """Whether an equation, or the one it is the transpose of, is in a name scope."""
     return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)

@@ -21,15 +21,12 @@ wraps a custom_vjp's functions without losing their debug info
     generator              0.4.28-0.4.35  .linear_util:transformation(gen, fun)
     transformation         0.4.36+        .linear_util:transformation2(gen, fun)
     wrap_init              0.4.28+        .linear_util:wrap_init(f)
-a custom_vjp's primal function, on its way to the primitive
+a custom_vjp's functions, on their way to the primitive; bwd's cotangents are checked there
     flatten_primal         0.4.28+        .custom_derivatives:_flatten_fun_nokwargs
-a custom_vjp's fwd, on its way to the primitive
     flatten_fwd            0.4.28+        .custom_derivatives:_flatten_fwd
-a custom_vjp's bwd: its cotangents are checked against the primals' types here
     flatten_bwd            0.4.28+        .custom_derivatives:_flatten_bwd
-cotangents that are known to be zero keep their form
+cotangents that are known to be zero keep their form; for None, bwd's cotangent is one
     SymbolicZero           0.4.28+        .ad_util:SymbolicZero(aval)
-the cotangent of an argument for which bwd returned None
     Zero                   0.4.28+        .ad_util:Zero(aval)
 the part of a bwd that one cotangent depends on
     dce_jaxpr              0.4.28+
@@ -53,13 +50,11 @@ an opaque primitive
     core_map_p             0.6.0-0.11.0   .pallas.core:core_map_p
     name_p                 0.4.28-0.5.3   .ad_checkpoint:name_p
     platform_p             0.4.28-0.5.3   .lax.control_flow.conditionals:platform_index_p
-lowers each equation: opaque calls are tagged here
+lowers each equation by tables, for all platforms or one: opaque calls are tagged here
     lower_per_platform     0.4.28+
         .interpreters.mlir:lower_per_platform(
         ctx, description, platform_rules, default_rule, effects)
-the table of lowering rules
     lowerings              0.4.28+        .interpreters.mlir:_lowerings
-the tables of lowering rules for one platform each
     platform_lowerings     0.4.28+        .interpreters.mlir:_platform_specific_lowerings
 an entry of the table of lowering rules, where it isn't the rule itself
     LoweringRuleEntry      0.7.0+         .interpreters.mlir:LoweringRuleEntry(rule, inline)
@@ -102,10 +97,9 @@ an aval without a mesh can't carry an axis type
     current_mesh_sharding  0.6.0+         .core:get_cur_mesh_sharding
 which mesh axes are manual where we are
     abstract_mesh          0.6.0+         .mesh:get_abstract_mesh
-where a primal meets its tangent
+where a primal meets its tangent, or its series
     jvp_tracer             0.6.0+
         .interpreters.ad:maybe_jvp_tracer(trace, primal, tangent)
-where a primal meets its series
     JetTracer              0.6.0+         jax.experimental.jet:JetTracer
 a primitive whose author types its results
     HiPrimitive            0.7.1-0.11.1   .hijax:HiPrimitive(name)
@@ -130,12 +124,11 @@ an initial carry, once its body was traced
         .lax.control_flow.loops:_promote_weak_typed_inputs(in_vals, in_avals, out_avals)
     promote_carry          0.8.2+
         .lax.control_flow.loops:_promote_weak_typed_input(in_val, in_aval, out_aval)
-all branches of a cond or switch
+all branches of a cond or switch, and what raises where their types differ
     trace_branches         0.6.0-0.8.1
         .lax.control_flow.conditionals:_initial_style_jaxprs_with_common_consts
     merge_branches         0.8.2+
         .lax.control_flow.conditionals:_merge_common_consts(jaxprs, all_consts)
-raises on branches whose types differ
     check_branches         0.8.2+
         .lax.control_flow.conditionals:_check_branch_outputs(out_avals1, out_avals2)
 JAX raises its errors about types in it

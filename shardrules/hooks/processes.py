@@ -110,11 +110,8 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
         client.wait_at_barrier(f"{_ROOT}/{round_}", max(1, int(1000 * timeout_s)))
     except Exception as error:  # a timeout, or the service knows that a process is gone
         _missing(job, digests, time.monotonic() - started, error)
-    by_process = {
-        int(k.rsplit("/", 1)[1]): digest for k, digest in client.key_value_dir_get(digests)
-    }
     groups: dict[str, list[int]] = {}
-    for process, digest in sorted(by_process.items()):
+    for process, digest in sorted(_stored(job, digests).items()):
         groups.setdefault(digest, []).append(process)
     if len(groups) == 1:
         return
@@ -128,11 +125,9 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
     (_, most), *rest = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
     names, lines = [], []
     for _, processes in rest:
-        differences = list(
-            fingerprint.differences(
-                read(most[0]), read(processes[0]), _called(most), _called(processes)
-            )
-        )
+        lists_of_both = read(most[0]), read(processes[0])
+        called = _called(most), _called(processes)
+        differences = list(fingerprint.differences(*lists_of_both, *called))
         names += [name for name, _ in differences]
         lines += [f"  {line}" for _, line in differences[:_SHOWN]]
         if len(differences) > _SHOWN:
@@ -148,6 +143,11 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
     )
 
 
+def _stored(job: Any, folder: str) -> dict[int, str]:
+    entries = job.client.key_value_dir_get(folder)
+    return {int(key.rsplit("/", 1)[1]): value for key, value in entries}
+
+
 def _called(processes: list[int]) -> str:
     shown = ", ".join(map(str, processes[:_SHOWN])) + (", ..." if len(processes) > _SHOWN else "")
     return f"process{'es' if len(processes) > 1 else ''} {shown}"
@@ -155,7 +155,7 @@ def _called(processes: list[int]) -> str:
 
 def _missing(job: Any, digests: str, waited_s: float, error: Exception) -> None:
     try:
-        arrived = {int(key.rsplit("/", 1)[1]) for key, _ in job.client.key_value_dir_get(digests)}
+        arrived = {*_stored(job, digests)}
     except Exception:  # the service is gone, and so is the process that ran it
         arrived = {job.process_id}
     missing = [process for process in range(job.num_processes) if process not in arrived]

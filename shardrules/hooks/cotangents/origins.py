@@ -18,10 +18,11 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     CASTS,
+    DECLARED,
     KERNELS,
     SUMS,
     inner_jaxprs,
-    is_declared,
+    is_in,
     is_inexact,
     is_transposed,
     named_axes,
@@ -258,7 +259,7 @@ class Origins:
             # A kernel without results writes to refs.
             return [self._opaque(opaque, _union(operands), count or 1, place)] * (count or 1)
         if name in CASTS or name == "optimization_barrier":
-            if self.declared in named_axes(params) and is_declared(eqn):
+            if self.declared in named_axes(params) and is_in(eqn, DECLARED):
                 return [NOWHERE] * count
             return operands
         if name == "scan":

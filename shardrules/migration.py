@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import io
+import itertools
 import math
 import os
 import re
@@ -256,14 +257,6 @@ def edited(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edits
     return Edits(texts, after, sites, left)
 
 
-def _pairs(rows: Sequence[Row]) -> list[tuple[Site, Site]]:
-    """List the sites that are switched together or not at all."""
-    nested = [(c.site, c.inside) for row in rows for c in row.calls if c.inside is not None]
-    # Sites at the same position share a flag; a nested one was retraced with both switched on.
-    spots = {row.site: (row.site.file, row.site.line, row.site.column) for row in rows}
-    return nested + [(a, b) for a in spots for b in spots if a != b and spots[a] == spots[b]]
-
-
 def _by_hand(site: Site) -> str:
     """Return why the patch can't switch a site, empty if it can."""
     if not is_here(site.file):
@@ -394,9 +387,13 @@ def _sets_variables(node: ast.stmt) -> bool:
 
 
 def joined(sites: Sequence[Site], rows: Sequence[Row]) -> list[list[Site]]:
-    """Split sites into groups that are switched together."""
+    """Split sites into groups that are switched together or not at all."""
+    # Sites at the same position share a flag; a nested one was retraced with both switched on.
+    pairs = [(c.site, c.inside) for row in rows for c in row.calls if c.inside is not None]
+    for same in alike(sites, lambda site: (site.file, site.line, site.column)):
+        pairs += itertools.pairwise(same)
     groups = {site: [site] for site in sites}
-    for first, second in _pairs(rows):
+    for first, second in pairs:
         if first in groups and second in groups and groups[first] is not groups[second]:
             groups[first] += groups[second]
             for site in groups[second]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from shardrules.commands import flags, reading, rules
+from shardrules.watching.profiles.profile import profile
 
 ARGUMENTS: flags.Arguments = {
     "directory": {"metavar": "DIR", "help": "a profile that JAX wrote"},
@@ -22,8 +23,6 @@ ARGUMENTS: flags.Arguments = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardrules.watching.profiles.profile import profile
-
     measured = profile(
         arguments.directory,
         mesh=reading.mesh_of(arguments.mesh),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrules import report
 from shardrules.commands import flags, reading, rules
@@ -17,9 +17,8 @@ from shardrules.costs import findings
 from shardrules.costs.timings import Timings
 from shardrules.errors import ShardrulesError
 from shardrules.report import several
-
-if TYPE_CHECKING:
-    from shardrules.watching.profiles.shown import Profile
+from shardrules.watching.profiles import profile
+from shardrules.watching.profiles.shown import Profile
 
 ARGUMENTS: flags.Arguments = {
     "files": {
@@ -49,8 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
         programs, failures = reading.judged(arguments.files, arguments)
         times: Sequence[Timings | None] = [None] * len(programs)
         if arguments.profile:
-            from shardrules.watching.profiles import profile
-
             judgements = [judgement for _, judgement in programs]
             measured, times = profile.of_judged(arguments.profile, judgements, **options)
             flags.say(measured.about, *measured.notes)
@@ -72,8 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_profile(arguments: argparse.Namespace, options: dict[str, Any]) -> Profile:
-    from shardrules.watching.profiles import profile
-
     registry = rules.Rules(arguments)
     if arguments.outputs is not None:
         raise ShardrulesError(

@@ -24,6 +24,7 @@ _LANE = 24  # of it, for collectives that don't overlap
 _NARROWEST = 0.5
 _MOST = 4000  # runs of collectives in it, the longest
 
+_Span = tuple[float, float]
 # Of text: what a browser refuses, and what turns the direction of the text after it.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 
@@ -133,14 +134,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], side: float) ->
     )
 
 
-def _bar(
-    mark: Mark,
-    x: float,
-    wide: float,
-    bar: tuple[float, float],
-    column: tuple[float, float],
-    log: float,
-) -> str:
+def _bar(mark: Mark, x: float, wide: float, bar: _Span, column: _Span, log: float) -> str:
     """Draw a bar; its whole column takes the pointer. Both have a top and a height."""
     (y, high), (top, tall), says = bar, column, escaped(mark.says)
     link = f'a href="#{mark.row}"' if mark.row else "g"
@@ -259,7 +253,7 @@ def _span(phase: str, start: float, end: float, base: float) -> str:
     return line + _text(start, base + 18, f"{title}{escaped(shown)}")
 
 
-def timed(runs: Sequence[tuple[Mark, float, float]], busy: Sequence[tuple[float, float]]) -> str:
+def timed(runs: Sequence[tuple[Mark, float, float]], busy: Sequence[_Span]) -> str:
     """Draw runs of collectives from start to end in seconds, and below when the device was busy."""
     last = max([*(end for *_, end in runs), *(end for _, end in busy), 1e-9])
     scale = _WIDTH / last

@@ -126,9 +126,7 @@ def wide(name: str, inside: str) -> str:
     return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{inside}</div>'
 
 
-def html_table(
-    caption: str, columns: Mapping[str, str], rows: Iterable[str], kind: str = ""
-) -> str:
+def html_table(says: str, columns: Mapping[str, str], rows: Iterable[str], kind: str = "") -> str:
     """Write a table with a hidden caption, from its columns' names, each with its CSS classes."""
     start, end = ('<button type="button">', "</button>") if kind == "collectives" else ("", "")
     heads = "".join(
@@ -137,7 +135,7 @@ def html_table(
     )
     body = "\n".join(rows)
     return (
-        f'<table{_class(kind)}><caption class="said">{escaped(caption)}</caption>'
+        f'<table{_class(kind)}><caption class="said">{escaped(says)}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
     )
 

@@ -51,9 +51,8 @@ def _of_profiles(given: tuple[str, str], arguments: argparse.Namespace) -> tuple
         raise ShardrulesError(
             f"profiles are compared as {', '.join(compared.WRITERS)}, not as {arguments.format}"
         )
-    mesh = reading.mesh_of(arguments.mesh)
     registry = rules.Rules(arguments)
     comparison = compared.compare(
-        *(profile.profile(name, mesh=mesh, registry=registry) for name in given)
+        *(profile.profile(name, mesh=arguments.mesh, registry=registry) for name in given)
     )
     return compared.WRITERS[arguments.format](comparison), comparison.changed

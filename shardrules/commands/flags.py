@@ -42,13 +42,46 @@ def switch(help: str) -> dict[str, Any]:
     return {"action": "store_true", "help": help}
 
 
-def repeated(metavar: str, help: str) -> dict[str, Any]:
+def repeated(metavar: str, help: str, **options: Any) -> dict[str, Any]:
     help += "; may be repeated"
-    return {"action": "append", "metavar": metavar, "default": [], "help": help}
+    return {"action": "append", "metavar": metavar, "default": [], "help": help, **options}
 
 
 def format_of(choices: Any, help: str) -> dict[str, Any]:
     return once(None, help, choices=list(choices), default="text")
+
+
+def _allowance(text: str) -> tuple[str, str]:
+    what, colon, reason = text.partition(": ")
+    if not colon:
+        raise ShardrulesError(
+            f"--allow={text!r} gives no reason; write --allow='redundant "
+            "all-reduce(model): issue 12'"
+        )
+    return what.strip(), reason.strip()
+
+
+def _mesh(text: str) -> dict[str, int]:
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (p.strip() for p in part.partition("="))
+        if name in mesh:
+            raise ShardrulesError(f"--mesh={text} names the axis {name!r} twice")
+        if not equals or not name or not size.isdecimal() or not int(size):
+            raise ShardrulesError(f"--mesh={text} is not a mesh; write --mesh=data=4,model=2")
+        mesh[name] = int(size)
+    return mesh
+
+
+def _shardings(text: str) -> list[str]:
+    shardings = [part.strip() for part in text.split(";")]
+    for part in shardings:
+        if not (part.startswith("{") and part.endswith("}") and len(part) > 2):
+            raise ShardrulesError(
+                f"--outputs={text}: {part!r} is not a sharding; write --outputs='{{replicated}}' "
+                "for all outputs, or one for each, separated by semicolons"
+            )
+    return shardings
 
 
 JUDGING: Arguments = {
@@ -56,6 +89,7 @@ JUDGING: Arguments = {
     "--allow": repeated(
         "'FINDING: REASON'",
         "a known finding and why it stays, 'redundant all-reduce(model) at model.py: issue 12'",
+        type=_allowance,
     ),
 }
 REPORT: Arguments = {
@@ -89,11 +123,13 @@ READING: Arguments = {
         "AXES",
         "axis names and sizes in the order of the devices: data=4,model=2; taken from the "
         "text's tags or mesh notation if it has any",
+        type=_mesh,
     ),
     "--outputs": once(
         "SHARDINGS",
         "the HLO sharding of each output, '{replicated}; {devices=[8]<=[8]}', or one for all: "
         "an output that is called replicated and differs is a finding",
+        type=_shardings,
     ),
     **RULES,
     "--output": once("FILE", "write the report there instead of to stdout"),
@@ -103,20 +139,6 @@ SCRIPT: Arguments = {
     "script": {"nargs": argparse.REMAINDER, "metavar": "SCRIPT [ARGS ...]", "help": "run a script"},
 }
 SCRIPT_USAGE = "%(prog)s [FLAGS] (SCRIPT | -m MODULE) [ARGS ...]"
-
-
-def allowances(arguments: argparse.Namespace) -> dict[str, str]:
-    """Read what ``--allow`` was given, from findings to reasons."""
-    reasons = {}
-    for text in arguments.allow:
-        what, colon, reason = text.partition(": ")
-        if not colon:
-            raise ShardrulesError(
-                f"--allow={text!r} gives no reason; write --allow='redundant "
-                "all-reduce(model): issue 12'"
-            )
-        reasons[what.strip()] = reason.strip()
-    return reasons
 
 
 def say(*messages: str) -> None:

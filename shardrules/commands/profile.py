@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardrules.commands import flags, reading, rules
+from shardrules.commands import flags, rules
 from shardrules.watching.profiles.profile import profile
 
 ARGUMENTS: flags.Arguments = {
@@ -25,10 +25,10 @@ ARGUMENTS: flags.Arguments = {
 def run(arguments: argparse.Namespace) -> int:
     measured = profile(
         arguments.directory,
-        mesh=reading.mesh_of(arguments.mesh),
+        mesh=arguments.mesh,
         hlo=arguments.hlo,
         strict=arguments.strict,
-        allow=flags.allowances(arguments),
+        allow=dict(arguments.allow),
         registry=rules.Rules(arguments),
     )
     text = str(measured) if arguments.format == "text" else measured.as_json() + "\n"

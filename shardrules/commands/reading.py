@@ -29,9 +29,8 @@ def judged(
     given: Sequence[str], arguments: argparse.Namespace, each_alone: bool = False
 ) -> tuple[list[tuple[str, hlo.Judgement]], list[tuple[str, str]]]:
     """Judge the named programs, with ``each_alone`` one per name; return failures with reasons."""
-    mesh = mesh_of(arguments.mesh)
+    mesh, outputs = arguments.mesh, arguments.outputs
     registry: Any = rules.Rules(arguments)
-    outputs = _outputs_of(arguments.outputs)
     paths = []
     for names in [[name] for name in given] if each_alone else [given]:
         chosen, notes = _chosen(names)
@@ -87,35 +86,6 @@ def _read(path: str) -> program.Program:
         text = decode(sys.stdin.buffer.read(), "stdin")
         return program.Program(program.read_text(text, "stdin"), "stdin")
     return program.read_file(pathlib.Path(path))
-
-
-def _outputs_of(text: str | None) -> list[str] | None:
-    """Read ``{replicated}; {devices=[8]<=[8]}``, one sharding per output or one for all."""
-    if text is None:
-        return None
-    shardings = [part.strip() for part in text.split(";")]
-    for part in shardings:
-        if not (part.startswith("{") and part.endswith("}") and len(part) > 2):
-            raise ShardrulesError(
-                f"--outputs={text}: {part!r} is not a sharding; write --outputs='{{replicated}}' "
-                "for all outputs, or one for each, separated by semicolons"
-            )
-    return shardings
-
-
-def mesh_of(text: str | None) -> dict[str, int] | None:
-    """Read ``data=4,model=2``."""
-    if text is None:
-        return None
-    mesh: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, size = (p.strip() for p in part.partition("="))
-        if name in mesh:
-            raise ShardrulesError(f"--mesh={text} names the axis {name!r} twice")
-        if not equals or not name or not size.isdecimal() or not int(size):
-            raise ShardrulesError(f"--mesh={text} is not a mesh; write --mesh=data=4,model=2")
-        mesh[name] = int(size)
-    return mesh
 
 
 # -- which files -----------------------------------------------------------------------------------

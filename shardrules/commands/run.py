@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ShardrulesError(f"can't make the folder {keep}: {error.strerror}") from error
     flags.check_writable(arguments.output)
     rules.check(arguments)
-    options = {"strict": arguments.strict, "allow": flags.allowances(arguments)}
+    options = {"strict": arguments.strict, "allow": dict(arguments.allow)}
     seen = programs.watch(**options)
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
     options |= {"target": arguments.target, "cheapest": arguments.cheapest}

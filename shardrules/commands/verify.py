@@ -41,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ShardrulesError(
             "nothing to judge; name a FILE of compiled HLO, or a folder of --xla_dump_to"
         )
-    allow = flags.allowances(arguments)
     options = {name: getattr(arguments, name) for name in ("strict", "target", "cheapest")}
     failures: list[tuple[str, str]] = []
     if arguments.files:
@@ -51,13 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
             judgements = [judgement for _, judgement in programs]
             measured, times = profile.of_judged(arguments.profile, judgements, **options)
             flags.say(measured.about, *measured.notes)
-        options["allow"] = findings.Allowances(allow)
+        allow = findings.Allowances(dict(arguments.allow))
         contents = [
-            report.content(judgement, title=title, timings=timings, **options)
+            report.content(judgement, title=title, allow=allow, timings=timings, **options)
             for (title, judgement), timings in zip(programs, times)
         ]
     else:
-        measured = _of_profile(arguments, {**options, "allow": allow})
+        measured = _of_profile(arguments, options)
         flags.say(measured.about, *measured.notes)
         contents = [program.content for program in measured.programs]
     if len(contents) == 1 and not failures:
@@ -74,8 +73,13 @@ def _of_profile(arguments: argparse.Namespace, options: dict[str, Any]) -> Profi
         raise ShardrulesError(
             "--outputs is about the outputs of a FILE; with --profile, name that FILE too"
         )
-    mesh = reading.mesh_of(arguments.mesh)
-    measured = profile.read(arguments.profile, mesh=mesh, registry=registry, **options)
+    measured = profile.read(
+        arguments.profile,
+        mesh=arguments.mesh,
+        registry=registry,
+        allow=dict(arguments.allow),
+        **options,
+    )
     flags.say(*registry.unused([program.content.judgement for program in measured.programs]))
     if not measured.programs:
         flags.say("no collectives in any program that ran while the profile was recorded")

@@ -59,43 +59,36 @@ def _parser(given: str) -> Any:
     from absl.flags import argparse_flags
 
     class Parser(argparse_flags.ArgumentParser):
-        """A parser whose errors are ShardrulesErrors."""
+        """A parser without the process's absl flags, whose errors are ShardrulesErrors."""
+
+        def __init__(self, **options: Any):
+            super().__init__(
+                inherited_absl_flags=None,  # no command takes --flagfile or --undefok
+                allow_abbrev=False,
+                add_help=False,  # absl's help adds a flag that lists all flags of the process
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                **options,
+            )
+            self.add_argument("-h", "--help", action="help", help="show this and exit")
 
         def error(self, message: str) -> NoReturn:
             command = f" {given}" if given in COMMANDS and " " not in self.prog else ""
             raise ShardrulesError(f"{message}\n({self.prog}{command} --help says what it takes)")
 
-    # Without the process's absl flags, no command takes --flagfile or --undefok.
-    options: dict[str, Any] = {
-        "inherited_absl_flags": None,
-        "allow_abbrev": False,
-        "add_help": False,  # absl's help adds a flag that lists all flags of the process
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-    }
-    parser = Parser(
-        prog="shardrules",
-        description="Find the collectives that a JAX program doesn't need.",
-        **options,
-    )
-    help_flag: dict[str, Any] = {"action": "help", "help": "show this and exit"}
-    parser.add_argument("-h", "--help", **help_flag)
-    parser.add_argument(
-        "--version", action="version", version=f"shardrules {shardrules.__version__}"
-    )
+    about = "Find the collectives that a JAX program doesn't need."
+    parser = Parser(prog="shardrules", description=about)
+    version = f"shardrules {shardrules.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     # Import the given command alone: a script that it runs may set environment variables that
     # NumPy reads when it is imported.
     for name in [given] if given in COMMANDS else COMMANDS:
         module = importlib.import_module(f"shardrules.commands.{name}")
         text = module.__doc__ or ""
+        usage = getattr(module, "USAGE", None)
         command = commands.add_parser(
-            name,
-            help=text.splitlines()[0],
-            description=text,
-            usage=getattr(module, "USAGE", None),
-            **options,
+            name, help=text.splitlines()[0], description=text, usage=usage
         )
-        command.add_argument("-h", "--help", **help_flag)
         for argument, how in module.ARGUMENTS.items():
             command.add_argument(argument, **how)
         command.set_defaults(run=module.run)

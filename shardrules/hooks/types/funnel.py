@@ -18,8 +18,8 @@ from shardrules.door.jaxprs import inner_jaxprs
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.lowering import lower as lower_opaque
-from shardrules.hooks.types.laws import DEFAULT, HIJAX, OURS, ROWS, USERS, Row
-from shardrules.hooks.types.owners import is_ours, is_users
+from shardrules.hooks.types.laws import DEFAULT, HIJAX, ROWS, USERS, Row
+from shardrules.hooks.types.owners import is_users
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +119,6 @@ class Funnel(Hooks):
     def _row(self, primitive: Any) -> Row:
         if is_users(self.door, primitive):
             return USERS
-        if is_ours(primitive):
-            return OURS
         # pallas_call is a hijax primitive without a class of its own (JAX 0.8 to 0.10).
         is_hijax = isinstance(primitive, self.door.HiPrimitive or ())
         if is_hijax and type(primitive) is not self.door.HiPrimitive:

@@ -30,7 +30,6 @@ class Row:
 
 DEFAULT = Row()
 USERS = Row("opaque")  # a primitive that is not JAX's own
-OURS = Row("called")  # this package's identities, which type their results themselves
 HIJAX = Row("hijax")  # a hijax primitive with a class of its own (JAX 0.8 to 0.11)
 
 
@@ -52,6 +51,8 @@ ROWS: dict[str, Row] = {
     **_rows("optimization_barrier device_put", Row(each=True)),
     "tie": Row(last=True),
     "custom_linear_solve": Row(keeps=True),
+    # This package's identities type their results themselves.
+    **_rows("already_summed unchecked_shard_map place_casts", Row("called")),
     # These call jaxprs with their operands; each result has the type of the jaxpr's output.
     # (eval_jaxpr is JAX 0.12's closed_call, to which a scan's body is lowered. The results of
     # custom_lin are tangents, and have the types of the custom_vjp's outputs.)

@@ -30,11 +30,6 @@ def is_users(door: Door, primitive: Any) -> bool:
     return any(map(_is_foreign, rules)) and not is_held_by_jax(primitive)
 
 
-def is_ours(primitive: Any) -> bool:
-    """Whether a primitive was made by this package."""
-    return "shardrules" in _code_modules(vars(primitive).get("abstract_eval"))
-
-
 def _is_foreign(function: Any) -> bool:
     return any(module not in _NEUTRAL for module in _code_modules(function))
 

@@ -7,6 +7,7 @@ invariant value was cast, and only the devices that took a branch run a psum ins
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from shardrules.registry.axistypes import AxisType
 _THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
 
 
+@dataclasses.dataclass(frozen=True)
 class Mark:
     """Whether a tangent is not zero, and over which axes its primal was cast to vary.
 
@@ -36,18 +38,11 @@ class Mark:
     cache key for the traced fwd.
     """
 
-    def __init__(self, nonzero: Any, axes: frozenset[str]):
-        self.nonzero = bool(nonzero)
-        self.axes = axes | getattr(nonzero, "axes", frozenset())
+    nonzero: bool
+    axes: frozenset[str]
 
     def __bool__(self) -> bool:
         return self.nonzero
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mark) and (self.nonzero, self.axes) == (other.nonzero, other.axes)
-
-    def __hash__(self) -> int:
-        return hash((self.nonzero, self.axes))
 
 
 class Retyped(NamedTuple):
@@ -270,7 +265,8 @@ class _Call(HigherOrderOp):
 
         def run(*zeros):
             if cast:
-                zeros = tuple(Mark(zero, cast) for zero in zeros)
+                axes = [cast | getattr(zero, "axes", frozenset()) for zero in zeros]
+                zeros = tuple(map(Mark, map(bool, zeros), axes))
             if zeros not in jaxprs:
                 jaxpr, *rest = callable_of(thunk)(*zeros)
                 is_jvp = len(rest) == 2  # a custom_vjp's takes the primals only

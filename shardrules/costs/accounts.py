@@ -1,12 +1,5 @@
 """Accounts: what a program's collectives move, by kind, axes, phase and source line.
 
-Wire bytes are what one device sends, by ring algorithms, with S the operand's bytes on one device
-and n the size of a group (NCCL-tests, PERFORMANCE.md, gives the same factors as "bus bandwidth"):
-
-- all-reduce: 2 (n-1)/n S; reduce-scatter, all-to-all: (n-1)/n S; all-gather: (n-1) S;
-- collective-permute: S, 0 where each device sends to itself; collective-broadcast: S;
-- ragged-all-to-all: (n-1)/n S, as if every piece were full.
-
 The *compiled* account is of the program that runs. The *logical* one is of the program before any
 of XLA's passes: the collectives that the source asks for, in the types that it asks for. It is the
 same on all platforms, and lacks what the partitioner adds for sharded arrays outside shard_map.
@@ -34,6 +27,8 @@ CONVENTION = (
 
 def wire_bytes(kind: str, operand_bytes: int, group_size: int, moves: bool = True) -> int:
     """Count the bytes that one device sends for one collective; of a permute that ``moves`` any."""
+    # By ring algorithms: NCCL-tests, PERFORMANCE.md, gives the same factors as "bus bandwidth". Of
+    # a ragged-all-to-all as if every piece were full.
     n = max(group_size, 1)
     if kind in ("collective-permute", "collective-broadcast"):
         return operand_bytes if moves and n > 1 else 0
@@ -44,45 +39,34 @@ def wire_bytes(kind: str, operand_bytes: int, group_size: int, moves: bool = Tru
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One collective, one operand of a combined one, or one range of a flat one.
+    """One collective, one operand of a combined one, or one range of a flat one."""
 
-    Attributes:
-      kind: ``"all-reduce"`` and so on.
-      axes: mesh axes in order, None where they aren't known.
-      over: the axes, or the groups where no axes are known, for people.
-      phase: one of PHASES.
-      element_type: XLA's name, ``"bf16"``.
-      bytes, wire_bytes: of one run, on one device.
-      runs: how often one execution of the program runs it; None where a loop's count isn't known.
-      loop_depth: the number of while loops around it.
-      file, line, function: where the source asks for it; empty where the text doesn't say.
-      verdict, reason: the verifier's; empty in a logical account.
-      groups: the device groups, or a permute's pairs; the same groups have the same text.
-      at_most: it stands in a branch, and ``runs`` counts as if each branch ran.
-      each: how often it runs if each loop whose count isn't known makes one trip; else as ``runs``.
-      reduction: an all-reduce's or a reduce-scatter's, ``"add"``; several operations have a
-        checksum; empty for other kinds.
-      dimension: along which parts are put together or taken apart, ``"0"``; empty for none.
-    """
-
-    kind: str
-    axes: tuple[str, ...] | None
-    over: str
-    phase: str
-    element_type: str
+    kind: str  # ``"all-reduce"`` and so on
+    axes: tuple[str, ...] | None  # mesh axes in order, None where they aren't known
+    over: str  # the axes, or the groups where no axes are known, for people
+    phase: str  # one of PHASES
+    element_type: str  # XLA's name, ``"bf16"``
+    # bytes, wire_bytes: of one run, on one device
     bytes: int
     wire_bytes: int
+    # How often one execution of the program runs it; None where a loop's count isn't known.
     runs: int | None
-    loop_depth: int
+    loop_depth: int  # the number of while loops around it
+    # file, line, function: where the source asks for it; empty where the text doesn't say
     file: str
     line: int
     function: str
+    # verdict, reason: the verifier's; empty in a logical account
     verdict: str
     reason: str
-    groups: str = ""
-    at_most: bool = False
+    groups: str = ""  # the device groups, or a permute's pairs; the same groups have the same text
+    at_most: bool = False  # it stands in a branch, and ``runs`` counts as if each branch ran
+    # How often it runs if each loop whose count isn't known makes one trip; else as ``runs``.
     each: int = 1
+    # An all-reduce's or a reduce-scatter's, ``"add"``; several operations have a checksum; empty
+    # for other kinds.
     reduction: str = ""
+    # Along which parts are put together or taken apart, ``"0"``; empty for none.
     dimension: str = ""
 
     @property
@@ -96,23 +80,17 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Sums over entries.
+    """Sums over entries."""
 
-    Attributes:
-      sites: places in the program.
-      count, bytes, wire_bytes: over all runs of one execution, without the sites of unknown runs.
-      unknown: sites in loops whose trip count isn't known.
-      unknown_bytes: of these sites, if each of those loops makes one trip.
-      at_most: sites in branches; the sums count every branch, though only one of them runs.
-    """
-
-    sites: int = 0
+    sites: int = 0  # places in the program
+    # count, bytes, wire_bytes: over all runs of one execution, without the sites of unknown runs
     count: int = 0
     bytes: int = 0
     wire_bytes: int = 0
-    unknown: int = 0
+    unknown: int = 0  # sites in loops whose trip count isn't known
+    # Sites in branches; the sums count every branch, though only one of them runs.
     at_most: int = dataclasses.field(default=0, compare=False)
-    unknown_bytes: int = 0
+    unknown_bytes: int = 0  # of these sites, if each of those loops makes one trip
 
     def plus(self, entry: Entry) -> Totals:
         runs, unknown = entry.runs or 0, entry.runs is None
@@ -137,19 +115,12 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """All entries of a program, in the order of its text.
+    """All entries of a program, in the order of its text."""
 
-    Attributes:
-      level: ``"compiled"`` or ``"logical"``.
-      entries: one for each verdict.
-      mesh: axis sizes in order, None where no mesh is known.
-      device_count: devices that the program is for.
-    """
-
-    level: str
-    entries: tuple[Entry, ...]
-    mesh: dict[str, int] | None
-    device_count: int
+    level: str  # ``"compiled"`` or ``"logical"``
+    entries: tuple[Entry, ...]  # one for each verdict
+    mesh: dict[str, int] | None  # axis sizes in order, None where no mesh is known
+    device_count: int  # devices that the program is for
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -230,21 +201,15 @@ def near(name: str, names: Iterable[str]) -> str:
 
 
 class Selector(NamedTuple):
-    """The collectives that an expectation or an allowance is about; empty fields match all.
+    """The collectives that an expectation or an allowance is about; empty fields match all."""
 
-    Attributes:
-      verdict, phase, kind: as in Entry.
-      axes: mesh axes; None, written ``?``, where they aren't known.
-      file: the end of the source file's path.
-      line: 1-based, 0 for any.
-    """
-
+    # verdict, phase, kind: as in Entry
     verdict: str
     phase: str
     kind: str
-    axes: frozenset[str] | None
-    file: str
-    line: int
+    axes: frozenset[str] | None  # mesh axes; None, written ``?``, where they aren't known
+    file: str  # the end of the source file's path
+    line: int  # 1-based, 0 for any
 
     @classmethod
     def read(cls, text: Any) -> Selector:

@@ -14,17 +14,13 @@ from shardrules.costs.accounts import Entry, Totals
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A difference between two accounts.
+    """A difference between two accounts."""
 
-    Attributes:
-      status: ``came``, ``went``, ``grew``, ``shrank``, or ``moved``: other sites, or loops of
-        unknown length, but the same count and bytes.
-      what: phase, kind, axes, element type and source.
-      before, after: sums.
-    """
-
+    # ``came``, ``went``, ``grew``, ``shrank``, or ``moved``: other sites, or loops of unknown
+    # length, but the same count and bytes.
     status: str
-    what: str
+    what: str  # phase, kind, axes, element type and source
+    # before, after: sums
     before: Totals
     after: Totals
 

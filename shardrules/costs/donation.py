@@ -32,21 +32,13 @@ ADVICE = {
 
 
 class Argument(NamedTuple):
-    """A leaf of a program's arguments, as JAX describes it.
+    """A leaf of a program's arguments, as JAX describes it."""
 
-    Attributes:
-      path: the parameter's name and the keys below it, ``"state['m']"``.
-      donated: whether it was declared donated.
-      kept: whether the compiled program takes it; JAX prunes what is not used.
-      shape: of the whole array, ``"f32[8,16]"``.
-      sharding: as HLO prints it; empty where it isn't known.
-    """
-
-    path: str
-    donated: bool
-    kept: bool
-    shape: str
-    sharding: str
+    path: str  # the parameter's name and the keys below it, ``"state['m']"``
+    donated: bool  # whether it was declared donated
+    kept: bool  # whether the compiled program takes it; JAX prunes what is not used
+    shape: str  # of the whole array, ``"f32[8,16]"``
+    sharding: str  # as HLO prints it; empty where it isn't known
 
 
 class Result(NamedTuple):
@@ -58,28 +50,18 @@ class Result(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """What became of one leaf of the arguments.
+    """What became of one leaf of the arguments."""
 
-    Attributes:
-      path: as for Argument; ``"parameter 3"`` where the text holds no name.
-      shape: on one device; of the whole array where it was pruned.
-      bytes: of that shape.
-      donated: whether it was declared donated; None where only the text is known, in which an
-        argument whose donation had no effect may leave no trace.
-      status: ``aliased``, ``donor`` (given away, not reused), ``pruned`` or ``kept``.
-      output: the path of the output that has its memory, or of the one that comes nearest.
-      cause: a key of ADVICE; empty where it is aliased or was not donated.
-      reason: why its memory is not reused.
-    """
-
-    path: str
-    shape: str
-    bytes: int
+    path: str  # as for Argument; ``"parameter 3"`` where the text holds no name
+    shape: str  # on one device; of the whole array where it was pruned
+    bytes: int  # of that shape
+    # Whether it was declared donated; None where only the text is known, in which an argument whose
+    # donation had no effect may leave no trace.
     donated: bool | None
-    status: str
-    output: str
-    cause: str
-    reason: str
+    status: str  # ``aliased``, ``donor`` (given away, not reused), ``pruned`` or ``kept``
+    output: str  # the path of the output that has its memory, or of the one that comes nearest
+    cause: str  # a key of ADVICE; empty where it is aliased or was not donated
+    reason: str  # why its memory is not reused
 
 
 _ALIAS = re.compile(r"\{([\d\s,]*)\}:\s*\(\s*(\d{1,9}),\s*\{([\d\s,]*)\}")

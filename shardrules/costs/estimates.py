@@ -4,15 +4,13 @@ A run takes the larger of two times; other traffic, links that a slice lacks and
 computation are left out. ``targets/links.toml`` holds the figures and their sources.
 
 *Bandwidth.* By ring algorithms a device sends the wire bytes of ``accounts``, and receives as many
-at the same time: wire bytes / send bandwidth. What differs:
+at the same time. What differs:
 
-- A TPU reaches its neighbours along one axis of a torus, by two links. What goes further passes
-  through the chips between: of an all-to-all over n chips each pair's 1/n of the operand S takes
-  n/4 steps on average, S/n (n^2 // 4) bytes on a chip's two links ("How to Scale Your Model", part
-  3, has n S / 4 for the same). A permute is taken to be to a neighbour, by one link.
-- GPUs of one host reach each other through switches. A ring across hosts runs m times, m being the
-  group's GPUs on a host, and leaves the host by each one's own adapter: wire bytes / (m adapters).
-  Of an all-to-all and a permute each GPU sends its own, by its own adapter.
+- A TPU reaches its neighbours along one axis of a torus, by two links. Of an all-to-all over n
+  chips each pair's 1/n of the operand S takes n/4 steps on average, S/n (n^2 // 4) bytes on a
+  chip's two links ("How to Scale Your Model", part 3). A permute goes to a neighbour, by one link.
+- A ring across hosts of GPUs runs m times, m being the group's GPUs on a host, and leaves the host
+  by each one's own adapter. Of an all-to-all and a permute each GPU sends its own.
 
 *Latency.* The start of a collective, and its hops: on a torus n/2 both ways around a ring of n, and
 twice as many for an all-reduce; between GPUs n-1, twice for an all-reduce; between h hosts log2(h)
@@ -39,30 +37,20 @@ _FILE = pathlib.Path(__file__).parents[1] / "targets" / "links.toml"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What is known of an accelerator's links.
+    """What is known of an accelerator's links."""
 
-    Attributes:
-      name: for people.
-      both_ways_bytes_per_s: of one device on all its links, both directions counted.
-      bandwidth_source, latency_source: where the figures stand, and how they are read.
-      hop_latency_s: for one step to a neighbour.
-      start_latency_s: once for each collective.
-      links: of a chip in a torus; None where a switch joins the devices.
-      host_device_count: devices that have these links to each other, None for all.
-      across_bytes_per_s: what one device sends beyond those.
-      across_hop_latency_s: for one step between hosts.
-    """
-
-    name: str
-    both_ways_bytes_per_s: float
+    name: str  # for people
+    both_ways_bytes_per_s: float  # of one device on all its links, both directions counted
+    # bandwidth_source, latency_source: where the figures stand, and how they are read
     bandwidth_source: str
-    hop_latency_s: float
-    start_latency_s: float
+    hop_latency_s: float  # for one step to a neighbour
+    start_latency_s: float  # once for each collective
     latency_source: str
-    links: int | None = None
+    links: int | None = None  # of a chip in a torus; None where a switch joins the devices
+    # Devices that have these links to each other, None for all.
     host_device_count: int | None = None
-    across_bytes_per_s: float | None = None
-    across_hop_latency_s: float = 0.0
+    across_bytes_per_s: float | None = None  # what one device sends beyond those
+    across_hop_latency_s: float = 0.0  # for one step between hosts
 
     @property
     def link_bytes_per_s(self) -> float | None:

@@ -19,22 +19,15 @@ if TYPE_CHECKING:  # it finds what this module's findings are made of
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A collective that is not shown to be needed, or rests on too little.
+    """A collective that is not shown to be needed, or rests on too little."""
 
-    Attributes:
-      kind: ``redundant``, ``overwide``, ``unproven``, ``may hang``, or ``declared`` (in strict
-        mode: the verdict rests on a rule that nobody audited).
-      verdict: the verifier's.
-      entry: its line in the account.
-      advice: the change that removes it.
-      hint: that which it was made of, where it is needed and could be cheaper.
-    """
-
+    # ``redundant``, ``overwide``, ``unproven``, ``may hang``, or ``declared`` (in strict mode: the
+    # verdict rests on a rule that nobody audited).
     kind: str
-    verdict: hlo.Verdict
-    entry: accounts.Entry
-    advice: str
-    hint: Hint | None = None
+    verdict: hlo.Verdict  # the verifier's
+    entry: accounts.Entry  # its line in the account
+    advice: str  # the change that removes it
+    hint: Hint | None = None  # that which it was made of, where it is needed and could be cheaper
 
 
 _HANGS = "may hang"

@@ -22,32 +22,20 @@ _LIBRARY = ("__cublas", "__cudnn", "__cub", "__cusolver", "__cufft")
 
 
 class Loop(NamedTuple):
-    """One while loop.
+    """One while loop."""
 
-    Attributes:
-      name: of its instruction.
-      source: its source line, or JAX's name for it.
-      depth: the number of loops around it.
-      trip_count: of one run; None where the compiled program holds no static one.
-      unknown: what made it unknown.
-      launches: kernels, library calls, copies and graphs of one trip, and of its condition where
-        the host reads it; None with a loop of unknown length inside, and on other platforms.
-      kinds: the launches by kind.
-      host_decides: whether the host waits for the predicate on each trip.
-      copied_bytes: by copies, of one trip; None with a loop of unknown length inside.
-      graphs: command buffers launched on one trip, each counted as one launch.
-    """
-
-    name: str
-    source: str
-    depth: int
-    trip_count: int | None
-    unknown: str
+    name: str  # of its instruction
+    source: str  # its source line, or JAX's name for it
+    depth: int  # the number of loops around it
+    trip_count: int | None  # of one run; None where the compiled program holds no static one
+    unknown: str  # what made it unknown
+    # Kernels, library calls, copies and graphs of one trip, and of its condition where the host
+    # reads it; None with a loop of unknown length inside, and on other platforms.
     launches: int | None
-    kinds: tuple[tuple[str, int], ...]
-    host_decides: bool
-    copied_bytes: int | None
-    graphs: int
+    kinds: tuple[tuple[str, int], ...]  # the launches by kind
+    host_decides: bool  # whether the host waits for the predicate on each trip
+    copied_bytes: int | None  # by copies, of one trip; None with a loop of unknown length inside
+    graphs: int  # command buffers launched on one trip, each counted as one launch
 
 
 # What one run of a computation launches by kind; and under these, what else it does.

@@ -12,35 +12,23 @@ from shardrules.costs import walk
 
 
 class Access(NamedTuple):
-    """One store to a host buffer, or one load from it.
+    """One store to a host buffer, or one load from it."""
 
-    Attributes:
-      bytes: of one run, on one device.
-      runs: how often one execution runs it at most; None where a loop's count isn't known.
-      loop_depth: the number of while loops around it.
-      source: its source line, or JAX's name for it.
-    """
-
-    bytes: int
+    bytes: int  # of one run, on one device
+    # How often one execution runs it at most; None where a loop's count isn't known.
     runs: int | None
-    loop_depth: int
-    source: str
+    loop_depth: int  # the number of while loops around it
+    source: str  # its source line, or JAX's name for it
 
 
 @dataclasses.dataclass
 class HostBuffer:
-    """A buffer in host memory, through all loops that carry it.
+    """A buffer in host memory, through all loops that carry it."""
 
-    Attributes:
-      shape: on one device, as HLO prints it.
-      bytes: of the whole buffer, on one device.
-      kind: ``temporary``, ``argument`` or ``output``.
-      stores, loads: from and to device memory.
-    """
-
-    shape: str
-    bytes: int
-    kind: str
+    shape: str  # on one device, as HLO prints it
+    bytes: int  # of the whole buffer, on one device
+    kind: str  # ``temporary``, ``argument`` or ``output``
+    # stores, loads: from and to device memory
     stores: list[Access] = dataclasses.field(default_factory=list)
     loads: list[Access] = dataclasses.field(default_factory=list)
 

@@ -20,27 +20,17 @@ _SHOWN = 8  # device groups that are listed
 
 @dataclasses.dataclass(frozen=True)
 class Unequal:
-    """An output that is called replicated and not proven equal.
+    """An output that is called replicated and not proven equal."""
 
-    Attributes:
-      kind: ``differs`` or ``unproven``.
-      name: its path in the program's result, ``"output['w']"``.
-      shape: on one device.
-      axes: the mesh axes along which it is not proven, None where they aren't known.
-      over: the axes, or the devices that are called equal, for people.
-      reason: why it may differ.
-      carried: the argument whose memory it takes; empty if it takes none.
-      advice: what to type.
-    """
-
-    kind: str
-    name: str
-    shape: str
+    kind: str  # ``differs`` or ``unproven``
+    name: str  # its path in the program's result, ``"output['w']"``
+    shape: str  # on one device
+    # The mesh axes along which it is not proven, None where they aren't known.
     axes: tuple[str, ...] | None
-    over: str
-    reason: str
-    carried: str
-    advice: str
+    over: str  # the axes, or the devices that are called equal, for people
+    reason: str  # why it may differ
+    carried: str  # the argument whose memory it takes; empty if it takes none
+    advice: str  # what to type
 
     @property
     def what(self) -> str:
@@ -90,9 +80,9 @@ def find(judgement: hlo.Judgement) -> list[Unequal]:
 
 def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Unequal:
     shown = " ".join("{" + ",".join(map(str, g)) + "}" for g in broken.groups[:_SHOWN])
-    over, advice = (
-        f"equal on devices {shown}",
-        "reduce it before it is returned, or give it the out_specs (a pmap's out_axes) that it has",
+    over = f"equal on devices {shown}"
+    advice = (
+        "reduce it before it is returned, or give it the out_specs (a pmap's out_axes) that it has"
     )
     if broken.axes:
         over = f"replicated over {{{', '.join(broken.axes)}}}"

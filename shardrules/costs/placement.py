@@ -14,38 +14,24 @@ _PMAP_AXIS = "_internal_pmap_axis_name"
 
 
 class Constant(NamedTuple):
-    """An array that is written into the program.
+    """An array that is written into the program."""
 
-    Attributes:
-      name: of its instruction.
-      shape: as HLO prints it.
-      bytes: on each device.
-      device_count: devices that hold it.
-      source: the source line of what uses it first, or JAX's name for that.
-    """
-
-    name: str
-    shape: str
-    bytes: int
-    device_count: int
-    source: str
+    name: str  # of its instruction
+    shape: str  # as HLO prints it
+    bytes: int  # on each device
+    device_count: int  # devices that hold it
+    source: str  # the source line of what uses it first, or JAX's name for that
 
 
 class Gathered(NamedTuple):
-    """An output that is gathered from its shards before it is returned.
+    """An output that is gathered from its shards before it is returned."""
 
-    Attributes:
-      output: its number among the outputs.
-      shape: on each device, as returned.
-      bytes_before, bytes_after: on each device.
-      source: the source line of the collective, or JAX's name for it.
-    """
-
-    output: int
-    shape: str
+    output: int  # its number among the outputs
+    shape: str  # on each device, as returned
+    # bytes_before, bytes_after: on each device
     bytes_before: int
     bytes_after: int
-    source: str
+    source: str  # the source line of the collective, or JAX's name for it
 
 
 def constants(module: hlo.Module, min_bytes: int = 1) -> list[Constant]:

@@ -11,23 +11,14 @@ from shardrules.costs import accounts
 
 
 class Timing(NamedTuple):
-    """The time that one collective took in a step.
+    """The time that one collective took in a step."""
 
-    Attributes:
-      seconds: the median over steps, on the slowest device.
-      exposed_seconds: the part of it in which that device did nothing else.
-      fastest_seconds: the same median on the fastest device.
-      runs: how often it ran, on one device in one step.
-      device: the slowest one.
-      fastest_device: the fastest one, for which the others wait.
-    """
-
-    seconds: float
-    exposed_seconds: float
-    fastest_seconds: float
-    runs: float
-    device: str
-    fastest_device: str
+    seconds: float  # the median over steps, on the slowest device
+    exposed_seconds: float  # the part of it in which that device did nothing else
+    fastest_seconds: float  # the same median on the fastest device
+    runs: float  # how often it ran, on one device in one step
+    device: str  # the slowest one
+    fastest_device: str  # the fastest one, for which the others wait
 
     def part(self, share: float) -> Timing:
         """Return the timing of one operand of a combined collective, by its share of the bytes."""
@@ -45,21 +36,15 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timings:
-    """The times that a profile measured of one program.
+    """The times that a profile measured of one program."""
 
-    Attributes:
-      step_seconds: the median step.
-      of: a timing for each of the judgement's verdicts, None where the profile has no event.
-      device: whose step is drawn.
-      ran: of that step, number of the verdict, start and end in seconds after the step began.
-      busy: when else that device ran anything, likewise.
-    """
-
-    step_seconds: float
+    step_seconds: float  # the median step
+    # A timing for each of the judgement's verdicts, None where the profile has no event.
     of: tuple[Timing | None, ...]
-    device: str = ""
+    device: str = ""  # whose step is drawn
+    # Of that step, number of the verdict, start and end in seconds after the step began.
     ran: tuple[tuple[int, float, float], ...] = ()
-    busy: tuple[tuple[float, float], ...] = ()
+    busy: tuple[tuple[float, float], ...] = ()  # when else that device ran anything, likewise
 
     def together(self, numbers: Iterable[int]) -> Timing | None:
         """Add up what some verdicts' collectives took; None if the profile has no event of them."""

@@ -16,28 +16,18 @@ _SENDS = {"send": "to host", "recv": "from host"}
 
 
 class Transfer(NamedTuple):
-    """One place where data goes to the host or comes from it.
+    """One place where data goes to the host or comes from it."""
 
-    Attributes:
-      kind: ``callback``, ``infeed``, ``outfeed``, ``send``, ``recv``, ``copy`` or ``host
-        computation``.
-      direction: ``to host``, ``from host`` or ``both``.
-      bytes: of one run, on one device, without tokens.
-      runs: how often one execution runs it at most; None where a loop's trip count isn't known.
-      loop_depth: the number of while loops around it.
-      name: of the instruction.
-      target: of a callback.
-      source: its source line, or JAX's name for it.
-    """
-
+    # ``callback``, ``infeed``, ``outfeed``, ``send``, ``recv``, ``copy`` or ``host computation``.
     kind: str
-    direction: str
-    bytes: int
+    direction: str  # ``to host``, ``from host`` or ``both``
+    bytes: int  # of one run, on one device, without tokens
+    # How often one execution runs it at most; None where a loop's trip count isn't known.
     runs: int | None
-    loop_depth: int
-    name: str
-    target: str
-    source: str
+    loop_depth: int  # the number of while loops around it
+    name: str  # of the instruction
+    target: str  # of a callback
+    source: str  # its source line, or JAX's name for it
 
     @property
     def what(self) -> str:

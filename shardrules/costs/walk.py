@@ -29,18 +29,12 @@ NO_WORK = frozenset(
 
 
 class Place(NamedTuple):
-    """An instruction that runs, and how often.
+    """An instruction that runs, and how often."""
 
-    Attributes:
-      computation: the computation that holds it.
-      position: its position in the computation's instructions.
-      loop_depth: the number of while loops around it.
-      runs: how often one execution runs it at most; None where a loop's count isn't known.
-    """
-
-    computation: hlo.Computation
-    position: int
-    loop_depth: int
+    computation: hlo.Computation  # the computation that holds it
+    position: int  # its position in the computation's instructions
+    loop_depth: int  # the number of while loops around it
+    # How often one execution runs it at most; None where a loop's count isn't known.
     runs: int | None
 
     @property

@@ -16,23 +16,14 @@ _FOLDED = 0.01  # of what the program moves: findings that save less together ar
 
 
 class Worth(NamedTuple):
-    """What one execution saves on one device; loops of unknown length make one trip.
+    """What one execution saves on one device; loops of unknown length make one trip."""
 
-    Attributes:
-      bytes: on the wire.
-      seconds: estimated, 0 without a target.
-      round_trips: how much less often the devices of a group wait for each other.
-      is_sure: it is shown to be for nothing; otherwise this is saved at most.
-      is_per_trip: a loop's length isn't known.
-      exposed_seconds: of a step, as a profile measured it; 0 without one.
-    """
-
-    bytes: int = 0
-    seconds: float = 0.0
-    round_trips: int = 0
-    is_sure: bool = True
-    is_per_trip: bool = False
-    exposed_seconds: float = 0.0
+    bytes: int = 0  # on the wire
+    seconds: float = 0.0  # estimated, 0 without a target
+    round_trips: int = 0  # how much less often the devices of a group wait for each other
+    is_sure: bool = True  # it is shown to be for nothing; otherwise this is saved at most
+    is_per_trip: bool = False  # a loop's length isn't known
+    exposed_seconds: float = 0.0  # of a step, as a profile measured it; 0 without one
 
     def plus(self, other: Worth) -> Worth:
         return Worth(

@@ -69,17 +69,13 @@ _Outcome = dict[int, tuple[str, _Sources]]
 
 
 class Unread(NamedTuple):
-    """A collective's result that no trip of a loop reads.
+    """A collective's result that no trip of a loop reads."""
 
-    Attributes:
-      around: the computation in which one collective after the loop would stand.
-      copies: how many trips' operands that one takes: 1 where the loop only adds them up, or keeps
-        the last; None if a trip count isn't known.
-      ways: what the loops do with it: ``stacks``, ``adds up`` and ``keeps the last of``.
-    """
-
-    around: str
+    around: str  # the computation in which one collective after the loop would stand
+    # How many trips' operands that one takes: 1 where the loop only adds them up, or keeps the
+    # last; None if a trip count isn't known.
     copies: int | None
+    # What the loops do with it: ``stacks``, ``adds up`` and ``keeps the last of``.
     ways: frozenset[str]
 
 

@@ -34,32 +34,24 @@ _CONSTRAINED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Hint:
-    """A collective that is needed and could be cheaper.
+    """A collective that is needed and could be cheaper."""
 
-    Attributes:
-      kind: one of ``KINDS``.
-      verdict: the verifier's.
-      entry: its line in the account.
-      bytes_before, bytes_after: operand bytes on one device, over all runs of one execution;
-        ``bytes_before`` is None where a loop's trip count isn't known.
-      advice: the change.
-      round_trips_before, round_trips_after: how often all devices of a group wait for each other,
-        over all runs; a combined collective's first part counts them. None as for bytes.
-      sent_before, sent_after: what one device sends, as an account's wire bytes, over all runs.
-      waited_for: nothing large in its computation can overlap with it.
-    """
-
-    kind: str
-    verdict: hlo.Verdict
-    entry: accounts.Entry
+    kind: str  # one of ``KINDS``
+    verdict: hlo.Verdict  # the verifier's
+    entry: accounts.Entry  # its line in the account
+    # bytes_before, bytes_after: operand bytes on one device, over all runs of one execution;
+    # ``bytes_before`` is None where a loop's trip count isn't known
     bytes_before: int | None
     bytes_after: int | None
-    advice: str
+    advice: str  # the change
+    # round_trips_before, round_trips_after: how often all devices of a group wait for each other,
+    # over all runs; a combined collective's first part counts them. None as for bytes
     round_trips_before: int | None = None
     round_trips_after: int | None = None
+    # sent_before, sent_after: what one device sends, as an account's wire bytes, over all runs
     sent_before: int | None = None
     sent_after: int | None = None
-    waited_for: bool = False
+    waited_for: bool = False  # nothing large in its computation can overlap with it
 
 
 class Program(Graph):

@@ -39,17 +39,11 @@ def _has_default_order(shape: hlo.Shape) -> bool:
 
 
 class _Part(NamedTuple):
-    """The only part of a result that each device reads.
+    """The only part of a result that each device reads."""
 
-    Attributes:
-      dimension: along which it is sliced; the others are read whole.
-      size: of the slice.
-      starts: where each device's slice begins.
-    """
-
-    dimension: int
-    size: int
-    starts: tuple[int, ...]
+    dimension: int  # along which it is sliced; the others are read whole
+    size: int  # of the slice
+    starts: tuple[int, ...]  # where each device's slice begins
 
     def follows(self, groups: Sequence[Sequence[int]]) -> bool:
         """Tell whether each device's slice is at its own place in its group."""

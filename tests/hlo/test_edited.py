@@ -116,35 +116,6 @@ def test_each_array_of_a_combined_permute_counts(extra, counted):
     assert [v.collective.operand_bytes for v in found.verdicts] == [32] * counted
 
 
-@pytest.mark.parametrize("infeed, takes", [("infeed", True), ("infeed ", True), ("infeed", False)])
-def test_infeeds_are_alike_only_where_all_devices_took_as_many(infeed, takes):
-    branches = ""
-    for name, made in (("yes", f"{infeed}(%e.NAME), sharding={{replicated}}"), ("no", "")):
-        made = made if made and takes else "tuple(%same.NAME, %e.NAME)"
-        branches += f"""%NAME (t.NAME: (f32[8], token[])) -> (f32[8], token[]) {{
-  %t.NAME = (f32[8], token[]) parameter(0)
-  %same.NAME = f32[8] get-tuple-element(%t.NAME), index=0
-  %e.NAME = token[] get-tuple-element(%t.NAME), index=1
-  ROOT %i.NAME = (f32[8], token[]) {made}
-}}
-
-""".replace("NAME", name)
-    found = judged(
-        f"""%id = u32[] partition-id()
-        %zero = u32[] constant(0)
-        %p = pred[] compare(%id, %zero), direction=EQ
-        %k = token[] after-all()
-        %t = (f32[8], token[]) tuple(%x, %k)
-        %c = (f32[8], token[]) conditional(%p, %t, %t), true_computation=%yes, false_computation=%no
-        %after = token[] get-tuple-element(%c), index=1
-        %i = (f32[8], token[]) {infeed}(%after), sharding={{replicated}}
-        %v = f32[8] get-tuple-element(%i), index=0
-        {T.all_reduce("%v")}""",
-        branches,
-    )
-    assert found.verdicts[0].verdict == ("needed" if takes else "redundant")
-
-
 def kernel(operand, name, mesh):
     return (
         f'%{name} = f32[8] custom-call({operand}), custom_call_target="k", frontend_attributes={{'

@@ -148,7 +148,9 @@ def parameter_values(
             why = f"{what} has no sharding in the text (pass parameter_shardings=)"
             values.append(states.blocked(hs.Blocker(why)))
             continue
-        parts = _leaf_shardings(text, leaves)
+        parts = hn.split_tuple_sharding(text)
+        if len(parts) == 1:  # that of all arrays of a tuple
+            parts *= leaves
         leaf_states = []
         for leaf in range(leaves):
             cause = hs.Cause(what if leaves == 1 else f"{what} element {leaf}", "is sharded")
@@ -159,7 +161,7 @@ def parameter_values(
             except hn.NotationError as error:
                 why = f"{what} has an unreadable sharding ({error})"
                 leaf_states.append(states.blocked(hs.Blocker(why)))
-        values.append(tree(instruction.shape, leaf_states, states))
+        values.append(_tree(instruction.shape, leaf_states, states))
     return values
 
 
@@ -189,27 +191,7 @@ def _state_reader(states: hs.States) -> Callable[[hs.Cause, str, bool, bool], in
     return state
 
 
-def _leaf_shardings(text: str, leaves: int) -> list[str]:
-    """Split the sharding of a tuple; one sharding is that of all its arrays."""
-    parts = hn.split_tuple_sharding(text)
-    return parts * leaves if len(parts) == 1 else parts
-
-
-def replicated_leaves(shape: hm.Shape, sharding: str, partitions: int) -> list[bool]:
-    """Tell for each array of a shape whether a sharding calls it replicated."""
-    leaves = len(shape.leaves())
-    parts = _leaf_shardings(sharding, leaves)
-
-    def is_copy(part: str) -> bool:
-        try:
-            return not any(hn.sharding_tiles(part, partitions) or [True])
-        except hn.NotationError:
-            return False
-
-    return [*map(is_copy, parts)] if len(parts) == leaves else [False] * leaves
-
-
-def tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:
+def _tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:
     """Build the value of a shape from the states of its arrays, depth first."""
     iterator = iter(leaves)
 

@@ -19,7 +19,7 @@ from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Ranged, Started
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL, Values
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import control, customcalls, inputs
+from shardrules.hlo.proof import control, customcalls
 from shardrules.hlo.proof.evaluation import APPLIERS, PARAMETER, Handlers, Proof, Record
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
@@ -161,25 +161,8 @@ def _strange(proof: Proof, computation, position, instruction, operands, guard) 
 
 
 def _source(proof: Proof, computation, position, instruction, operands, guard):
-    states, partitions = proof.values.states, proof.values.relations.partitions
-    what = f"{instruction.opcode} {instruction.name!r}"
-    own = states.source(hd.DISTINCT, hs.Cause(what, _SOURCES[instruction.opcode]))
-    if instruction.opcode != "infeed" or partitions == 1 or _infeeds_elsewhere(proof):
-        return own
-    sharding = instruction.attribute("sharding") or ""
-    copies = inputs.replicated_leaves(instruction.shape, sharding, partitions)
-    replica = states.relations.intern(np.arange(states.relations.device_count) // partitions)
-    same = states.source(replica, hs.Cause(what, "differs between replicas"))
-    return inputs.tree(instruction.shape, [same if c else own for c in copies], states)
-
-
-def _infeeds_elsewhere(proof: Proof) -> bool:
-    if "infeeds" not in proof.cache:
-        proof.cache["infeeds"] = any(
-            not c.is_entry and any(i.opcode == "infeed" for i in c.instructions)
-            for c in proof.module.computations.values()
-        )
-    return proof.cache["infeeds"]
+    cause = hs.Cause(f"{instruction.opcode} {instruction.name!r}", _SOURCES[instruction.opcode])
+    return proof.values.states.source(hd.DISTINCT, cause)
 
 
 def _unusual(proof: Proof, computation, position, instruction, operands, guard) -> Any:

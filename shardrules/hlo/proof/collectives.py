@@ -323,21 +323,20 @@ class Transfer:
     def __init__(self, states: hs.States):
         self.states = states
         self.relations = states.relations
-        self._relations: dict[Any, tuple[int, Any]] = {}
-        self._states: dict[Any, tuple[int, Any]] = {}
+        # By id(groups) and more: groups with the same relation may order or move their members
+        # differently. The proof keeps them alive.
+        self._relations: dict[Any, int] = {}
+        self._states: dict[Any, int] = {}
 
     def relation(self, groups: hd.Groups, ordered: bool, how: str, relation: int) -> int:
         """Give the relation of a result; ``how`` is join, exchange, permute or first."""
         if how == "join" and relation == hd.DISTINCT:
             return groups.relation
-        # Groups with the same relation may order or move their members differently, so the key has
-        # the groups' id; the cached value keeps them alive.
         key = (how, ordered, relation, id(groups))
-        known = self._relations.get(key)
-        if known is None:
+        if key not in self._relations:
             labels = self._moved(groups, ordered, how, relation)
-            known = self._relations[key] = (self.relations.intern(labels), groups)
-        return known[0]
+            self._relations[key] = self.relations.intern(labels)
+        return self._relations[key]
 
     def _moved(self, groups: hd.Groups, ordered: bool, how: str, relation: int) -> np.ndarray:
         """Give the labels of devices after a collective."""
@@ -368,9 +367,8 @@ class Transfer:
         groups, ordered = channel.groups, channel.ordered
         rest = what if how == "exchange" else ""
         key = (how, ordered, state, guard, id(groups), rest)
-        known = self._states.get(key)
-        if known is not None:
-            return known[0]
+        if key in self._states:
+            return self._states[key]
         old, rules = self.states[state], self.states[guard]
         proven = self.relation(groups, ordered, how, old.proven)
         optimistic = self.relation(groups, ordered, how, old.optimistic)
@@ -395,7 +393,7 @@ class Transfer:
             cause = hs.Cause(what, "runs under a predicate that differs within a group")
             causes.append((optimistic, cause))
         moves = how in ("exchange", "permute")
-        result = self.states.intern(
+        self._states[key] = self.states.intern(
             hs.State(
                 proven,
                 optimistic,
@@ -407,8 +405,7 @@ class Transfer:
                 self.relations.coarsen(old.moved, groups.relation if moves else hd.DISTINCT),
             )
         )
-        self._states[key] = (result, groups)
-        return result
+        return self._states[key]
 
     def _apart(self, groups: hd.Groups, how: str, apart: int, uniform: bool) -> int:
         """Give ``State.apart`` after a collective."""

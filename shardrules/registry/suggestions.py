@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 
-from shardrules.registry.registration import normalise
+from shardrules.registry.table import normalise
 
 _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
+import functools
 import importlib
 import importlib.metadata
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,29 +21,87 @@ from shardrules.arguments import checked, shown
 from shardrules.errors import RegistrationError
 from shardrules.registry.binding import caller_place
 from shardrules.registry.builtin import no_communication
-from shardrules.registry.registration import (
-    PROVEN,
-    Overlay,
-    Registration,
-    is_redeclaration,
-    matches_op_name,
-    normalise,
-)
-from shardrules.registry.rule import AnyRule, as_rule
+from shardrules.registry.rule import AnyRule, Rule, as_rule
 from shardrules.registry.shipped import SHIPPED, Shipped
 
-__all__ = [
-    "PROVEN",
-    "Overlay",
-    "Registration",
-    "Registry",
-    "default",
-    "normalise",
-    "register",
-    "rules",
-]
-
 ENTRY_POINTS = "shardrules.rules"
+# The meaning of the status ``audited``. A kernel is well formed if its operands determine its
+# result on one device; check_rule tests that, an audit does not.
+PROVEN = "proven to depend on its operands alone, if it is well formed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """One declaration.
+
+    Args:
+      name: a kernel name, an FFI target or a primitive's name; ``module:name``; or a pattern of
+        ``*``, ``?`` and ``[...]``.
+      rule: its rule.
+      where: ``file:line`` of the declaration.
+      status: ``declared`` (nothing proves it) or ``audited`` (the kernel's own jaxpr proves it).
+      library: the distribution that ships it; empty for the user's own.
+      target: the only primitive object that it matches, or None.
+      is_ffi: whether it matches only FFI targets, which have no Python function.
+    """
+
+    name: str
+    rule: Rule
+    where: str
+    status: str = "declared"
+    library: str = ""
+    target: Any = None
+    is_ffi: bool = False
+
+    @functools.cached_property
+    def is_pattern(self) -> bool:
+        return any(c in self.name for c in "*?[")
+
+    def matches(self, name: str, module: str) -> bool:
+        """Whether this matches the kernel ``name`` (normalised) of ``module``."""
+        own_module, _, own_name = self.name.rpartition(":")
+        if own_module and not fnmatch.fnmatchcase(module, own_module):
+            return False
+        if self.is_pattern:
+            return fnmatch.fnmatchcase(name, own_name)
+        return normalise(own_name) == name
+
+    def repeats(self, earlier: Registration) -> bool:
+        """Whether the same line made both declarations, as a notebook's cell that runs again."""
+        same = earlier.rule == self.rule or earlier.rule.is_written_as(self.rule)
+        return same and (earlier.where, earlier.library) == (self.where, self.library)
+
+    def __str__(self) -> str:
+        by = f" by {self.library}" if self.library else ""
+        return f"{self.rule!r} for {self.name!r}, {self.status}{by} at {self.where}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlay:
+    entries: tuple[Registration, ...]
+
+
+@checked
+def normalise(name: str) -> str:
+    """Return a kernel name as compiled programs print it.
+
+    JAX lowers the name ``foo bar/1`` as ``foo_bar_1``; a test compares the two.
+    """
+    return re.sub(r"[^\w.-]", "_", name)
+
+
+def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
+    """Whether a declaration matches a compiled call by its op_name."""
+    # XLA may join the names of two operations by ";"; the text before the name is then no scope.
+    scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
+    names = [op_name]
+    if len(scopes) > 1:
+        nearest = re.search(r"(?:(\w+)\()?([^()]*)\)*$", scopes[-2])
+        if nearest and nearest[2] and (functions or nearest[1] not in ("jit", "pjit", "pmap")):
+            names.append(nearest[2])
+    return entry.name in names or (
+        entry.is_pattern and any(fnmatch.fnmatchcase(name, entry.name) for name in names)
+    )
 
 
 class _Here(threading.local):
@@ -140,7 +201,7 @@ class Registry:
         key = self._key(entry)
         with self._lock:
             earlier = self._entries.get(key)
-            if earlier is not None and not replace and not is_redeclaration(earlier, entry):
+            if earlier is not None and not replace and not entry.repeats(earlier):
                 raise RegistrationError(
                     f"kernel {entry.name!r} has a rule already:\n"
                     f"  {earlier.rule!r} at {earlier.where}\n  {entry.rule!r} at {entry.where}\n"

@@ -12,8 +12,8 @@ from shardrules.hlo.known.values import Values
 from shardrules.hlo.proof.collectives import KINDS
 from shardrules.hlo.reader.module import Instruction, Metadata, Module
 from shardrules.registry import axistypes
-from shardrules.registry.registration import PROVEN, Registration
 from shardrules.registry.shipped import JAXLIB
+from shardrules.registry.table import PROVEN, Registration
 
 LOCAL = "a function of its operands on each device"
 

@@ -156,8 +156,8 @@ class Values:
     def general(self, computation, instruction, operands) -> Any:
         """Evaluate a deterministic op whose operands or result need more than one state."""
         opcode = instruction.opcode
+        shapes = [computation.instructions[o].shape for o in instruction.operands]
         if opcode in exact.OPCODES and operands and all(isinstance(o, Exact) for o in operands):
-            shapes = [computation.instructions[o].shape for o in instruction.operands]
             rows = exact.evaluate(instruction, [o.array for o in operands], shapes)
             if rows is not None:
                 return self.computed(rows, operands)
@@ -166,23 +166,22 @@ class Values:
                 return self.choose(operands[0], [operands[2], operands[1]])
         if opcode in ELEMENTWISE:
             if any(isinstance(o, Ranged) for o in operands):
-                return self._elementwise_ranges(computation, instruction, operands)
+                return self._elementwise_ranges(computation, instruction, operands, shapes)
             return self.merged(operands)
         if opcode in ("dynamic-slice", "dynamic-update-slice"):
-            operands = self._clamped(computation, instruction, operands)
+            operands = self._clamped(instruction, operands, shapes)
             if opcode == "dynamic-update-slice":
-                self._note_piece(computation, instruction, operands)
+                self._note_piece((computation.name, instruction.name), operands, shapes)
         if opcode in _RANGED:
-            ranged = self._ranges(computation, instruction, operands)
+            ranged = self._ranges(instruction, operands, shapes)
             if ranged is not None:
                 return ranged
         return self.merged(operands)
 
-    def _clamped(self, computation, instruction, operands) -> list[Any]:
+    def _clamped(self, instruction, operands, shapes) -> list[Any]:
         first = 1 if instruction.opcode == "dynamic-slice" else 2
         if len(operands) < first:
             return operands
-        shapes = [computation.instructions[o].shape for o in instruction.operands]
         full = shapes[0].dimensions
         block = instruction.shape.dimensions if first == 1 else shapes[1].dimensions
         if len(operands) != first + len(full) or len(block) != len(full):
@@ -195,13 +194,11 @@ class Values:
             clamped.append(index)
         return clamped
 
-    def _note_piece(self, computation, instruction, operands) -> None:
+    def _note_piece(self, key: tuple[str, str], operands, shapes) -> None:
         """Note the piece that each device writes; None if evaluations disagree on its place."""
-        shapes = [computation.instructions[o].shape for o in instruction.operands]
         piece = None
         if len(operands) > 2:
             piece = pieces.written(shapes[0], shapes[1], self.collapse(operands[1]), operands[2:])
-        key = (computation.name, instruction.name)
         earlier = self.pieces.setdefault(key, piece)
         if piece is None or earlier is None or earlier.starts != piece.starts:
             self.pieces[key] = None
@@ -262,11 +259,10 @@ class Values:
             return value.cuts if value.cuts[-1][0] == count else None
         return ((count, self.collapse(value)),)
 
-    def _elementwise_ranges(self, computation, instruction, operands) -> Any:
+    def _elementwise_ranges(self, computation, instruction, operands, shapes) -> Any:
         count = instruction.shape.element_count
         cuts: Any = ((count, 0),)
-        for operand, place in zip(operands, instruction.operands):
-            shape = computation.instructions[place].shape
+        for operand, place, shape in zip(operands, instruction.operands, shapes):
             whole = operand if shape.element_count == count else self.collapse(operand)
             own = self._cuts(whole, count)
             if own is None or instruction.shape.is_tuple:
@@ -288,9 +284,8 @@ class Values:
         constant = self.states[state].constant
         return self.states.changed(self.states.refine(state, number), constant=constant)
 
-    def _ranges(self, computation, instruction, operands) -> Any:
+    def _ranges(self, instruction, operands, shapes) -> Any:
         """Propagate element ranges; None if the op mixes them."""
-        shapes = [computation.instructions[o].shape for o in instruction.operands]
         opcode, shape = instruction.opcode, instruction.shape
         if shape.is_tuple or any(s.is_tuple for s in shapes[:1]):
             return None

@@ -168,8 +168,9 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
     """Find the copies of spread collectives whose done is in another fusion."""
     steps: dict[str, list[tuple[str, int]]] = {}
     done: set[str] = set()
-    callers = [(c, p) for c in module.computations.values() for p in c.calling]
-    called = [c.instructions[p] for c, p in callers if ASYNC_DONE in module.text]
+    if ASYNC_DONE not in module.text:
+        return set()
+    called = [c.instructions[p] for c in module.computations.values() for p in c.calling]
     for name in {n for i in called if i.opcode == "fusion" for n in i.calls}:
         instructions = module.computations[name].instructions
         ended = {o for i in instructions if target_of(i) == ASYNC_DONE for o in i.operands}

@@ -65,9 +65,9 @@ def _audit(jaxpr: Any, mapping: Any, refs_count: int, axes: tuple[str, ...]) -> 
     key = refs_count, axes, id(mapping)
     if key not in kept:
         place = kernel_name({"jaxpr": jaxpr})[1] or "unknown place"
-        grid_names = getattr(mapping, "grid_names", None) or ()
-        grid_axes = [name for name in grid_names if isinstance(name, str)]
-        walk = Walk(internals.load(), axes, grid_axes, place, ACTIONS)
+        grid_axes = getattr(mapping, "grid_names", None) or ()
+        local_axes = frozenset((*axes, *grid_axes))
+        walk = Walk(internals.load(), ACTIONS, place, frozenset(axes), local_axes)
         blockers = walk.blockers
         try:
             reasons = list(_reasons(walk, jaxpr, mapping, refs_count))

@@ -13,8 +13,6 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import named_axes, opened
 from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 
-_MOST_EQUATIONS = 200_000  # bounds the work, since nested jaxprs are read at each use
-
 
 @dataclasses.dataclass(frozen=True)
 class Blocker:
@@ -47,26 +45,18 @@ def semaphore_dtype(aval: Any) -> str:
     return name if "sem" in name or "barrier" in name else ""
 
 
+@dataclasses.dataclass
 class Walk:
-    """The walk over a kernel that runs on cores or threads of ``core_axes``."""
+    """The walk over one kernel."""
 
-    def __init__(
-        self,
-        door: Door,
-        core_axes: Iterable[str],
-        grid_axes: Iterable[str],
-        kernel_place: str,
-        actions: Mapping[str | None, Callable[[Walk, Any], None]],
-    ):
-        self.door = door
-        self.actions = actions
-        self.core_axes = frozenset(core_axes)
-        self.local_axes = self.core_axes | frozenset(grid_axes)  # not axes of the device mesh
-        self.kernel_place = kernel_place
-        self.blockers: list[Blocker] = []
-        self.seeded = False  # whether a seed was set on every path to the current equation
-        self.jaxpr: Any = None  # the one that the current equation is in
-        self._left = _MOST_EQUATIONS
+    door: Door
+    actions: Mapping[str | None, Callable[[Walk, Any], None]]
+    kernel_place: str  # ``file:line`` of its function
+    core_axes: frozenset[str]  # of the cores or threads that it runs on
+    local_axes: frozenset[str]  # these and the grid's, which are no axes of the device mesh
+    blockers: list[Blocker] = dataclasses.field(default_factory=list)
+    seeded: bool = False  # whether a seed was set on every path to the current equation
+    jaxpr: Any = None  # the one that the current equation is in
 
     def block(self, eqn: Any, reason: str, communicates: bool = False, axes=()) -> None:
         place = self.door.source_line(eqn.source_info, of_libraries=True) or self.kernel_place
@@ -75,15 +65,8 @@ class Walk:
     def run(self, jaxpr: Any) -> None:
         """Walk over a jaxpr, and over those inside of it at each use."""
         outer, self.jaxpr = self.jaxpr, opened(jaxpr)
-        eqns, primitives = self.jaxpr.eqns, self.door.primitives
-        before, self._left = self._left, self._left - len(eqns)
-        if before >= 0 > self._left:
-            self.block(
-                eqns[0],
-                f"the kernel has more than {_MOST_EQUATIONS} equations, nested ones counted at "
-                "each use",
-            )
-        for eqn in eqns if self._left >= 0 else ():
+        primitives = self.door.primitives
+        for eqn in self.jaxpr.eqns:
             name = primitives[eqn.primitive]
             if name in PURE:
                 continue

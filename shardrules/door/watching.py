@@ -57,26 +57,24 @@ class Listener:
 
 _lock = threading.Lock()
 _patches = Patches()
-_watchers = 0
+_watching: list[Listener] = []  # in all threads
 _thread = threading.local()
 
 
 def start(listener: Listener) -> Callable[[], None]:
     """Call a listener for what this thread does from now on; return what stops it."""
-    global _watchers
     with _lock:
-        if _watchers == 0:
+        if not _watching:
             _install()
-        _watchers += 1
+        _watching.append(listener)
     mine = _listeners()
     mine.append(listener)
 
     def stop() -> None:
-        global _watchers
         mine.remove(listener)
         with _lock:
-            _watchers -= 1
-            if _watchers == 0:
+            _watching.remove(listener)
+            if not _watching:
                 _patches.undo()
                 forget_fast_paths()
 

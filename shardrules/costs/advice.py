@@ -29,9 +29,7 @@ _WRITTEN = re.compile(
 def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
     """Say the one change that removes a finding, or that would let it be judged.
 
-    Args:
-      verdict: the verifier's.
-      proven: names of kernels whose own jaxprs show that they don't communicate.
+    ``proven`` names kernels whose own jaxprs show that they don't communicate.
     """
     collective = verdict.collective
     if verdict.divergent:

@@ -43,9 +43,7 @@ def unaudited(supports: Iterable[hlo.Support]) -> list[hlo.Support]:
 def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
     """List a program's findings in the order of its text.
 
-    Args:
-      judgement: what ``hlo.judge`` returned.
-      strict: also find the verdicts that rest on declarations and not on proofs.
+    ``strict`` also finds the verdicts that rest on declarations and not on proofs.
     """
     found = []
     for verdict, entry in zip(judgement.verdicts, accounts.of(judgement).entries):
@@ -121,11 +119,7 @@ class Allowances:
             selector.check_axes(what, mesh)
 
     def split(self, findings: Iterable[F]) -> tuple[list[F], list[tuple[F, str]], list[str]]:
-        """Give the findings that stay, those allowed with their reasons, the unused names.
-
-        Args:
-          findings: of collectives, or of outputs.
-        """
+        """Give the findings that stay, those allowed with their reasons, the unused names."""
         stay, allowed = [], []
         used: collections.Counter[str] = collections.Counter()
         for finding in findings:

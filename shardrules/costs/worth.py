@@ -37,21 +37,14 @@ class Worth(NamedTuple):
 
 
 class Ledger:
-    """What a program's collectives cost, and what each finding and hint saves of it.
-
-    Args:
-      judgement: the verifier's.
-      account: of it.
-      on: the accelerator on which times are estimated; None for none.
-      measured: what each collective took in a profile; None for none.
-    """
+    """What a program's collectives cost, and what each finding and hint saves of it."""
 
     def __init__(
         self,
         judgement: hlo.Judgement,
         account: accounts.Account,
-        on: estimates.Target | None,
-        measured: timings.Timings | None = None,
+        on: estimates.Target | None,  # the accelerator on which times are estimated
+        measured: timings.Timings | None = None,  # what each collective took in a profile
     ):
         self._numbers = {id(verdict): n for n, verdict in enumerate(judgement.verdicts)}
         self.entries = account.entries

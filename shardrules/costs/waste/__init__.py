@@ -76,10 +76,8 @@ _SHARE = 0.01  # of a program's wire bytes: a smaller sum in a loop is a hint
 def dearer(found: list[Hint], worth_more_in: hlo.Judgement | None = None) -> list[findings.Finding]:
     """List the all-reduces among hints as findings, with the bytes now and then.
 
-    Args:
-      found: the hints.
-      worth_more_in: take only the all-reduces in loops that one before or after the loop replaces
-        with fewer bytes, and that send more than 1% of this program's bytes; all if None.
+    With ``worth_more_in``, only those in loops that one before or after the loop replaces with
+    fewer bytes, and that send more than 1% of this program's bytes.
     """
     taken = [hint for hint in found if hint.entry.kind == "all-reduce"]
     if worth_more_in is not None:

@@ -31,17 +31,7 @@ _DEPTH = 4  # of fusions in fusions: those deeper stay, as each may hold the sam
 
 
 class Node:
-    """What one instruction makes.
-
-    Attributes:
-      opcode: the instruction's; ``return`` for what a computation gives back.
-      home: the computation that runs it, outside of all fusions.
-      fused: a fusion holds it.
-      operands: of a return, a tuple's elements.
-      users: what takes it, each once; what takes all of a tuple.
-      elements: what takes one element of a tuple, by its number.
-      index: the number of the element that it takes.
-    """
+    """What one instruction makes."""
 
     __slots__ = tuple("elements fused home index instruction opcode operands shape users".split())
 
@@ -53,15 +43,15 @@ class Node:
         fused: bool = False,
         opcode: str = "",
     ):
-        self.home = home
+        self.home = home  # the computation that runs it, outside of all fusions
         self.instruction = instruction
-        self.opcode = opcode or instruction.opcode
+        self.opcode = opcode or instruction.opcode  # ``return`` for what takes a computation's root
         self.shape = instruction.shape
-        self.fused = fused
-        self.operands = operands
-        self.users: list[Node] = []
-        self.elements: dict[int, Node] = {}
-        self.index = -1
+        self.fused = fused  # a fusion holds it
+        self.operands = operands  # of a return, the elements of the root's tuple
+        self.users: list[Node] = []  # what takes it, each once; of a tuple, what takes all of it
+        self.elements: dict[int, Node] = {}  # what takes one element of a tuple, by its number
+        self.index = -1  # the number of the element that it takes
 
     @property
     def takers(self) -> list[Node]:
@@ -83,17 +73,13 @@ class Use(NamedTuple):
 
 
 class Flat:
-    """One computation's nodes, operands first.
-
-    Attributes:
-      at: by an instruction's position; of a fusion, what its root makes.
-      root, end: what it returns, and the node that takes it.
-    """
+    """One computation's nodes, operands first."""
 
     def __init__(self, module: hlo.Module, computation: hlo.Computation):
         self._module = module
         self._home = computation
         self.nodes: list[Node] = []
+        # By an instruction's position; of a fusion, what its root makes.
         self.at = self._dissolved(computation, [])
         self.root = root = self.at[computation.root]
         returned = root.operands if root.opcode == "tuple" else [root]

@@ -119,19 +119,7 @@ def _overlaps(program: Program, computation: str, position: int) -> bool:
 
 
 class Site:
-    """One verdict's place: a collective, a part of a combined one or a range of a flat one.
-
-    Attributes:
-      operand: the number of its operand.
-      part: that, or where its range starts.
-      whole: it is one operand, not a range of a flat one.
-      in_loop: it stands directly in a loop that may make more than one trip.
-      op_name: its name, or where XLA left it without one that of its operand.
-      in_shard_map: a shard_map holds it; else XLA's partitioner made it.
-      in_inner_shard_map: a loop holds the shard_map that holds it.
-      where: its source line, or its name, for people.
-      over: its axes in a line of code, ``'data'`` or ``('data', 'model')``.
-    """
+    """One verdict's place: a collective, a part of a combined one or a range of a flat one."""
 
     def __init__(self, program: Program, verdict: hlo.Verdict, entry: accounts.Entry):
         collective, module = verdict.collective, program.module
@@ -142,21 +130,26 @@ class Site:
         self.computation = module.computations[collective.computation]
         self.position = program.positions(self.computation.name)[collective.name]
         self.instruction = self.computation.instructions[self.position]
-        self.operand = collective.operand
+        self.operand = collective.operand  # its number
         self.part = verdict.range.start if verdict.range else collective.operand
         self.key = self.instruction.start, self.part
         self.needed = verdict.verdict == "needed" and not verdict.divergent
-        self.whole = verdict.range is None
+        self.whole = verdict.range is None  # one operand, and not a range of a flat one
         self.adds = collective.kind == "all-reduce" and collective.reduction == "add"
+        # Directly in a loop that may make more than one trip.
         self.in_loop = self.computation.name in program.loops and entry.runs != 1
         maker = self.computation.instructions[self.instruction.operands[self.operand]]
         self.taken = maker.shape
+        # XLA leaves some without a name.
         self.op_name = name = collective.op_name or module.metadata(maker).op_name
+        # Else XLA's partitioner made it.
         self.in_shard_map = not name or "shard_map/" in name or "pmap" in name
+        # A loop holds the shard_map that holds it.
         self.in_inner_shard_map = self.in_shard_map and bool(re.search("while.*shard_map", name))
-        self.where = entry.source or collective.name
-        axes = entry.axes or ("axis_name",)
-        self.over = repr(axes[0] if len(axes) == 1 else axes) if entry.axes else "axis_name"
+        self.where = entry.source or collective.name  # for people
+        # In a line of code: 'data', or ('data', 'model').
+        axes = entry.axes or ()
+        self.over = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis_name"
 
     @property
     def node(self) -> Node:

@@ -1,1 +1,1 @@
-"""Derivatives: the types of cotangents, and the casts that users place."""
+"""Derivatives: the types of cotangents, custom_vjp, batching, forward mode."""

@@ -62,15 +62,11 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     def again(patch: Edits) -> trial.Outcome:
         flags.say(f"running the script again with {counted(len(patch.sites), 'site')} switched on")
         text = "".join(patch.after.get(file, ()))  # the patched script registers some rules itself
-        flags_left = {
-            flag: [
-                value
-                for value in getattr(arguments, flag)
-                if rules.to_write(f"--{flag}={value}") not in text
-            ]
-            for flag in ("rule", "rules")
+        left = {
+            flag: [v for v in values if rules.to_write(f"--{flag}={v}") not in text]
+            for flag, values in (("rule", arguments.rule), ("rules", arguments.rules))
         }
-        trial_arguments = argparse.Namespace(**{**vars(arguments), **flags_left})
+        trial_arguments = argparse.Namespace(**{**vars(arguments), **left})
         return trial.run(trial_arguments, look=False, texts=patch.after)
 
     untried = migration.rows(before.calls)

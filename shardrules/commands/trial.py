@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
 import importlib.machinery
 import linecache
 import os
@@ -21,6 +20,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardrules import registry
@@ -32,19 +32,16 @@ if TYPE_CHECKING:
     from shardrules.watching.programs import WatchedProgram
 
 
-@dataclasses.dataclass
+@dataclass
 class Outcome:
     """How a run of the script ended."""
 
     code: int = 0  # the exit code, or minus a signal's number
     raised: str = ""  # the first line of the error that ended it, empty if none did
-    # The calls of unchecked shard_maps, if the run retraced them.
-    calls: list[Call] = dataclasses.field(default_factory=list)
-    # The bytes that one device sends in one run of each compiled program, by name.
-    sent: dict[str, int] = dataclasses.field(default_factory=dict)
-    used: list[str] = dataclasses.field(default_factory=list)  # the flags whose rules a kernel used
-    # A message for each flag whose rules matched no kernel.
-    notes: list[str] = dataclasses.field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # of unchecked shard_maps, if it retraced them
+    sent: dict[str, int] = field(default_factory=dict)  # by one device in one run of each program
+    used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used
+    notes: list[str] = field(default_factory=list)  # a message for each other flag
 
     @property
     def failure(self) -> str:

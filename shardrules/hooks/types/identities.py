@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from shardrules.door import internals
 from shardrules.errors import AxisError
@@ -14,27 +17,19 @@ MARK = "place_casts"
 
 def uncast(x: Any, axes: tuple[str, ...]) -> Any:
     """Type ``x`` as invariant over ``axes``, along which its values are equal."""
-    return _identity("already_summed", _dropped, _share).bind(x, axes=axes)
+    return _UNCAST.bind(x, axes=axes)
 
 
 def retype_varying(x: Any, axes: tuple[str, ...]) -> Any:
     """Type ``x`` as varying over ``axes``, along which its values differ."""
     # A cast's transpose would sum the devices' different values. So this is not a cast, and its
     # transpose raises.
-    return _identity("unchecked_shard_map", _added, _refuse).bind(x, axes=axes)
+    return _RETYPED.bind(x, axes=axes)
 
 
 def mark(x: Any) -> Any:
     """Return ``x``, marked so that casts are placed in the linear program of its tangent."""
-    return _identity(MARK, _as_it_is, _cotangent).bind(x)
-
-
-def _as_it_is(aval: Any) -> Any:
-    return aval
-
-
-def _cotangent(ct: Any, x: Any) -> list[Any]:
-    return [ct]
+    return _MARKED.bind(x)
 
 
 def _dropped(aval: Any, *, axes: tuple[str, ...]) -> Any:
@@ -52,8 +47,6 @@ def _share(ct: Any, x: Any, *, axes: tuple[str, ...]) -> list[Any]:
     # N devices claim to hold equal values, so the result is their mean, and each device gets 1/N of
     # the cotangent. The transpose of the collective that made the values equal (an all_gather, say)
     # adds these shares up to the total.
-    import jax
-
     door = internals.load()
     have = door.axis_type(door.typeof(ct))
     return [door.cast(ct / jax.lax.psum(1, axes), have.vary(*axes))]
@@ -69,12 +62,8 @@ def _refuse(ct: Any, x: Any, *, axes: tuple[str, ...]) -> list[Any]:
     )
 
 
-@functools.cache
 def _identity(name: str, typed: Any, transpose: Any) -> Any:
     """Return the primitive that returns its operand, with the aval that ``typed`` gives."""
-    from jax.extend.core import Primitive
-    from jax.interpreters import ad, batching, mlir
-
     primitive = Primitive(name)
     primitive.def_impl(lambda x, **params: x)
     primitive.def_abstract_eval(typed)
@@ -85,3 +74,8 @@ def _identity(name: str, typed: Any, transpose: Any) -> Any:
         dims[0],
     )
     return primitive
+
+
+_UNCAST = _identity("already_summed", _dropped, _share)
+_RETYPED = _identity("unchecked_shard_map", _added, _refuse)
+_MARKED = _identity(MARK, lambda aval: aval, lambda ct, x: [ct])

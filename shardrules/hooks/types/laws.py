@@ -13,8 +13,6 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the table."""
-
     # The law that types the primitive: ``join`` (above), ``called`` (types from the jaxprs that it
     # calls), ``ref``, ``pallas_call``, ``mesh_kernel``, ``opaque`` (a rule or a proof), ``hijax``.
     law: str = "join"

@@ -16,8 +16,8 @@ from shardrules.hooks.types.calls.pallas_call import PallasHooks
 from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.control import ControlHooks
 from shardrules.hooks.types.funnel import Funnel
+from shardrules.hooks.types.identities import RedundantCastHooks
 from shardrules.hooks.types.lost_axes import HijaxHooks, LostAxesHooks
-from shardrules.hooks.types.redundant_casts import RedundantCastHooks
 from shardrules.hooks.types.refs import RefHooks
 from shardrules.hooks.types.type_notes import TypeNoteHooks
 from shardrules.hooks.unchecked import UncheckedHooks

@@ -27,7 +27,7 @@ from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import OpaqueCall, resolve
 from shardrules.hooks.types.calls.primitives import PrimitiveHooks
-from shardrules.hooks.types.redundant_casts import leave_out_zeros
+from shardrules.hooks.types.identities import leave_out_zeros
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, show_axes
 
 # JAX's own primitives whose table entries are too invariant: each group has its own maximum, and a

@@ -19,7 +19,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardrules.commands import flags, rules, script
 from shardrules.errors import HloError, ShardrulesError
@@ -78,13 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise ShardrulesError(f"can't make the folder {keep}: {error.strerror}") from error
     flags.check_writable(arguments.output)
     rules.check(arguments)
-    options = {"strict": arguments.strict, "allow": dict(arguments.allow)}
-    seen = programs.watch(**options)
+    seen = programs.watch(strict=arguments.strict, allow=dict(arguments.allow))
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
-    options |= {"target": arguments.target, "cheapest": arguments.cheapest}
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
         contexts.enter_context(seen)
-        report = _Report(seen, arguments, options, keep)
+        report = _Report(seen, arguments, keep)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
             unchecked = "check" if arguments.check else "leave"
@@ -105,7 +103,6 @@ class _Report:
 
     seen: Watched
     arguments: argparse.Namespace
-    options: dict[str, Any]  # of ``report.content``
     keep: pathlib.Path | None
     recorder: Recorder | None = None
     handles: list[Handle] = dataclasses.field(default_factory=list)
@@ -158,12 +155,10 @@ class _Report:
         if self.recorder.trouble:
             flags.say(f"--profile recorded nothing: {self.recorder.trouble}")
             return None
-        from shardrules.watching.profiles import profile
-
         steps, left = self.arguments.profile, self.recorder.left
         if left:
             flags.say(f"the script ended after {steps - left} of --profile's {steps} steps")
-        measured = profile.of_watched(self.recorder.folder, self.seen, **self.options)
+        measured = self.seen.profiled(self.recorder.folder)
         flags.say(measured.about, *measured.notes)
         return measured
 

@@ -97,7 +97,7 @@ def _wait(process: subprocess.Popen, look: bool) -> None:
 def child(path: str) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
     from shardrules.hooks import retrace
-    from shardrules.watching import check_off, importing, programs
+    from shardrules.watching import check_off, compiling, programs
 
     arguments, result, look, texts = pickle.loads(pathlib.Path(path).read_bytes())
     _compile_from(texts)
@@ -116,7 +116,7 @@ def child(path: str) -> int:
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
     else:
-        contexts.callback(importing.WhenImported("jax", register).stop)
+        contexts.callback(compiling.WhenImported("jax", register).stop)
     report = sys.excepthook
 
     def record_error(kind: type, error: BaseException, trace: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.install import Handle, held, install, state
 from shardrules.hooks.unchecked import Call, UncheckedHooks
-from shardrules.watching.importing import WhenImported
+from shardrules.watching.compiling import WhenImported
 
 _lock = threading.RLock()
 

@@ -18,7 +18,6 @@ from shardrules.door import compiled, watching
 from shardrules.door.jaxprs import equations, opened
 from shardrules.door.patching import Patches
 from shardrules.door.places import COMPILER, compilers, leave_out_frames
-from shardrules.watching.importing import WhenImported
 
 _lock = threading.RLock()
 _patches = Patches()
@@ -96,3 +95,48 @@ def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
                 [params["mesh"] for params in meshes], compiled.result_paths(closed_jaxpr), kernels
             )
     return computation
+
+
+class WhenImported:
+    """Calls ``action`` with the module of a name, now or after its import, until ``stop``."""
+
+    def __init__(self, name: str, action: Callable[[Any], None]):
+        self._name = name
+        self._action = action
+        if name in sys.modules:
+            action(sys.modules[name])
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def stop(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Find the module as the other finders do, and make its loader call the action."""
+        if name != self._name:
+            return None
+        others = (f for f in tuple(sys.meta_path) if f is not self and hasattr(f, "find_spec"))
+        spec = next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self._loaded)  # type: ignore[assignment]
+        return spec
+
+    def _loaded(self, module: Any) -> None:
+        if self in sys.meta_path:
+            self._action(module)
+
+
+class _Loader:
+    """Wraps a module's loader, and calls ``loaded`` after the module's code has run."""
+
+    def __init__(self, loader: Any, loaded: Callable[[Any], None]):
+        self._loader = loader
+        self._loaded = loaded
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._loaded(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules import hlo, report
     from shardrules.costs.timings import Timings
     from shardrules.report import several
+    from shardrules.watching.profiles.shown import Profile
 
 
 class WatchedProgram:
@@ -69,7 +70,7 @@ class WatchedProgram:
         """Give the shape of each parameter on one device, and its sharding where JAX has it."""
         module, _, shardings, _ = self._parsed()
         shapes = [str(p.shape) for p in module.entry.parameters]
-        if shardings is None or len(shardings) != len(shapes):
+        if shardings is None:
             return shapes
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
 
@@ -105,9 +106,9 @@ class WatchedProgram:
         """Collect the content of its report; raises as ``annotated_text``."""
         from shardrules import report
         from shardrules.costs import findings
-        from shardrules.watching.profiles import dumps
+        from shardrules.watching.profiles import profile
 
-        timings = self._owner.timings.get(dumps.body(self.text)) if self._owner.timings else None
+        timings = self._owner.timings.get(profile.body(self.text)) if self._owner.timings else None
         content = report.content(
             self.judgement,
             title=f"{self.name} in {self.where}" if self.where else self.name,
@@ -132,12 +133,12 @@ class WatchedProgram:
             return frozenset()
         from shardrules.hooks.install import state
 
-        proven: dict[str, bool] = {}
+        names, unproven = set[str](), set[str]()
         for params in self._traced.kernels:
-            audit = state().registry.audit("pallas_call", params, 0)
             name, _ = kernel_name(params)
-            proven[name] = proven.get(name, True) and audit is not None and audit.proven
-        return frozenset(name for name in proven if proven[name])
+            audit = state().registry.audit("pallas_call", params, 0)
+            (names if audit is not None and audit.proven else unproven).add(name)
+        return frozenset(names - unproven)
 
     def __repr__(self) -> str:
         return f"<WatchedProgram {self.name}>"
@@ -236,6 +237,36 @@ class Watched:
             len(programs) - judged,
             notes=[*_made_again(judges), *map(here, dict.fromkeys(self._above_check_off))],
         )
+
+    def profiled(self, folder: str) -> Profile:
+        """Read a profile of this process, which gives the programs their times."""
+        from shardrules.watching.profiles import profile
+
+        watched: dict[str, WatchedProgram] = {}
+        for program in self:
+            with contextlib.suppress(ShardrulesError):
+                watched.setdefault(profile.body(program.text), program)
+
+        def known(text: str) -> hlo.Judgement | None:
+            program = watched.get(profile.body(text))
+            return None if program is None else program.judgement
+
+        result = profile.read(
+            folder,
+            registry=self.registry,
+            known=known,
+            # What --keep wrote beside the profile has the mesh in its text; these know theirs.
+            dumped=profile.Dumps([], "the script"),
+            source="the script",
+            strict=self.strict,
+            allow=self.allow,
+            target=self.target,
+            cheapest=self.cheapest,
+        )
+        self.timings = {
+            profile.body(p.content.judgement.module.text): p.timings for p in result.programs
+        }
+        return result
 
     @property
     def process(self) -> tuple[int, int]:

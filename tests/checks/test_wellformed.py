@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plt
 from jax.sharding import PartitionSpec as P
 
 from shardrules import errors, testing
-from shardrules.checks.wellformed import check_well_formed
+from shardrules.checks.rulecheck import check_well_formed
 
 ROWS = (8, 128)
 X = jax.ShapeDtypeStruct((32, 128), jnp.float32)

@@ -17,7 +17,7 @@ import shardrules
 from shardrules import hooks
 from shardrules.errors import ShardrulesError
 from shardrules.watching import compiling
-from shardrules.watching.importing import WhenImported
+from shardrules.watching.compiling import WhenImported
 
 
 def doubled(mesh):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import mmap
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from shardrules import hlo, report
+from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import findings, timings
-from shardrules.errors import HloError, ProfileError, ShardrulesError
+from shardrules.errors import HloError, ProfileError
 from shardrules.hlo.reader import annotate
-from shardrules.watching.profiles import dumps, events, measured, wire
+from shardrules.watching.profiles import events, measured, wire
 from shardrules.watching.profiles.shown import Profile, ProfiledProgram
-
-if TYPE_CHECKING:
-    from shardrules.watching.programs import Watched, WatchedProgram
 
 _FILES = "*.xplane.pb"
 _KEPT = "*.hlo"  # programs that run --keep wrote beside the profile
@@ -32,6 +31,9 @@ _NO_OPERATIONS = (
     "host_tracer_level (for CPU) and device_tracer_level (for GPU and TPU) at 1 or more, and let "
     f"whole steps end before the trace does (block_until_ready): {_HOW}"
 )
+_DUMPS = ("*after_optimizations.txt", "*after_optimizations.txt.gz", "*.hlo", "*.hlo.gz")
+_NUMBER = re.compile(r"module_0*(\d+)\.")  # XLA's number of the module; on CPU the program's id
+_FRAME = re.compile(r" stack_frame_id=\d+")  # in tables that each copy of a text has anew
 _TOGETHER = 10  # seconds within which hosts write the files of one trace
 
 
@@ -67,7 +69,7 @@ def profile(
       >>> print(shardrules.profile("/tmp/trace"))  # doctest: +SKIP
       avoidable: 3.1 ms of 41.0 ms a step (7.6%)
     """
-    dumped = None if hlo is None else dumps.Dumps.of_folder(pathlib.Path(hlo))
+    dumped = None if hlo is None else Dumps.of_folder(pathlib.Path(hlo))
     return read(path, mesh=mesh, registry=registry, dumped=dumped, strict=strict, allow=allow)
 
 
@@ -77,7 +79,7 @@ def read(
     mesh: Mapping[str, int] | None = None,
     registry: Any = None,
     known: Callable[[str], hlo.Judgement | None] = lambda text: None,
-    dumped: dumps.Dumps | None = None,
+    dumped: Dumps | None = None,
     source: str = "",
     allow: Mapping[str, str] | None = None,
     **options: Any,
@@ -92,7 +94,7 @@ def read(
     if not seen.timelines:
         raise ProfileError(f"{path}: {_NO_OPERATIONS}")
     if dumped is None and next(pathlib.Path(path).glob(_KEPT), None) is not None:
-        dumped = dumps.Dumps.of_folder(pathlib.Path(path))
+        dumped = Dumps.of_folder(pathlib.Path(path))
     notes: list[str] = []
     texts = _texts(seen, dumped, notes)
     if not texts:
@@ -129,26 +131,6 @@ def read(
     )
 
 
-def of_watched(folder: str, seen: Watched, **options: Any) -> Profile:
-    """Read the profile of a process whose programs were watched, which get their times."""
-    watched: dict[str, WatchedProgram] = {}
-    for program in seen:
-        with contextlib.suppress(ShardrulesError):
-            watched.setdefault(dumps.body(program.text), program)
-
-    def known(text: str) -> hlo.Judgement | None:
-        program = watched.get(dumps.body(text))
-        return None if program is None else program.judgement
-
-    # What --keep wrote beside the profile has the mesh in its text; these programs know theirs.
-    none = dumps.Dumps([], "the script")
-    result = read(
-        folder, registry=seen.registry, known=known, dumped=none, source="the script", **options
-    )
-    seen.timings = {dumps.body(p.content.judgement.module.text): p.timings for p in result.programs}
-    return result
-
-
 def of_judged(
     path: str, judgements: Sequence[hlo.Judgement], **options: Any
 ) -> tuple[Profile, list[timings.Timings | None]]:
@@ -160,7 +142,7 @@ def of_judged(
             raise HloError("none of the files holds it")
         return by_text[text]
 
-    dumped = dumps.Dumps([(None, judgement.module) for judgement in judgements], "FILE")
+    dumped = Dumps([(None, judgement.module) for judgement in judgements], "FILE")
     result = read(path, known=known, dumped=dumped, **options)
     if not result.programs:
         ran = "; ".join(result.notes)
@@ -198,6 +180,59 @@ def _judged(
 
 
 # Files.
+
+
+def body(text: str) -> str:
+    """Return a module's computations, without pointers to its tables of source lines."""
+    # One step compiled twice, for the first call and for the others, differs in these alone.
+    return _FRAME.sub("", text[max(text.find("\n%"), 0) :])
+
+
+class Dumps:
+    """The modules that files hold, with XLA's number of each."""
+
+    def __init__(self, modules: Iterable[tuple[int | None, hlo.Module]], where: str):
+        self.where = where
+        self._modules = list(modules)
+
+    @classmethod
+    def of_folder(cls, folder: pathlib.Path) -> Dumps:
+        if not folder.is_dir():
+            raise ProfileError(f"--hlo {folder} is not a folder")
+        files = sorted({file for pattern in _DUMPS for file in folder.glob(pattern)})
+        if not files:
+            raise ProfileError(
+                f"--hlo {folder} holds no HLO text ({', '.join(_DUMPS[::2])}); write it with "
+                "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text'"
+            )
+        modules = []
+        for file in files:
+            text = programs.read_file(file).text
+            try:
+                module = hlo.parse(text, name=file.name)
+            except HloError:
+                continue  # other text
+            match = _NUMBER.match(file.name)
+            modules.append((int(match[1]) if match else None, module))
+        return cls(modules, str(folder))
+
+    def text(self, name: str, number: int, operations: Iterable[str]) -> str | None:
+        """Return the text of the one program that has this name and all operations that ran."""
+        ran = set(operations)
+        fitting = [
+            (of_file, module.text)
+            for of_file, module in self._modules
+            if module.name == name
+            and ran <= {i.name for c in module.computations.values() for i in c.instructions}
+        ]
+        numbered = [text for of_file, text in fitting if of_file == number]
+        texts = numbered or [text for _, text in fitting]
+        if len({body(text) for text in texts}) > 1:
+            raise ProfileError(
+                f"{self.where} holds {len(texts)} programs {name} with the operations that ran; "
+                "leave one of them there, or dump the process that was profiled"
+            )
+        return texts[0] if texts else None
 
 
 def is_profile(name: str) -> bool:
@@ -245,9 +280,7 @@ def _mapped(file: pathlib.Path) -> Iterator[memoryview]:
         ) from error
 
 
-def _texts(
-    seen: events.Events, dumped: dumps.Dumps | None, notes: list[str]
-) -> dict[wire.Program, str]:
+def _texts(seen: events.Events, dumped: Dumps | None, notes: list[str]) -> dict[wire.Program, str]:
     """Return the HLO of each program that ran; programs of one text become one."""
     from shardrules.door.compiled import hlo_text
 
@@ -270,7 +303,7 @@ def _texts(
         if text is None:
             lacking.add(program.name)
         else:
-            kept[program] = first.setdefault((program.name, dumps.body(text)), program)
+            kept[program] = first.setdefault((program.name, body(text)), program)
             texts.setdefault(kept[program], text)
     seen.merge(kept)
     if lacking and texts:

@@ -68,8 +68,7 @@ def pytest_configure(config):
     if formatted or output:
         config.option.shardrules = True
     updates.wanted = forced or config.getoption("--update-budgets")
-    updates.written.clear()
-    updates.kept.clear()
+    updates.said.clear()
     for option, plugin in (("--shardrules", "PytestWatch"), ("--shardrules-check", "PytestCheck")):
         if config.getoption(option):
             from shardrules.checks import watched
@@ -104,25 +103,20 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """Send a worker's file names to the process that prints the summary (pytest-xdist)."""
+    """Send what a worker says to the process that prints the summary (pytest-xdist)."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output["shardrules_budgets"] = [updates.written, updates.kept]
+        output["shardrules_budgets"] = list(updates.said)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    for paths, sent in zip(
-        (updates.written, updates.kept),
-        getattr(node, "workeroutput", {}).get("shardrules_budgets", ()),
-    ):
-        paths += [path for path in sent if path not in paths]
+    sent = getattr(node, "workeroutput", {}).get("shardrules_budgets", ())
+    updates.said.update(dict.fromkeys(sent))
 
 
 def pytest_terminal_summary(terminalreporter):
     from shardrules.report.grouping import here
 
-    for path in map(here, updates.written):
-        terminalreporter.write_line(f"shardrules: wrote the budget {path}")
-    for path in map(here, updates.kept):
-        terminalreporter.write_line(f"shardrules: left the budget {path}: its test failed")
+    for line in updates.said:
+        terminalreporter.write_line(here(f"shardrules: {line}"))

@@ -1,4 +1,4 @@
-"""The budgets that this process rewrites: whether it does, those written, those still held back."""
+"""The budgets that this process rewrites: whether it does, what became of each, those held back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import pathlib
 
 wanted: bool = False
-written: list[str] = []
-kept: list[str] = []  # left unchanged, since their tests failed
+said: dict[str, None] = {}  # which budgets were written, and which not since their tests failed
 _waiting: dict[pathlib.Path, str] | None = None
 
 
@@ -18,7 +17,7 @@ def write(path: pathlib.Path, text: str) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    _note(path, written)
+    said[f"wrote the budget {os.path.abspath(path)}"] = None
 
 
 def wait() -> None:
@@ -33,10 +32,4 @@ def settle(passed: bool) -> None:
         if passed:
             write(path, text)
         else:
-            _note(path, kept)
-
-
-def _note(path: pathlib.Path, paths: list[str]) -> None:
-    shown = os.path.abspath(path)
-    if shown not in paths:
-        paths.append(shown)
+            said[f"left the budget {os.path.abspath(path)}: its test failed"] = None

@@ -67,7 +67,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def updating(monkeypatch):
     monkeypatch.setattr(updates, "wanted", True)
-    monkeypatch.setattr(updates, "written", [])
+    monkeypatch.setattr(updates, "said", {})
 
 
 def test_a_budget_is_written_and_met(folder, monkeypatch):
@@ -80,9 +80,9 @@ def test_a_budget_is_written_and_met(folder, monkeypatch):
     assert TEXT in str(caught.value)
     monkeypatch.setattr(updates, "wanted", True)
     testing.assert_budget(TWO, path, mesh=MESH)
-    assert path.read_text() == TEXT and updates.written == [str(path)]
+    assert path.read_text() == TEXT and list(updates.said) == [f"wrote the budget {path}"]
     monkeypatch.setattr(updates, "wanted", False)
-    updates.written.clear()
+    updates.said.clear()
     testing.assert_budget(TWO, path, mesh=MESH)
     # Another machine, another checkout, other instruction names: the same budget.
     other = TWO.replace("/home/me/project", "/ci/build").replace("%r0", "%all-reduce.77")

@@ -7,12 +7,13 @@ import mmap
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardrules import hlo, report
 from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import findings, timings
+from shardrules.door.compiled import hlo_text, sharding_text
 from shardrules.errors import HloError, ProfileError
 from shardrules.hlo.reader import annotate
 from shardrules.watching.profiles import events, measured, wire
@@ -159,8 +160,6 @@ def _judged(
     notes: list[str],
 ) -> hlo.Judgement:
     """Judge a program as well as the profile alone knows it."""
-    from shardrules.door.compiled import sharding_text
-
     module = hlo.parse(text, name=program.name)
     if len(program.shardings) == len(module.entry.parameters):
         shardings = list(map(sharding_text, program.shardings))
@@ -188,12 +187,11 @@ def body(text: str) -> str:
     return _FRAME.sub("", text[max(text.find("\n%"), 0) :])
 
 
-class Dumps:
+class Dumps(NamedTuple):
     """The modules that files hold, with XLA's number of each."""
 
-    def __init__(self, modules: Iterable[tuple[int | None, hlo.Module]], where: str):
-        self.where = where
-        self._modules = list(modules)
+    modules: Sequence[tuple[int | None, hlo.Module]]
+    where: str
 
     @classmethod
     def of_folder(cls, folder: pathlib.Path) -> Dumps:
@@ -221,7 +219,7 @@ class Dumps:
         ran = set(operations)
         fitting = [
             (of_file, module.text)
-            for of_file, module in self._modules
+            for of_file, module in self.modules
             if module.name == name
             and ran <= {i.name for c in module.computations.values() for i in c.instructions}
         ]
@@ -254,12 +252,10 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
         raise ProfileError(f"{path} holds no profile ({_FILES}); to record one, {_HOW}")
     ended = {file: file.stat().st_mtime for file in files}
     last = max(files, key=lambda file: (ended[file], file.parent.name))
-    chosen = {file.name: file for file in files if file.parent == last.parent}
     # Each host names the folder by its own clock, which may be in another second.
-    for file in sorted(files, key=lambda file: -ended[file]):
-        if ended[last] - ended[file] < _TOGETHER:
-            chosen.setdefault(file.name, file)
-    return sorted(chosen.values())
+    near = [f for f in files if f.parent == last.parent or ended[last] - ended[f] < _TOGETHER]
+    near.sort(key=lambda file: (file.parent == last.parent, ended[file]))
+    return sorted({file.name: file for file in near}.values())
 
 
 @contextlib.contextmanager
@@ -282,8 +278,6 @@ def _mapped(file: pathlib.Path) -> Iterator[memoryview]:
 
 def _texts(seen: events.Events, dumped: Dumps | None, notes: list[str]) -> dict[wire.Program, str]:
     """Return the HLO of each program that ran; programs of one text become one."""
-    from shardrules.door.compiled import hlo_text
-
     texts: dict[wire.Program, str] = {}
     first: dict[tuple[str, str], wire.Program] = {}
     kept: dict[wire.Program, wire.Program] = {}

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from shardrules.door import watching
+from shardrules.door import compiled, watching
 from shardrules.door.patching import Patches
 from shardrules.errors import UnsupportedJaxError
 from shardrules.hlo.proof.collectives import KINDS
@@ -116,11 +116,8 @@ class Recorder(watching.Listener):
 
     def _communicates(self, executable: Any) -> bool:
         if executable not in self._communicating:
-            try:
-                texts = [m.to_string() for m in executable.xla_executable.hlo_modules()]
-            except Exception:  # the backend's C API may raise anything
-                texts = []
-            self._communicating[executable] = any(map(_COLLECTIVE.search, texts))
+            text = compiled.executable_text(executable) or ""
+            self._communicating[executable] = _COLLECTIVE.search(text) is not None
         return self._communicating[executable]
 
     def _count(self, results: Any) -> None:

@@ -35,7 +35,7 @@ ARROWS = {
     ),
     "hooks.retrace": {"door"},
     "hooks.unchecked": set("door hooks.notes hooks.state hooks.retrace".split()),
-    "hooks.selftest": set("door registry hooks.state".split()),
+    "hooks.selftest": set("door registry hooks.retrace hooks.state".split()),
     "hooks.order": set(
         "hooks.state hooks.types hooks.retyping hooks.cotangents hooks.casts hooks.sets "
         "hooks.unchecked".split()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from shardrules.door import internals
 from shardrules.door.jaxprs import SUMS, equations, named_axes
 from shardrules.door.places import shard_map
+from shardrules.hooks.retrace import first_line
 from shardrules.hooks.state import Scope, State
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.builtin import no_communication
@@ -95,8 +96,7 @@ def _differences(state: State) -> Iterator[str]:
             with state.enter(Scope(True, "varying")):  # that is for a call without a rule
                 difference = _difference(body)
         except Exception as error:  # whatever a JAX that nobody has tried raises
-            text = str(error).strip().splitlines()
-            difference = f"it ended in {type(error).__name__}: {text[0] if text else ''}"
+            difference = f"it ended in {first_line(error)}"
         if difference:
             yield f"{body.name}: {difference}"
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.graph import BARRIERS, Graph, Node, made_by
+from shardrules.costs.waste.graph import BARRIERS, WHOLE, Graph, Node, made_by
 from shardrules.costs.waste.program import Hint, Program, Site
 
-_WHOLE = frozenset("bitcast reshape copy transpose copy-start copy-done".split())
-_MOVES = _WHOLE | BARRIERS
+_MOVES = WHOLE | BARRIERS
 
 # -- what is only returned ------------------------------------------------------------------------
 
@@ -43,7 +42,7 @@ def gathered_too(site: Site) -> Hint | None:
     if site.collective.in_place:
         return None
     gathers = site.program.remembered(_gathers)
-    for made in {made_by(operand, _WHOLE | {"slice"}) for operand in site.node.operands}:
+    for made in {made_by(operand, WHOLE | {"slice"}) for operand in site.node.operands}:
         gather = gathers.get(made)
         if gather is None or not _within(site, gather):
             return None
@@ -61,7 +60,7 @@ def gathered_too(site: Site) -> Hint | None:
 def _gathers(program: Program) -> dict[Node, Site]:
     """List the all-gathers by what made the arrays that they gather."""
     gathers = [s for s in program.sites if s.collective.kind == "all-gather" and s.whole]
-    return {site.made_by(_WHOLE): site for site in gathers}
+    return {site.made_by(WHOLE): site for site in gathers}
 
 
 def _within(site: Site, gather: Site) -> bool:

@@ -13,10 +13,9 @@ from shardrules.hlo.proof import loops
 FLOATS = re.compile(r"(bf|f|c)\d")
 
 BARRIERS = frozenset(["optimization-barrier", "opt-barrier"])
-MOVES = BARRIERS | frozenset(
-    "bitcast reshape copy transpose slice reverse broadcast copy-start copy-done all-reduce-done "
-    "all-gather-done".split()
-)
+# What brings all elements elsewhere; and what moves or repeats some of them.
+WHOLE = frozenset("bitcast reshape copy transpose copy-start copy-done".split())
+MOVES = WHOLE | BARRIERS | {"slice", "reverse", "broadcast", "all-reduce-done", "all-gather-done"}
 UNARY = frozenset(
     "abs cbrt ceil convert cosine erf exponential exponential-minus-one floor imag is-finite log "
     "log-plus-one logistic negate not real reduce-precision round-nearest-afz round-nearest-even "

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 
 from shardrules import hlo
-from shardrules.costs.waste.graph import BARRIERS, made_by
+from shardrules.costs.waste.graph import BARRIERS, WHOLE, made_by
 from shardrules.costs.waste.program import Hint, Site
 
 # These move elements and change none: a conversion may stand on either side.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")
-_MOVES = BARRIERS | frozenset(
-    "bitcast reshape copy transpose slice dynamic-slice concatenate copy-start copy-done "
-    "all-gather-done all-to-all-done collective-permute-done".split()
-)
-_BACK = frozenset("bitcast reshape copy transpose copy-done".split())
+_MOVES = WHOLE.union(BARRIERS, ["slice", "dynamic-slice", "concatenate"])
+_MOVES |= frozenset(f"{kind}-done" for kind in _KINDS)
 _COPIES = frozenset(["copy", "copy-done"])
 _NARROW_FLOAT = re.compile(r"(bf|f)(16|8|4)")
 
@@ -46,7 +43,7 @@ def find(site: Site) -> Hint | None:
 
 
 def _widened(site: Site) -> _Narrower | None:
-    convert = site.made_by(_BACK)
+    convert = site.made_by(WHOLE)
     if convert.opcode != "convert":
         return None
     before, after = convert.operands[0].shape, convert.shape

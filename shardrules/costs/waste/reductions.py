@@ -7,7 +7,7 @@ import re
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import slices
-from shardrules.costs.waste.graph import Node, Use, is_constant, is_zero, made_by
+from shardrules.costs.waste.graph import WHOLE, Node, Use, is_constant, is_zero, made_by
 from shardrules.costs.waste.program import WITHIN_SHARDS, Hint, Site
 
 # -- a sum on each device -------------------------------------------------------------------------
@@ -98,7 +98,6 @@ def reduce_instead(site: Site) -> Hint | None:
 
 # -- two sums that are added ----------------------------------------------------------------------
 
-_COPIES = frozenset("bitcast reshape transpose copy".split())
 # The gradient of an embedding that is used twice: its rows are looked up, and it is multiplied by.
 _OF_AN_ARRAY = (
     "if both are the gradient of one array w, give each shard its own, "
@@ -146,14 +145,14 @@ def _added_to_another(site: Site) -> bool:
 
 def _addition(site: Site) -> Use | None:
     """Find the addition of two values that alone takes a result."""
-    uses = site.uses(_COPIES | {"all-reduce-done"})
+    uses = site.uses(WHOLE | {"all-reduce-done"})
     alone = len(uses) == 1 and uses[0].user.opcode == "add"
     return uses[0] if alone and len({*uses[0].user.operands}) == 2 else None
 
 
 def _made(site: Site, value: Node) -> Site | None:
     """Find the collective beside a site that made a value."""
-    made = made_by(value, _COPIES)
+    made = made_by(value, WHOLE)
     element = max(made.index, 0)
     made = made_by(made, {"get-tuple-element", "all-reduce-done"})
     parts = [] if made.fused else site.program.parts(made.instruction)

@@ -110,14 +110,19 @@ class Values:
             return tuple([self.with_state(v, state) for v in value])
         return self.join(value, state, self.states.refine)
 
-    def evened(self, value: Any) -> Any:
+    def mapped(self, value: Any, of: Callable[[int], int]) -> Any:
+        """Replace the states of a value; exact numbers and started operations keep theirs."""
         if type(value) is int:
-            return self.states.evened(value)
+            return of(value)
         if isinstance(value, Ranged):
-            return Ranged(tuple((s, self.states.evened(p)) for s, p in value.cuts))
+            return Ranged(tuple((stop, of(state)) for stop, state in value.cuts))
         if isinstance(value, tuple):
-            return tuple([self.evened(part) for part in value])
+            return tuple([self.mapped(part, of) for part in value])
         return value
+
+    def evened(self, value: Any) -> Any:
+        """Give a value that may be equal again, without a proof."""
+        return self.mapped(value, self.states.evened)
 
     def blocked(self, blocker: hs.Blocker | str, operands) -> int:
         blocker = hs.Blocker(blocker) if isinstance(blocker, str) else blocker

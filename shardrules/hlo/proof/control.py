@@ -89,13 +89,16 @@ class _Loop:
         """Evaluate a known number of iterations; None if that takes too long."""
         if not self.values.unwritten or trips < 2 or not isinstance(carry, tuple):
             return self._iterated(carry, trips)
-        filled = self._filled(carry, trips)
-        empty = list(self.values.unwritten)
+
+        def renamed(value: Any, names: dict[int, int]) -> Any:
+            return self.values.mapped(value, lambda state: names.get(state, state))
+
+        filled, empty = self._filled(carry, trips), list(self.values.unwritten)
         inside = {state: customcalls.empty_buffer(self.values, True) for state in empty}
-        carry = tuple([_renamed(c, inside) if k in filled else c for k, c in enumerate(carry)])
+        carry = tuple([renamed(c, inside if k in filled else {}) for k, c in enumerate(carry)])
         value = self._iterated(carry, trips)
         outside = {new: old for old, new in inside.items() if new != old}
-        return value if value is None else _renamed(value, outside)
+        return value if value is None else renamed(value, outside)
 
     def _filled(self, carry: tuple, trips: int) -> set[int]:
         """Find the buffers that a loop fills, by what its first two iterations write."""
@@ -206,16 +209,6 @@ def _unwritten_count(values: Values, value: Any, count: int) -> int:
         return 0
     starts = (0, *[stop for stop, _ in value.cuts])
     return sum(b - a for a, (b, s) in zip(starts, value.cuts) if s in values.unwritten)
-
-
-def _renamed(value: Any, names: dict[int, int]) -> Any:
-    if type(value) is int:
-        return names.get(value, value)
-    if isinstance(value, tuple):
-        return tuple([_renamed(v, names) for v in value])
-    if isinstance(value, Ranged):
-        return Ranged(tuple((stop, names.get(s, s)) for stop, s in value.cuts))
-    return value
 
 
 def _apart_as(values: Values, value: Any, out: Any) -> Any:

@@ -191,7 +191,6 @@ class Resolution(NamedTuple):
     support: hs.Support | None  # the evidence for the effects
     mesh: dict[str, int] | None  # the tag's mesh
     blocker: Any  # an hs.Blocker if effects is None or holds an unknown effect
-    uninitialised: bool = False  # the result is uninitialised memory
 
 
 class _Call:
@@ -294,8 +293,6 @@ def _ruled(call: _Call, registration: Registration, name: str) -> Resolution:
 
 
 def _by_table(call: _Call) -> Resolution | None:
-    if call.target in UNINITIALISED:
-        return Resolution((), None, None, None, uninitialised=True)
     own = call.target in OWN_TARGETS or call.target in JAXLIB.targets
     return call.local() if own or call.target.startswith(tuple(_OWN_PREFIXES)) else None
 

@@ -255,17 +255,14 @@ def _result(proof: Proof, instruction, channel: hc.Channel, operands, moved) -> 
     results = []
     for value in operands:
         if isinstance(value, Ranged) and kind in _PLACEWISE:
-            results.append(Ranged(tuple((stop, moved(part)) for stop, part in value.cuts)))
+            results.append(values.mapped(value, moved))
         else:
             results.append(moved(values.collapse(value)))
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _spread(proof: Proof, computation, instruction, operands) -> Any:
-    """Evaluate the start or done of a TPU collective spread over fusions; None for other calls."""
-    target = customcalls.target_of(instruction)
-    if target not in (customcalls.ASYNC_START, customcalls.ASYNC_DONE):
-        return None
+def _spread(proof: Proof, computation, instruction, operands, target: str) -> Any:
+    """Evaluate the start or done of a TPU collective spread over fusions; None if it is unclear."""
     inner = [
         (o, v)
         for o, v in zip(instruction.operands, operands)
@@ -290,9 +287,11 @@ def _spread(proof: Proof, computation, instruction, operands) -> Any:
 
 
 def _custom_call(proof: Proof, computation, position, instruction, operands, guard):
-    values = proof.values
-    if operands:
-        spread = _spread(proof, computation, instruction, operands)
+    values, target = proof.values, customcalls.target_of(instruction)
+    if target in customcalls.UNINITIALISED:
+        return customcalls.empty_buffer(values, False)
+    if target in (customcalls.ASYNC_START, customcalls.ASYNC_DONE):
+        spread = _spread(proof, computation, instruction, operands, target)
         if spread is not None:
             return spread
     where = (computation.name, position)
@@ -301,8 +300,6 @@ def _custom_call(proof: Proof, computation, position, instruction, operands, gua
         resolution = proof.opaque[where] = customcalls.resolve(
             proof.module, instruction, proof.registry
         )
-    if resolution.uninitialised:
-        return customcalls.empty_buffer(values, False)
     if resolution.effects is None:
         return values.blocked(resolution.blocker, operands)
     own = proof.reach.applied(instruction)

@@ -77,7 +77,7 @@ def test_an_asynchronous_call_is_followed(operand, expected):
 def chain(length):
     """Computations c0, which calls c1, and so on, to the one with the collective."""
     parts = [INSIDE]
-    for k in range(length):
+    for k in reversed(range(length)):
         callee = "inside" if k == length - 1 else f"c{k + 1}"
         parts.append(
             f"%c{k} (q{k}: f32[8]) -> f32[8] {{\n  %q{k} = f32[8] parameter(0)\n"

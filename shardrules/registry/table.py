@@ -78,6 +78,8 @@ class Registration:
 
 @dataclasses.dataclass(frozen=True)
 class Overlay:
+    """The declarations of one ``with rules(...)``."""
+
     entries: tuple[Registration, ...]
 
 

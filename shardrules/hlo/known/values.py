@@ -55,15 +55,9 @@ class Values:
             return value
         if isinstance(value, Exact):
             return value.state
-        state = 0
         if isinstance(value, Ranged):
-            for _, part in value.cuts:
-                state = self.states.refine(state, part)
-            return state
-        parts = value if isinstance(value, tuple) else (value.operand, value.result)
-        for part in parts:
-            state = self.states.refine(state, self.collapse(part))
-        return state
+            return self.merged([state for _, state in value.cuts])
+        return self.merged(value if isinstance(value, tuple) else (value.operand, value.result))
 
     def merged(self, values) -> int:
         state = 0
@@ -93,13 +87,10 @@ class Values:
                 self.join(a.operand, b.operand, combine), self.join(a.result, b.result, combine)
             )
         if isinstance(a, Ranged) or isinstance(b, Ranged):
-            whole = a if isinstance(a, Ranged) else b
-            partner = b if whole is a else a
-            if isinstance(partner, Ranged) and partner.cuts[-1][0] == whole.cuts[-1][0]:
-                return ranges.normal(ranges.zip_cuts(whole.cuts, partner.cuts, combine))
-            if not isinstance(partner, Ranged):
-                state = self.collapse(partner)
-                return Ranged(tuple((s, combine(p, state)) for s, p in whole.cuts))
+            count = (a if isinstance(a, Ranged) else b).cuts[-1][0]
+            left, right = self._cuts(a, count), self._cuts(b, count)
+            if left is not None and right is not None:
+                return ranges.normal(ranges.zip_cuts(left, right, combine))
         return combine(self.collapse(a), self.collapse(b))
 
     def with_state(self, value: Any, state: int) -> Any:

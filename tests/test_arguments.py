@@ -304,7 +304,7 @@ def test_the_test_can_fail():
         careless(None)
     assert not fails_well(caught.value)
     with pytest.raises(TypeError) as caught:
-        registry.registration.re.sub("a", "b", None)
+        registry.table.re.sub("a", "b", None)
     assert fails_well(errors.ArgumentError("size: count is a number, not None"))
 
 

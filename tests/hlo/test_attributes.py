@@ -78,6 +78,8 @@ def test_an_attribute_that_is_not_known_blocks_a_collective(attributes):
         '%y = f32[8] negate(%x), metadata={op_name="n"},/*red*/color=blue',
         '%y = f32[8] negate(%x), metadata={op_name="n"}, color/*red*/=blue',
         "%y = f32[8] call(%x), to_apply=%kept, color=blue",
+        "%y = f32[8] negate(f32[8] copy(%x)), color=blue",  # not the copy's
+        "%y = f32[8] add(f32[8] copy(%x), f32[8] negate(%x)), color=blue",
     ],
 )
 @pytest.mark.parametrize("known", [False, True])

@@ -60,6 +60,20 @@ def test_hints_for_a_loop_that_calls_twice():
     assert hint.kind == "repeated"
 
 
+def test_a_counter_behind_fusions_that_pass_it_on_twice():
+    """Each level doubled the way back from the counter to what computes it."""
+    passed = doubled("fusion", "kind=kLoop, calls").replace("f32[8]", "s32[]")
+    loop = LOOP.replace("(%next, %w)", "(%same, %used)").replace(
+        "  %w =", f"  %same = s32[] fusion(%next), kind=kLoop, calls=%f{DEPTH - 1}\n  %w ="
+    )
+    loop = loop.replace("fusion(%w), kind=kLoop, calls=%LAST", "copy(%w)")
+    text = T.module(
+        ENTRY, passed.replace("negate", "copy") + loop.replace("REDUCED", T.all_reduce("%used"))
+    )
+    (found,) = hlo.judge(text, mesh=T.MESH).verdicts
+    assert (found.verdict, found.collective.trip_count) == ("needed", None)
+
+
 def test_a_loop_whose_body_takes_nothing():
     text = T.module(ENTRY, LOOP.replace("LAST", "f0").replace("  REDUCED\n", ""))
     body = "%body () -> (s32[], f32[8]) {\n  ROOT %d = (s32[], f32[8]) after-all()\n}\n\n"

@@ -88,6 +88,8 @@ def test_ranges_that_differ_get_different_verdicts():
     assert judgement.verdicts[1].reason == (
         "not proven equal: parameter 1 (w) is sharded over data,model"
     )
+    long = T.module(body, pack).replace("[4:12]", f"[4:{10**20}]")  # a damaged text
+    assert rows(hlo.judge(long, mesh=T.MESH)) == rows(judgement)
     assert [o.varying for o in judgement.outputs] == [("data",), ("data",)]
 
 

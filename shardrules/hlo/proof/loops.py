@@ -26,6 +26,7 @@ class Run:
     each: int = 1  # runs if each loop of unknown count makes one trip
 
 
+_MAX_STEPS = 1000  # copies and fusions to follow from a number to what computes it
 # Opcodes that run each computation they name once; others may run it any number of times.
 _ONCE = frozenset("call call-start fusion fusion-start async-start conditional".split())
 
@@ -217,7 +218,7 @@ def _behind(
     module: hm.Module, computation: hm.Computation, position: int, around: Any = None
 ) -> _Place | None:
     """Follow a number back through copies and fusions; None if its bits get another meaning."""
-    while True:
+    for _ in range(_MAX_STEPS):  # fusions in fusions could take exponential time
         instruction = computation.instructions[position]
         if instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
             (position,) = instruction.operands[:1]
@@ -235,6 +236,7 @@ def _behind(
             position = fusion.operands[int(instruction.literal)]
         else:
             return computation, instruction, around
+    return None
 
 
 def _constant(place: _Place | None) -> int | None:

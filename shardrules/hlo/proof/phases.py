@@ -20,7 +20,7 @@ from shardrules.hlo.reader import module as hm
 
 _SAME = frozenset("bitcast reshape copy get-tuple-element".split())
 _FORMS = _SAME | frozenset("parameter slice transpose".split())
-_SLICE = re.compile(r"\{\[(\d+):(\d+)\]\}")
+_SLICE = re.compile(r"\{\[(\d{1,18}):(\d{1,18})\]\}")
 _NEAR = 64  # instructions to visit for a name
 
 # An instruction's name and bytes.

@@ -200,7 +200,9 @@ class _Reader:
         if not set(_KEY.findall(self.text, first)) - attributes.KNOWN:
             return strange
         own = (i for c in self.computations.values() for i in c.instructions)
-        instructions = sorted((i for i in own if i.text is self.text), key=lambda i: i.start)
+        # One that is written as an operand has none, but lies before those of its user.
+        having = (i for i in own if i.text is self.text and i.attributes_start < i.end)
+        instructions = sorted(having, key=lambda i: i.start)
         starts = [i.start for i in instructions]
         read, names = -1, {}
         for key in _KEY.finditer(self.text, first):

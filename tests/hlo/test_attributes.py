@@ -93,6 +93,15 @@ def test_an_attribute_that_is_not_known_blocks_what_follows(line, known):
     assert known or "has an unknown attribute, color" in verdict.reason
 
 
+@pytest.mark.parametrize("comment", ["/* , /*index=1*/", "/*, /*index=1*/", "// , /*index=1*/\n"])
+def test_a_comment_ends_where_one_that_looks_printed_does(comment):
+    """What follows it was hidden up to the end of the next comment."""
+    lines = [T.parameter("{replicated}"), T.parameter(T.BOTH, name="q", number=1)]
+    lines += [f"%y = f32[8] add(%x {comment}, %q /* */)", T.all_reduce("%y")]
+    (verdict,) = hlo.judge(T.module("\n".join(lines)), mesh=T.MESH).verdicts
+    assert verdict.verdict == "needed"
+
+
 LOOP = """%below (p: (s32[], f32[8], f32[8])) -> pred[] {
   %p = (s32[], f32[8], f32[8]) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0

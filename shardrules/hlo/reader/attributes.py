@@ -76,9 +76,10 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
 
 def blanked(text: str) -> str:
     """Replace comments by spaces, so that no offset changes."""
-    text = _PRINTED_COMMENT.sub(lambda match: ", " + " " * (len(match[0]) - 2), text)
-    if not _BEGINS_COMMENT.search(text):
-        return text
+    printed = _PRINTED_COMMENT.sub(lambda match: ", " + " " * (len(match[0]) - 2), text)
+    if not _BEGINS_COMMENT.search(printed):
+        return printed
+    # From the text as it was: what looks like a printed comment may end another one.
     return _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
 

@@ -87,3 +87,10 @@ def test_an_update_without_what_is_written():
     entry = f"""{T.parameter("{replicated}")}\n%u = f32[8]{{0:S(5)}} dynamic-update-slice(%x)"""
     (moved,) = transfers.read(hlo.parse(T.module(entry)))
     assert moved.bytes == 32
+
+
+def test_an_array_of_more_dimensions_than_numpy_has():
+    ones = ",".join(["1"] * 70)
+    entry = f"%c = s32[{ones}] constant(5)\n%i = s32[{ones}] iota(), iota_dimension=0\n"
+    (output,) = hlo.judge(T.module(f"{entry}%s = s32[{ones}] add(%c, %i)")).outputs
+    assert output.equal

@@ -28,6 +28,8 @@ def dtype(shape: Shape):
     """Give the numpy type of an integer or boolean array; None for any other shape."""
     if shape.elements is not None or shape.dynamic or shape.element_type not in _TYPES:
         return None
+    if len(shape.dimensions) >= 32:  # with the devices', more than numpy 1 takes
+        return None
     return _TYPES[shape.element_type]
 
 

@@ -48,15 +48,15 @@ class Primitives(dict[Any, "str | None"]):
 
     def __init__(self, kind: Any):
         self._kind = kind
-        self._unread = list(FAMILIES)
+        self._read: set[str] = set()
 
     def __missing__(self, primitive: Any) -> str | None:
         # Who holds a primitive has imported its module.
-        for name in [name for name in self._unread if name in sys.modules]:
-            self._unread.remove(name)
+        for name in [n for n in FAMILIES if n in sys.modules and n not in self._read]:
             for value in list(vars(sys.modules[name]).values()):
                 if isinstance(value, self._kind):
                     self.setdefault(value, f"{FAMILIES[name]}:{value.name}")
+            self._read.add(name)  # not before: another thread may miss one meanwhile
         return self.get(primitive)
 
 

@@ -167,11 +167,7 @@ def _is_remote(walk: Walk, device: Any) -> bool:
     # JAX (0.10.2 and 0.12.0.1) reads an axis name as one of the device mesh if that has it, even
     # if the grid or the cores' mesh has an axis of that name too.
     if isinstance(device, dict):
-        import jax
-
-        current = getattr(jax.sharding, "get_abstract_mesh", None)  # from JAX 0.5
-        device_axes = () if current is None else current().axis_names
-        return not set(device) <= walk.core_axes.difference(device_axes)
+        return not set(device) <= walk.core_axes - walk.device_axes
     return device is not None
 
 

@@ -61,13 +61,17 @@ _CACHE: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Audit]]] = weakref.W
 
 
 def _audit(jaxpr: Any, mapping: Any, refs_count: int, axes: tuple[str, ...]) -> Audit:
+    import jax
+
     kept = _CACHE.setdefault(jaxpr, {})
-    key = refs_count, axes, id(mapping)
+    current = getattr(jax.sharding, "get_abstract_mesh", None)  # from JAX 0.5
+    device_axes = frozenset(() if current is None else current().axis_names)
+    key = refs_count, axes, device_axes, id(mapping)
     if key not in kept:
         place = kernel_name({"jaxpr": jaxpr})[1] or "unknown place"
         grid_axes = getattr(mapping, "grid_names", None) or ()
         local_axes = frozenset((*axes, *grid_axes))
-        walk = Walk(internals.load(), ACTIONS, place, frozenset(axes), local_axes)
+        walk = Walk(internals.load(), ACTIONS, place, frozenset(axes), local_axes, device_axes)
         blockers = walk.blockers
         try:
             reasons = list(_reasons(walk, jaxpr, mapping, refs_count))

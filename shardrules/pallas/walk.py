@@ -54,6 +54,7 @@ class Walk:
     kernel_place: str  # ``file:line`` of its function
     core_axes: frozenset[str]  # of the cores or threads that it runs on
     local_axes: frozenset[str]  # these and the grid's, which are no axes of the device mesh
+    device_axes: frozenset[str]  # of the mesh of devices that is traced for
     blockers: list[Blocker] = dataclasses.field(default_factory=list)
     seeded: bool = False  # whether a seed was set on every path to the current equation
     jaxpr: Any = None  # the one that the current equation is in

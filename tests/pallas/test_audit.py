@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib
 import re
+import sys
 import weakref
 
 import jax
@@ -324,6 +325,39 @@ def test_an_axis_of_the_devices_is_theirs_whatever_the_cores_call_theirs(cpu_mes
     placed(k.on_cores(k.signal_along_cores, lambda: k.TENSORCORES("core"), k.REGULAR))
     with pytest.raises(errors.UnknownKernelError, match=k.SIGNALS):
         placed(k.on_cores(k.signal_along_data, lambda: k.TENSORCORES("data"), k.REGULAR))
+
+
+def test_an_audit_for_one_mesh_of_devices_is_none_for_another(cpu_mesh, hooks):
+    """The same jaxpr: only inside of the shard_map have devices an axis called like the cores'."""
+    run = k.on_cores(k.signal_along_data, lambda: k.TENSORCORES("data"), k.REGULAR)
+    jaxpr = jax.make_jaxpr(run)()
+    (eqn,) = kernels_in(jaxpr.jaxpr)
+    assert pallas.prove(eqn.primitive.name, eqn.params, len(eqn.invars)).proven
+    run = jax.shard_map(
+        jax.extend.core.jaxpr_as_fun(jaxpr), mesh=cpu_mesh, in_specs=(), out_specs=[P()]
+    )
+    with pytest.raises(errors.UnknownKernelError, match=k.SIGNALS):
+        jax.eval_shape(run)
+
+
+def test_threads_that_read_the_same_module_find_its_primitives(monkeypatch):
+    """One that comes while another reads the module does not take it as read."""
+    primitives = audit_names.Primitives(jax.extend.core.Primitive)
+    found = []
+
+    class Module:
+        @property
+        def __dict__(self):
+            if not found:
+                found.append(None)
+                found.append(primitives[jax.lax.sin_p])  # as another thread would
+            return {"sin_p": jax.lax.sin_p}
+
+    name = "jax._src.lax.lax"
+    monkeypatch.setattr(audit_names, "FAMILIES", {name: "jax"})
+    monkeypatch.setitem(sys.modules, name, Module())
+    assert primitives[jax.lax.sin_p] == "jax:sin"
+    assert found == [None, "jax:sin"]
 
 
 def test_only_kernels_are_audited():

@@ -45,6 +45,9 @@ def semaphore_dtype(aval: Any) -> str:
     return name if "sem" in name or "barrier" in name else ""
 
 
+_MOST_EQUATIONS = 200_000  # bounds the work, since nested jaxprs are read at each use
+
+
 @dataclasses.dataclass
 class Walk:
     """The walk over one kernel."""
@@ -58,6 +61,7 @@ class Walk:
     blockers: list[Blocker] = dataclasses.field(default_factory=list)
     seeded: bool = False  # whether a seed was set on every path to the current equation
     jaxpr: Any = None  # the one that the current equation is in
+    count: int = 0  # equations so far
 
     def block(self, eqn: Any, reason: str, communicates: bool = False, axes=()) -> None:
         place = self.door.source_line(eqn.source_info, of_libraries=True) or self.kernel_place
@@ -67,6 +71,9 @@ class Walk:
         """Walk over a jaxpr, and over those inside of it at each use."""
         outer, self.jaxpr = self.jaxpr, opened(jaxpr)
         primitives = self.door.primitives
+        self.count += len(self.jaxpr.eqns)
+        if self.count > _MOST_EQUATIONS:
+            raise ValueError(f"more than {_MOST_EQUATIONS} equations, nested ones at each use")
         for eqn in self.jaxpr.eqns:
             name = primitives[eqn.primitive]
             if name in PURE:

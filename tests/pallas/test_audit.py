@@ -360,6 +360,13 @@ def test_threads_that_read_the_same_module_find_its_primitives(monkeypatch):
     assert found == [None, "jax:sin"]
 
 
+def test_the_work_is_bounded(monkeypatch):
+    """Jits of which each calls the one below twice would take exponential time."""
+    monkeypatch.setattr(walk, "_MOST_EQUATIONS", 3)
+    (blocker,) = audited(k.call(k.nested)).blockers
+    assert "more than 3 equations, nested ones at each use" in blocker.reason
+
+
 def test_only_kernels_are_audited():
     assert pallas.prove("scan", {}, 0) is None
 

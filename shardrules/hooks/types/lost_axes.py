@@ -7,6 +7,7 @@ The law for JAX's own: what they return varies at least as all that they take. T
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,14 +34,28 @@ class LostAxesHooks(Hooks):
 
     def install(self, patches: Patches) -> None:
         shard_map = self.door.shard_map_p
-        if shard_map is not None:
+        if shard_map is None:
+            return
+        original, hooks = type(shard_map).bind_with_trace, self
+
+        def bind_with_trace(self, trace, args, params):
+            results = original(self, trace, args, params)
+            with hooks.door.set_current_trace(trace):
+                return hooks._retyped(results, args, params)
+
+        if "avals" in inspect.signature(original).parameters:  # from JAX 0.9
             bind = functools.partial(self._bind_shard_map, shard_map.bind)
             patches.attribute(shard_map, "bind", bind)
+        else:  # a cond's linearized branch passes residuals on, which only this method returns
+            patches.attribute(type(shard_map), "bind_with_trace", bind_with_trace)
 
     def _bind_shard_map(self, bind, *args, **params):
+        return self._retyped(bind(*args, **params), args, params)
+
+    def _retyped(self, outputs, args, params):
         """Let an unchecked inner shard_map's results vary as its operands do."""
         # JAX (0.6.2 to 0.12) drops the types of the outer shard_map there.
-        door, outputs = self.door, bind(*args, **params)
+        door = self.door
         if params.get("check_vma", True) or not self.acts:
             return outputs
         operands = args if "subfuns" in params else args[1:]  # to JAX 0.8 after the function

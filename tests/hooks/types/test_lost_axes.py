@@ -176,6 +176,28 @@ def test_no_gradient_goes_through_an_unchecked_shard_map_inside_of_a_checked_one
     np.testing.assert_allclose(gradient(False), want, rtol=1e-5)
 
 
+def test_residuals_of_an_unchecked_shard_map_in_a_branch_vary_as_what_it_takes(hooks):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+
+    def inner(x):
+        return jax.shard_map(
+            lambda y: jnp.sin(y) * 2,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=P("b"),
+            out_specs=P("b"),
+            axis_names={"b"},
+            check_vma=False,
+        )(x)
+
+    def body(x):
+        return jax.lax.cond(x.sum() > 0, inner, lambda x: x, x)
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+    x = jnp.arange(4.0) + 1
+    tangent = jax.linearize(jax.jit(f), x)[1](x)
+    np.testing.assert_allclose(tangent, 2 * np.cos(x) * x, rtol=1e-5)
+
+
 def test_types_of_an_unchecked_shard_map_inside_of_an_unchecked_one_stay(cpu_mesh, hooks):
     f = one_inside_of_another(cpu_mesh, outer=False)(P("data"))
     text = str(jax.make_jaxpr(f)(X.reshape(16, 1), W))

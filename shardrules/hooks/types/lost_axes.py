@@ -38,10 +38,10 @@ class LostAxesHooks(Hooks):
             return
         original, hooks = type(shard_map).bind_with_trace, self
 
-        def bind_with_trace(self, trace, args, params):
-            results = original(self, trace, args, params)
+        def bind_with_trace(self, trace, fun_and_args, params):
+            results = original(self, trace, fun_and_args, params)
             with hooks.door.set_current_trace(trace):
-                return hooks._retyped(results, args, params)
+                return hooks._retyped(results, fun_and_args, params)
 
         if "avals" in inspect.signature(original).parameters:  # from JAX 0.9
             bind = functools.partial(self._bind_shard_map, shard_map.bind)

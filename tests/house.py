@@ -33,8 +33,11 @@ ARROWS = {
     "hooks.sets": set(
         "door errors registry hooks.notes hooks.state hooks.types hooks.cotangents".split()
     ),
-    "hooks.retrace": {"door"},
-    "hooks.unchecked": set("door hooks.notes hooks.state hooks.retrace".split()),
+    "hooks.python_state": set(),
+    "hooks.retrace": {"door", "hooks.python_state"},
+    "hooks.unchecked": set(
+        "door hooks.notes hooks.state hooks.cotangents hooks.retrace hooks.python_state".split()
+    ),
     "hooks.selftest": set("door registry hooks.retrace hooks.state".split()),
     "hooks.order": set(
         "hooks.state hooks.types hooks.retyping hooks.cotangents hooks.casts hooks.sets "

@@ -6,6 +6,7 @@ The lists hold every name that a primitive has had from JAX 0.4.28 to 0.12.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -42,6 +43,9 @@ CALLS = {
     "core_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
 }
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def only_touches_refs(jaxpr: Any) -> bool:
@@ -174,6 +178,17 @@ def transposed_sums(jaxpr: Any) -> Iterator[tuple[int, frozenset[str]]]:
         for atom in eqn.invars if eqn.primitive.name in SUMS else ():
             size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
             yield size_bytes * runs, named_axes(eqn.params)
+
+
+def program_text(closed: Any) -> str:
+    """Return a program's text without addresses, with the kernels that it calls."""
+    return _ADDRESS.sub("", "\n".join([str(closed), *_kernel_texts(opened(closed))]))
+
+
+def _kernel_texts(jaxpr: Any) -> Iterator[str]:
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name in KERNELS:
+            yield from map(str, eqn.params.values())
 
 
 def kernel_name(params: dict[str, Any]) -> tuple[str, str]:

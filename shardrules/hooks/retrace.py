@@ -1,7 +1,7 @@
 """What is seen of a shard_map by tracing it once more: its sums, and what refuses it.
 
-Nothing that the program sees comes of it: what a body prints is dropped, and what it draws is drawn
-again.
+The program sees nothing of it: what a body prints is dropped, and the Python state that it changes
+is put back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, equations, inner_jaxprs, name_of, opened
+from shardrules.hooks.python_state import Kept
 
 
 class Output(NamedTuple):
@@ -35,6 +36,10 @@ class Sum(NamedTuple):
     runs: int | None  # for the loops around it; None where a while_loop is one of them
 
 
+class Unseeable(Exception):
+    """A body that can't be traced to look at it: the program would see it."""
+
+
 class _Elsewhere:
     """A stream that drops what one thread writes."""
 
@@ -50,72 +55,108 @@ class _Elsewhere:
 
 
 @contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """Drop what this thread prints, and restore Python's and NumPy's generators afterwards."""
-    # Not the generators where other threads run: they would draw the same numbers twice.
-    import random
-
-    import numpy as np
-
-    python, numpy, alone = random.getstate(), np.random.get_state(), _alone()
+def unseen(kept: Kept) -> Iterator[None]:
+    """Drop what this thread prints, and put back the Python state that is changed inside."""
     out: Any = _Elsewhere(sys.stdout)
     err: Any = _Elsewhere(sys.stderr)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
     finally:
-        if alone and _alone():
-            random.setstate(python)
-            np.random.set_state(numpy)
+        kept.put_back()
 
 
-def _alone() -> bool:
-    # A thread that Python didn't start is listed once it has asked for its name (a callback that
-    # logs, in a thread of XLA's); to Python 3.11 it stays listed.
-    dummy: Any = getattr(threading, "_DummyThread", ())
-    here = threading.current_thread()
-    return all(isinstance(thread, dummy) or thread is here for thread in threading.enumerate())
+def floats(args: tuple) -> tuple[int, ...]:
+    """Return the positions of the leaves that are of a float type."""
+    import jax
+
+    return tuple(n for n, leaf in enumerate(jax.tree_util.tree_leaves(args)) if _is_float(leaf))
 
 
-def _of_some(
-    function: Callable[..., Any], values: Sequence[Any], numbers: Sequence[int]
-) -> Callable[..., Any]:
-    """Return a function of some of the values, which passes on the others as they are."""
+def _is_float(x: Any) -> bool:
+    import jax
+    import numpy as np
 
-    def of_some(*some: Any) -> Any:
-        given = list(values)
-        for n, value in zip(numbers, some):
-            given[n] = value
-        return function(*given)
-
-    return of_some
+    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+    return is_array and bool(jax.numpy.issubdtype(x.dtype, np.inexact))
 
 
-def traced(f: Any, args: tuple, derivative: bool) -> Any:
-    """Trace a function, or it and its derivative by all arguments of a float type."""
+def traced(f: Any, args: tuple, chosen: Sequence[int] = (), order: int = 0) -> Any:
+    """Trace a function, or it and its derivatives, up to some order, by the chosen leaves."""
     import jax
     import numpy as np
 
     leaves, tree = jax.tree_util.tree_flatten(args)
     numbers = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
     arrays = [leaves[n] for n in numbers]
-    called = _of_some(lambda *xs: f(*jax.tree_util.tree_unflatten(tree, xs)), leaves, numbers)
 
-    def is_float(x: Any) -> bool:
-        return jax.numpy.issubdtype(x.dtype, np.inexact)
-
-    def differentiated(*values: Any) -> Any:
-        chosen = [n for n, value in enumerate(values) if is_float(value)]
-        of_floats = _of_some(called, values, chosen)
-        out, backward = jax.vjp(of_floats, *(values[n] for n in chosen))
-        return out, backward(jax.tree_util.tree_map(cotangent, out))
+    def called(*values: Any) -> Any:
+        given = list(leaves)
+        for n, value in zip(numbers, values):
+            given[n] = value
+        return f(*jax.tree_util.tree_unflatten(tree, given))
 
     def cotangent(x: Any) -> Any:
-        return jax.numpy.ones_like(x) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+        return jax.numpy.ones_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
 
-    if derivative and not any(map(is_float, arrays)):
+    def differentiated(function: Any) -> Any:
+        def run(*some: Any) -> Any:
+            out, backward = jax.vjp(function, *some)
+            return out, backward(jax.tree_util.tree_map(cotangent, out))
+
+        return run
+
+    def run(*values: Any) -> Any:
+        by = [numbers.index(n) for n in chosen]
+
+        def of_some(*some: Any) -> Any:
+            given = list(values)
+            for n, value in zip(by, some):
+                given[n] = value
+            return called(*given)
+
+        function = of_some
+        for _ in range(order):
+            function = differentiated(function)
+        return function(*(values[n] for n in by))
+
+    if order and not chosen:
         raise TypeError("no argument is of a float type")
-    return jax.make_jaxpr(differentiated if derivative else called)(*arrays)
+    return jax.make_jaxpr(run)(*arrays)
+
+
+class Derivative(NamedTuple):
+    """A derivative of a call, as it was traced."""
+
+    chosen: tuple[int, ...]  # the leaves of the arguments by which it is
+    order: int
+    closed: Any
+
+
+def derivatives(
+    f: Any, args: tuple, has_rules: Callable[[Any], bool], put_back: Callable[[], None]
+) -> tuple[list[Derivative], str]:
+    """Trace the derivative by all floats, or else by each; the second if custom rules are left.
+
+    Also says why it isn't the one by all of them.
+    """
+    why = ""
+
+    def attempt(chosen: tuple[int, ...]) -> list[Derivative]:
+        nonlocal why
+        made: list[Derivative] = []
+        try:
+            while len(made) < 2 and (not made or has_rules(made[-1].closed)):
+                order = len(made) + 1
+                made.append(Derivative(chosen, order, traced(f, args, chosen, order)))
+                put_back()
+        except Exception as error:  # an integer loop, an effect: what JAX can't transpose
+            put_back()
+            why = why or ("" if made else first_line(error))
+        return made
+
+    every = floats(args)
+    return attempt(every) or [d for n in every if len(every) > 1 for d in attempt((n,))], why
 
 
 def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterator[Sum]:

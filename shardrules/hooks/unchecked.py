@@ -1,8 +1,9 @@
 """shard_maps whose check is off: compare them with the check on, and switch it on where equal.
 
 ``install(unchecked="check")`` decides once for each site and program. At the call, it traces the
-program with the check off and on, forward and with its derivative; it compiles and runs nothing.
-The body's Python runs again for these traces, and its prints are dropped.
+program with the check off and on, forward and with its derivatives; it compiles and runs nothing.
+The body's Python runs again for these traces: its prints are dropped, and what it changes is put
+back.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from shardrules.door import places
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import equations, is_inexact, is_transposed, opened
+from shardrules.door.jaxprs import equations, is_inexact, is_transposed, opened, program_text
 from shardrules.door.patching import Patches
 from shardrules.hooks import retrace
 from shardrules.hooks.notes import Notes
+from shardrules.hooks.python_state import Kept
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 
 _CHECKS = ("check_vma", "check_rep")
@@ -177,6 +178,7 @@ class _Unchecked:
         self.off = off
         self.on = on
         self.asked = asked
+        self.body = next(iter(asked.values()))
         self.watched: set[str] = set()
 
     def __call__(self, *args: Any) -> Any:
@@ -244,15 +246,16 @@ class _Unchecked:
 
     def _decide(self, args: tuple, scope: Scope) -> UncheckedSite:
         try:
-            with retrace.unseen(), self._enter(scope, "off", notes=None):
-                program = _fingerprint(self.door, retrace.traced(self.off, args, False))
+            if (kept := Kept(self.body)).why:
+                raise retrace.Unseeable(kept.why)
+            off = self._trace_off(args, kept)
             # The key holds all that the decision depends on; derivatives around the call don't.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
-            key = self.site, program, plain, self.state.registry.version
+            key = self.site, off.fingerprint(), plain, self.state.registry.version
             if key in self.hooks.decisions:
                 return self._note(key, self.hooks.decisions[key])
             kind = _kind(args)
-            call, *inner = self.look(args, kind, scope.casts)
+            call, *inner = self._compare(args, kind, scope.casts, off, kept)
         except Exception as error:  # the program's own error comes from the call as written
             why = f"it can't be looked at: {retrace.first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
@@ -271,18 +274,63 @@ class _Unchecked:
 
     def look(self, args: tuple, kind: str, casts: str) -> list[Call]:
         """Trace a call and its derivative with the check off and on; inner calls come after it."""
-        undifferentiated, scope = "", self.state.scope
-        with retrace.unseen():
-            with self._enter(scope, "off", notes=None):
-                called = retrace.traced(self.off, args, False)
-                try:
-                    before = tuple(retrace.sums(retrace.traced(self.off, args, True)))
-                except Exception as error:  # an integer loop, an effect: what JAX can't transpose
-                    before = tuple(retrace.sums(called))
-                    undifferentiated = retrace.first_line(error)
-            on = forward = self._trace_on(args, False, casts)
-            if forward.error is None and not undifferentiated:
-                on = self._trace_on(args, True, casts)
+        if (kept := Kept(self.body)).why:
+            raise retrace.Unseeable(kept.why)
+        return self._compare(args, kind, casts, self._trace_off(args, kept), kept)
+
+    def _looking(self, unchecked: str, **changes: Any) -> contextlib.AbstractContextManager:
+        """Enter the scope of a trace that is made to look: what is around the call is left out."""
+        # What is differentiated around it, and which bwd or transposition runs, decide nothing.
+        stack = contextlib.ExitStack()
+        stack.enter_context(
+            self._enter(self.state.scope, unchecked, derivatives_count=0, **changes)
+        )
+        stack.enter_context(
+            self.state.locally(
+                transposing=False,
+                bwds=None,
+                summed=None,
+                shares_differ=None,
+                primals_over=(frozenset(), frozenset()),
+                widened=frozenset(),
+            )
+        )
+        return stack
+
+    def _trace_off(self, args: tuple, kept: Kept) -> _Off:
+        with retrace.unseen(kept), self._looking("off", notes=None):
+            called = retrace.traced(self.off, args)
+            kept.put_back()
+            return _Off(
+                called, *retrace.derivatives(self.off, args, self._has_rules, kept.put_back)
+            )
+
+    def _has_rules(self, closed: Any) -> bool:
+        """Whether a program holds custom rules, by which its derivative is taken."""
+        from shardrules.hooks.cotangents.steps import has_rule  # it imports jax
+
+        return any(has_rule(self.door, eqn) for eqn in equations(opened(closed)))
+
+    def _compare(self, args: tuple, kind: str, casts: str, off: _Off, kept: Kept) -> list[Call]:
+        called, undifferentiated = off.called, off.undifferentiated
+        first = next((d.closed for d in off.derivatives), None)
+        before = tuple(retrace.sums(called if undifferentiated else first))
+        bwds: set[str] = set()
+        doubts: list[str] = []
+        with retrace.unseen(kept):
+            on = forward = self._trace_on(args, None, casts)
+            kept.put_back()
+            for derivative in off.derivatives if forward.error is None else ():
+                then = self._trace_on(args, derivative, casts)
+                kept.put_back()
+                doubts += then.notes.doubts
+                if derivative.order == 1 and not undifferentiated or then.error is not None:
+                    on = then
+                if then.error is not None:
+                    break
+                if derivative.order > 1 and self._has_rules(then.closed) and then.notes.bwds - bwds:
+                    doubts.append("its derivatives of order 3 are taken by rules of their own")
+                bwds |= then.notes.bwds
         culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
 
@@ -305,7 +353,7 @@ class _Unchecked:
             after=None if on.closed is None else tuple(retrace.sums(on.closed)),
             declared=tuple(dict.fromkeys(on.notes.declared)),
             annotations=tuple(dict.fromkeys(on.notes.annotations)),
-            doubts=(*self._doubts(called, forward.closed), *dict.fromkeys(on.notes.doubts)),
+            doubts=(*self._doubts(called, forward.closed), *dict.fromkeys(doubts)),
             **refused(self.site),
         )
         inner = [
@@ -337,25 +385,38 @@ class _Unchecked:
         if on is not None and retrace.computed(off) != retrace.computed(on):
             yield "its body computes something else with the check on"
 
-    def _trace_on(self, args: tuple, derivative: bool, casts: str) -> _On:
+    def _trace_on(self, args: tuple, derivative: retrace.Derivative | None, casts: str) -> _On:
         """Trace with the check on and the hooks acting; record the error if it fails."""
         notes, closed, failed = Notes(), None, None
         met: list[Site] = []
         gradients: list[None] = []
         with (
-            self._enter(
-                self.state.scope, "on", active=True, policy=COLLECT, notes=notes, casts=casts
-            ),
+            self._looking("on", active=True, policy=COLLECT, notes=notes, casts=casts),
             self.state.locally(met=met, blamed=[]),
             self.state.recording_gradients(gradients),
         ):
             try:
-                closed = retrace.traced(self.on(), args, derivative)
+                some = () if derivative is None else derivative[:2]
+                closed = retrace.traced(self.on(), args, *some)
             except Exception as error:  # it becomes the reason why the check stays off
                 failed = error
             blamed = self.state.here.blamed
         culprit = next((site for error, site in blamed if error is failed), None)
         return _On(closed, notes, bool(gradients), failed, culprit, met)
+
+
+class _Off(NamedTuple):
+    """A call as it was traced with the check off."""
+
+    called: Any
+    derivatives: list[retrace.Derivative]
+    undifferentiated: str
+
+    def fingerprint(self) -> str:
+        """Return a digest of the program and of its derivatives, which hold what bwds compute."""
+        programs = [self.called, *(derivative.closed for derivative in self.derivatives)]
+        text = "\n".join(map(program_text, programs))
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _On(NamedTuple):
@@ -400,12 +461,3 @@ def _kind(args: tuple) -> str:
         for x in leaves
     ]
     return f"{tree} {' '.join(kinds)}"
-
-
-def _fingerprint(door: Door, closed: Any) -> str:
-    """Return a digest of a program and of the functions that its custom_vjps call later."""
-    parts = [str(closed)]
-    for eqn in equations(opened(closed)):
-        for value in eqn.params.values() if "custom_" in eqn.primitive.name else ():
-            parts += [door.function_place(value), str(getattr(value, "transforms", ""))]
-    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", "\n".join(parts)).encode()).hexdigest()

@@ -21,9 +21,9 @@ import jax
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
-from shardrules.hooks.cotangents.linearity import linear_in, strings
+from shardrules.hooks.cotangents.linearity import strings
+from shardrules.hooks.cotangents.steps import precision, rounded_to, why_not_linear
 from shardrules.hooks.notes import PlacedCast
-from shardrules.hooks.retyping.retyping import transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 
 # The primitives that return their operand with another type: the cast to varying, and the mark.
@@ -61,8 +61,7 @@ class Value:
     def precision(self) -> tuple[int, int]:
         if not is_inexact(self.aval):  # float0
             return 0, 0
-        kind = jax.numpy.finfo(self.aval.dtype)
-        return kind.nmant, kind.nexp
+        return precision(self.aval.dtype)
 
 
 @dataclasses.dataclass(eq=False)
@@ -295,9 +294,8 @@ class Graph:
         types = [*map(self._axes, eqn.invars), *(value.varying for value in outputs)]
         differing = NONE.union(*(joined ^ axes for axes in types))
         if (
-            (_holds_functions(eqn) and not self._solves(eqn))
-            or not transposed_by_jax(eqn.primitive)
-            or self.opaque(eqn)
+            why_not_linear(self.door, eqn, self.opaque)
+            or rounded_to(eqn)
             or not (named or not differing and (has_refs or not eqn.effects))
         ):
             step.fixed = None
@@ -383,21 +381,6 @@ class Graph:
                 return f"the bwd {self.door.function_name(bwd)!r} (at {place}) {does}"
         return ""
 
-    def _solves(self, eqn: Any) -> bool:
-        """Whether it is a linear solve by functions that are linear on each device."""
-        # An iterative solver (cg) is not linear: it would solve each device's share to a tolerance
-        # of its own, also where the shares cancel.
-        if name_of(eqn) != "custom_linear_solve":
-            return False
-        jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
-        return all(
-            jaxpr is not None and linear_in(opened(jaxpr), opened(jaxpr).invars[count:]) == NONE
-            for jaxpr, count in (
-                (jaxprs.solve, counts.solve),
-                (jaxprs.transpose_solve, counts.transpose_solve),
-            )
-        )
-
     def _take_residuals(self, eqn: Any, where: Where, step: Step) -> None:
         runs = next((value.runs for value in (*step.inputs, *step.outputs)), 1)
         for atom in eqn.invars:
@@ -444,14 +427,3 @@ def _linear_outputs(
         if takes or any(map(is_ref, eqn.outvars)):
             reached.update(eqn.outvars)
     return [not hasattr(atom, "val") and atom in reached for atom in jaxpr.outvars]
-
-
-def _holds_functions(eqn: Any) -> bool:
-    """Whether an equation calls functions that the graph can't see into."""
-    if eqn.primitive.name.startswith("scatter"):  # its function only adds or replaces
-        return False
-    return any(
-        opened(item) is not None or (callable(item) and not isinstance(item, type))
-        for value in eqn.params.values()
-        for item in (value if isinstance(value, (tuple, list)) else (value,))
-    )

@@ -36,6 +36,7 @@ from shardrules.hooks.casts.linear import (
 )
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.linearity import linear_in, sums_of_others
+from shardrules.hooks.cotangents.steps import Shares, rounds
 from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK
@@ -66,7 +67,8 @@ class CastHooks(Hooks):
             return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
         cotangents = rest[0] if rest else next(iter(kwargs.values()))
         # Programs that are transposed inside are part of this one: their casts are placed here.
-        with self.state.locally(transposing=True, bwds={}):
+        differing = self._note_doubts(jaxpr, [*consts, *primals_in])
+        with self.state.locally(transposing=True, bwds={}, shares_differ=differing):
             placed = self._placed(jaxpr, [*consts, *primals_in], cotangents, asked)
             if not asked:
                 placed = jaxpr
@@ -102,20 +104,33 @@ class CastHooks(Hooks):
             eqn.primitive.name == MARK for eqn in jaxpr.eqns
         )
 
-    def _placed(self, jaxpr: Any, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
-        """Return the program with its casts placed, or unchanged if that saves too little."""
+    def _linear(self, jaxpr: Any, values: Sequence[Any]) -> list[bool]:
+        """Return whether each input is a tangent."""
         tangents = tuple(filter(None, (self.door.UndefinedPrimal, self.door.GradAccum)))
         # In JAX 0.12 and older, constants are the first inputs.
-        linear = [isinstance(x, tangents) for x in values[len(jaxpr.constvars) :]]
+        return [isinstance(x, tangents) for x in values[len(jaxpr.constvars) :]]
+
+    def _is_opaque(self, eqn: Any) -> bool:
+        return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
+
+    def _note_doubts(self, jaxpr: Any, values: Sequence[Any]) -> Axes | None:
+        """Note why gradients may be others than with the check off, where that is asked."""
+        notes = self.state.scope.notes
+        if notes is None or self.state.scope.unchecked != "on":
+            return None
+        shares = Shares(self.door, self._is_opaque, jaxpr, self._linear(jaxpr, values))
+        notes.doubts += shares.doubts()
+        return shares.differing
+
+    def _placed(self, jaxpr: Any, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
+        """Return the program with its casts placed, or unchanged if that saves too little."""
+        linear = self._linear(jaxpr, values)
         wanted = [not isinstance(ct, self.door.Zero) for ct in cotangents]
         again = self.state.scope.derivatives_count > 0
         function, before_bytes = "", 0
 
-        def is_opaque(eqn: Any) -> bool:
-            return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
-
         def make() -> Graph:
-            return Graph(self.door, jaxpr, linear, wanted, is_opaque, again)
+            return Graph(self.door, jaxpr, linear, wanted, self._is_opaque, again)
 
         def settled() -> Graph:
             graph = make()
@@ -236,7 +251,10 @@ class _TracedBwd:
         self.summed: dict[int, Axes] = dict(recorded)  # the axes of the hooks' sum of each result
         # From JAX 0.11 closed-over values come first.
         self.cotangents = self.jaxpr.invars[len(self.jaxpr.invars) - len(eqn.outvars) :]
-        self.linear_in = linear_in(self.jaxpr, self.cotangents)  # the axes over which it sums
+        # The axes over which it sums; None if it is not linear, or rounds.
+        self.linear_in = linear_in(self.jaxpr, self.cotangents)
+        if rounds(self.jaxpr, self.cotangents):
+            self.linear_in = None
 
 
 def _saves_little(before: Cost, least: int, off: Cost) -> bool:

@@ -15,7 +15,15 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import CASTS, SUMS, equations, inner_jaxprs, is_inexact, named_axes
+from shardrules.door.jaxprs import (
+    CASTS,
+    SUMS,
+    equations,
+    inner_jaxprs,
+    is_inexact,
+    named_axes,
+    program_text,
+)
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.linearity import linear_in
 from shardrules.hooks.cotangents.origins import (
@@ -27,6 +35,7 @@ from shardrules.hooks.cotangents.origins import (
     size_of,
 )
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
+from shardrules.hooks.cotangents.steps import rounds
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
 from shardrules.hooks.state import COLLECT
 from shardrules.registry.axistypes import AxisType, Effect, show_axes
@@ -114,6 +123,7 @@ class Bwd:
             len(jaxpr.outvars) != 1
             or len(inputs) != len(jaxpr.constvars) + len(jaxpr.invars)
             or linear_in(after, results) != frozenset()
+            or rounds(after, results)
         ):
             return None
 
@@ -341,18 +351,23 @@ class Bwd:
                 return f"the forward of the bwd {name!r} makes results equal over {axis!r}"
             elif next(self._communicates(self._trace.jaxpr, frozenset({axis})), None):
                 return f"the bwd {name!r} communicates over {axis!r}"
+            elif self.parts.perturbed:
+                return f"the bwd {name!r} may depend on what is differentiated (symbolic_zeros)"
             else:
-                nonlinear = next(filter(None, (self._nonlinear(path) for path, _ in returned)), "")
-                if nonlinear:
+                each = (self._nonlinear(path, axis) for path, _ in returned)
+                if nonlinear := next(filter(None, each), ""):
                     return nonlinear
         return ""
 
-    def _nonlinear(self, path) -> str:
+    def _nonlinear(self, path, axis: str) -> str:
         """Say why a cotangent may not be linear in those that arrive; empty if it is."""
         jaxpr, dynamic = self._sliced(path), self._trace.dynamic
         inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
         arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= self.first]
         if linear_in(jaxpr, arriving, kernels=True) is not None:
+            differing = self.hooks.state.here.shares_differ
+            if (differing is None or axis in differing) and rounds(jaxpr, arriving):
+                return f"the bwd {self.parts.name!r} rounds a cotangent"
             return ""
         calls = (self.hooks.state.opaque_call_of(e.primitive, e.params) for e in equations(jaxpr))
         opaque = next(filter(None, calls), None)
@@ -373,6 +388,11 @@ class Bwd:
         if key not in kept:
             kept[key] = self.parts.bwd, Trace(self.door, self.bwd, self.args)
         return kept[key][1].of(self.args)
+
+    @property
+    def text(self) -> str:
+        """Its jaxpr as text, by which the bwds of two derivatives are compared."""
+        return program_text(self._trace.jaxpr)
 
     @functools.cached_property
     def _is_silent(self) -> bool:

@@ -187,8 +187,9 @@ class CustomVjpHooks(Hooks):
             run = Bwd(self, bwd, parts, args)
             with self.state.locally(summed=None, transposing=False):
                 cotangents = run.cotangents()
-                if self.state.scope.notes is not None:
-                    self.state.scope.notes.doubts += filter(None, [run.doubt(cotangents)])
+                if (notes := self.state.scope.notes) is not None:
+                    notes.doubts += filter(None, [run.doubt(cotangents)])
+                    notes.bwds.add(run.text)
             return self._match(run, parts, cotangents)
 
     def _match(self, bwd, parts, cotangents):

@@ -1,0 +1,159 @@
+"""What gets a whole cotangent with the check on, and shares with it off: left unless linear."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+from shardrules.hooks import shard_map
+
+from .whole import BODIES, by_perturbed, clip_gradient, second_clips
+
+X = np.random.RandomState(0).randn(8, 6).astype(np.float32)
+W = np.random.RandomState(1).randn(6).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def nothing_held():
+    shardrules.install().uninstall(ops=True)
+
+
+def off(f, mesh, in_specs, out_specs=P("data"), check=False):
+    """Return a function that asks for the shard_map when it is called, as libraries do."""
+    return lambda *args: shard_map(f, mesh, in_specs, out_specs, check=check)(*args)
+
+
+def derivatives(f, order=1, argnums=1):
+    def run(*args):
+        def scalar(*args):
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree_util.tree_leaves(f(*args)))
+
+        def second(*args):
+            return jnp.sum(jnp.sin(jax.grad(scalar, argnums)(*args)))
+
+        return jax.grad((scalar, second)[order - 1], argnums)(*args)
+
+    return jax.jit(run)
+
+
+def same(a, b):
+    jax.tree_util.tree_map(lambda x, y: np.testing.assert_allclose(x, y, 2e-5, 2e-5), a, b)
+
+
+def left(f, *args, order=1, argnums=1):
+    """Return the reasons; the derivatives are those with the check off."""
+    plain = derivatives(f, order, argnums)(*args)
+    with shardrules.install(unchecked="check") as handle:
+        same(plain, derivatives(f, order, argnums)(*args))
+    assert handle.unchecked()
+    return [site.reason for site in handle.unchecked()]
+
+
+def multiplied(step):
+    return lambda x, w: x * step(w)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_step_that_is_not_linear_is_left(cpu_mesh, kind):
+    f = off(multiplied(BODIES[kind]), cpu_mesh, (P("data"), P()))
+    reasons = left(f, X, W)
+    assert all(reasons), reasons
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_no_cast_passes_a_step_that_is_not_linear(cpu_mesh, kind):
+    step = BODIES[kind]
+
+    def body(x, w):  # cast late it is summed in each iteration
+        return jax.lax.scan(lambda c, _: (c * step(w), None), x, None, length=3)[0]
+
+    f = off(body, cpu_mesh, (P("data"), P()), check=True)
+    with shardrules.install(casts="late"):
+        late = derivatives(f)(X, W)
+    with shardrules.install():
+        same(late, derivatives(f)(X, W))
+
+
+def test_a_bwd_whose_own_derivative_clips(cpu_mesh):
+    f = off(lambda x, w: x * jnp.sin(second_clips(jnp.sin(w))), cpu_mesh, (P("data"), P()))
+    assert all(left(f, X, W, order=2))
+
+
+def test_a_bwd_that_reads_what_is_differentiated(cpu_mesh):
+    f = off(lambda x, w, v: x * by_perturbed(w, v), cpu_mesh, (P("data"), P(), P()))
+    assert all(left(f, X, W, W))
+    assert all(left(f, X, W, W, argnums=(1, 2)))
+
+
+@pytest.mark.parametrize("limits", [(None, 0.05), (0.05, None), (None, 0.05, None)])
+def test_one_line_with_several_limits(cpu_mesh, limits):
+    def f(x, w, limit):
+        return off(lambda x, w: x * clip_gradient(limit, w), cpu_mesh, (P("data"), P()))(x, w)
+
+    plain = [derivatives(lambda x, w: f(x, w, limit))(X, W) for limit in limits]
+    with shardrules.install(unchecked="check") as handle:
+        for limit, expected in zip(limits, plain):
+            same(expected, derivatives(lambda x, w: f(x, w, limit))(X, W))
+    assert {site.switched for site in handle.unchecked()} == {True, False}
+
+
+@pytest.mark.parametrize("order", ["forward", "gradient"])
+def test_what_is_traced_first_decides_nothing(cpu_mesh, order):
+    def body(x, w):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c * w), None), x, None, length=3)[0]
+
+    f = off(body, cpu_mesh, (P("data"), P()))
+    with shardrules.install(unchecked="check") as handle:
+        runs = [jax.jit(f), derivatives(f)]
+        for run in runs if order == "forward" else runs[::-1]:
+            run(X, W)
+    assert [site.switched for site in handle.unchecked()] == [True]
+
+
+class Counted:
+    def __init__(self):
+        self.count = 0
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, x, w):
+        self.count += 1
+        return x * w * self.count + self.rng.normal()
+
+
+def test_looking_has_no_effects(cpu_mesh):
+    def run():
+        count, body, rng = 0, Counted(), np.random.default_rng(1)
+        seen = []
+
+        def counts(x, w):
+            nonlocal count
+            count += 1
+            seen.append(count)
+            return x * w * count + rng.integers(10) + len(seen)
+
+        f = off(body, cpu_mesh, (P("data"), P()))
+        g = off(counts, cpu_mesh, (P("data"), P()))
+        results = [jax.jit(lambda x, w: (f(x, w), g(x, w)))(X, W) for _ in range(3)]
+        return results, count, body.count, len(seen)
+
+    plain = run()
+    with shardrules.install(unchecked="check"):
+        same(plain, run())
+
+
+@pytest.fixture(autouse=True)
+def primitive_declared():
+    with shardrules.rules({"clipping_identity": shardrules.no_communication}):
+        yield
+
+
+def test_a_body_that_advances_an_iterator_is_left(cpu_mesh):
+    scales = iter([2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    f = off(lambda x, w: x * w * next(scales), cpu_mesh, (P("data"), P()))
+    with shardrules.install(unchecked="check") as handle:
+        same(2 * X * W, jax.jit(f)(X, W))
+        same(3 * X * W, jax.jit(lambda *args: f(*args))(X, W))
+    (site,) = handle.unchecked()
+    assert "its body can advance 'scales'" in site.reason

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 from shardrules.door.jaxprs import (
-    CASTS,
     SUMS,
     equations,
     inner_jaxprs,
@@ -25,25 +24,14 @@ from shardrules.door.jaxprs import (
     program_text,
 )
 from shardrules.errors import AxisError, CotangentError
+from shardrules.hooks.cotangents.communication import communicates
 from shardrules.hooks.cotangents.linearity import linear_in
-from shardrules.hooks.cotangents.origins import (
-    NOWHERE,
-    Origin,
-    Origins,
-    Reduction,
-    rule_of,
-    size_of,
-)
+from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, size_of
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.steps import rounds
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
-from shardrules.hooks.state import COLLECT
-from shardrules.registry.axistypes import AxisType, Effect, show_axes
+from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.suggestions import is_library
-
-# Parts of the names of JAX's primitives, and of rules, that sum over mesh axes.
-_REDUCTIONS = ("psum", "reduce_scatter")
-_REDUCING_RULES = ("all_reduce", "reduce_scatter")
 
 
 class Bwd:
@@ -475,38 +463,8 @@ class Bwd:
             used = [True] * len(trace.paths)
         return self.door.dce_jaxpr(trace.jaxpr, used, instantiate=True)[0]
 
-    def _communicates(
-        self, jaxpr, axes: frozenset[str], *, reductions: bool = False
-    ) -> Iterator[str]:
-        """Describe each equation that may move data along ``axes``, or only those that may sum."""
-        for equation in equations(jaxpr):
-            name = equation.primitive.name
-            opaque = self.hooks.state.opaque_call_of(equation.primitive, equation.params)
-            if opaque is not None:
-                yield from self._opaque(opaque, len(equation.outvars), axes, reductions)
-                continue
-            over = named_axes(equation.params) & axes
-            if not over or name in CASTS or name == "axis_index":
-                continue
-            if not reductions or any(word in name for word in _REDUCTIONS):
-                yield f"{name} over {show_axes(over)}"
-
-    def _opaque(
-        self, opaque, output_count: int, axes: frozenset[str], reductions: bool
-    ) -> Iterator[str]:
-        rule = rule_of(opaque)
-        if rule is None:
-            if self.hooks.state.scope.policy != COLLECT:
-                yield f"{opaque.call}, which has no rule"
-            return
-        if reductions and not any(word in rule.name for word in _REDUCING_RULES):
-            return
-        # A kernel that returns nothing (a core_map) writes to refs: one effect describes them all.
-        for effect in rule.effects(output_count or 1) or (Effect("unknown"),):
-            if effect.kind in ("unknown", "typed"):
-                yield f"{opaque.call}, whose rule {rule!r} does not say what it communicates"
-            elif set(effect.axes) & axes:
-                yield f"{opaque.call}, whose rule is {rule!r}"
+    def _communicates(self, jaxpr, axes: frozenset[str], **only: bool) -> Iterator[str]:
+        return communicates(self.hooks.state, jaxpr, axes, **only)
 
 
 def _axes(type_: AxisType) -> frozenset[str]:

@@ -1,0 +1,50 @@
+"""Which equations of a bwd may move data between devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardrules.door.jaxprs import CASTS, equations, named_axes
+from shardrules.hooks.cotangents.origins import rule_of
+from shardrules.hooks.state import COLLECT, State
+from shardrules.registry.axistypes import Effect, show_axes
+
+# Parts of the names of JAX's primitives, and of rules, that sum over mesh axes.
+_REDUCTIONS = ("psum", "reduce_scatter")
+_REDUCING_RULES = ("all_reduce", "reduce_scatter")
+
+
+def communicates(
+    state: State, jaxpr: Any, axes: frozenset[str], *, reductions: bool = False
+) -> Iterator[str]:
+    """Describe each equation that may move data along ``axes``, or only those that may sum."""
+    for equation in equations(jaxpr):
+        name = equation.primitive.name
+        opaque = state.opaque_call_of(equation.primitive, equation.params)
+        if opaque is not None:
+            yield from _opaque(state, opaque, len(equation.outvars), axes, reductions)
+            continue
+        over = named_axes(equation.params) & axes
+        if not over or name in CASTS or name == "axis_index":
+            continue
+        if not reductions or any(word in name for word in _REDUCTIONS):
+            yield f"{name} over {show_axes(over)}"
+
+
+def _opaque(
+    state: State, opaque: Any, output_count: int, axes: frozenset[str], reductions: bool
+) -> Iterator[str]:
+    rule = rule_of(opaque)
+    if rule is None:
+        if state.scope.policy != COLLECT:
+            yield f"{opaque.call}, which has no rule"
+        return
+    if reductions and not any(word in rule.name for word in _REDUCING_RULES):
+        return
+    # A kernel that returns nothing (a core_map) writes to refs: one effect describes them all.
+    for effect in rule.effects(output_count or 1) or (Effect("unknown"),):
+        if effect.kind in ("unknown", "typed"):
+            yield f"{opaque.call}, whose rule {rule!r} does not say what it communicates"
+        elif set(effect.axes) & axes:
+            yield f"{opaque.call}, whose rule is {rule!r}"

@@ -26,6 +26,7 @@ KINDS = {
     "fuzz": "hlo.fuzz",  # damaged HLO texts
     "programs": "sweeps.programs",  # gradients, against vmap
     "unchecked": "sweeps.unchecked",  # the check off, and switched on
+    "moves": "sweeps.moves",  # casts moved and checks switched, past bwds and transposes
 }
 # What a small program takes to compile is LLVM's time; these compiler options make it a quarter.
 CHEAPLY = {

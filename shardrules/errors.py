@@ -54,6 +54,10 @@ class AnnotationWarning(ShardrulesError, UserWarning):
     """An annotation of an output that varies over fewer axes than the kernel's jaxpr shows."""
 
 
+class WholeCotangentWarning(ShardrulesError, UserWarning):
+    """A bwd that may not be linear in a cotangent that arrives summed over the devices."""
+
+
 class RuleCheckError(ShardrulesError, AssertionError):
     """An op that does not do what its rule declares."""
 

@@ -19,12 +19,13 @@ from shardrules.hooks.unchecked import Call, Site, UncheckedSite, costliest
 from shardrules.report.grouping import alike, counted, size
 from shardrules.report.text import table
 
-SWITCH, BY_HAND, UNTRIED, MORE, RAISES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
+SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
     "switch it now",
     "can be switched by hand, not tried",
     "can be switched, not tried",
     "can be switched, and would send more",
     "the patched script fails",
+    "values or gradients may change",
     "takes gradients in its body, which would change",
     "needs this rule",
     "out_specs say replicated and the value varies",
@@ -38,6 +39,10 @@ _GRADIENTS_CHANGE = (
     "  and a psum in what is differentiated passes its cotangent on once, and not once for each",
     "    device: compare the values of a step before and after",
 )
+_WHOLE_COTANGENTS = (
+    "  (a bwd or a transpose then gets the sum over the devices where it gets one device's share",
+    "    now: compare gradients, or pass it shardrules.vary(x, axes), which keeps the shares)",
+)
 
 
 class Row(NamedTuple):
@@ -45,8 +50,8 @@ class Row(NamedTuple):
 
     site: Site  # the source location of the shard_map
     calls: tuple[Call, ...]  # one call per argument signature
-    # SWITCH, BY_HAND, UNTRIED, or the obstacle of one of its calls: MORE, RAISES, GRADIENTS,
-    # RULE, OUTPUTS, LIMIT.
+    # SWITCH, BY_HAND, UNTRIED, or the obstacle of one of its calls: MORE, RAISES, CHANGES,
+    # GRADIENTS, RULE, OUTPUTS, LIMIT.
     verdict: str
     note: str = ""  # the result of the patched script, if that decided the verdict
 
@@ -73,6 +78,7 @@ def _verdict(calls: Sequence[Call]) -> str:
         OUTPUTS: any(call.outputs for call in calls),
         LIMIT: any(call.error for call in calls),
         GRADIENTS: any(call.takes_gradients for call in calls),
+        CHANGES: any(call.doubts for call in calls),
         MORE: measured and after > before,
     }
     return next((obstacle for obstacle, is_there in obstacles.items() if is_there), SWITCH)
@@ -145,6 +151,10 @@ def _details(row: Row) -> list[str]:
     lines += [f"  {text}" for text in dict.fromkeys(a for c in calls for a in c.annotations)]
     if any(call.takes_gradients for call in calls):
         lines += _GRADIENTS_CHANGE
+    doubts = dict.fromkeys(doubt for call in calls for doubt in call.doubts)
+    lines += [f"  with the check on, {doubt}" for doubt in doubts]
+    if doubts:
+        lines += _WHOLE_COTANGENTS
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  its derivative was not traced ({why})")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []

@@ -47,7 +47,8 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
             return (
                 "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
                 "rule for each kernel: the backward pass then reduces over just the axes that "
-                "it needs"
+                "it needs (the gradient stays the same if the body takes none itself and each "
+                "custom bwd is linear; shardrules migrate looks)"
             )
         return _instead(verdict) if verdict.verdict == "redundant" else _narrowed(verdict)
     return _to_be_judged(verdict, proven) if verdict.verdict == "unproven" else ""

@@ -70,9 +70,8 @@ class _Here(threading.local):
     summed: list[tuple[int, frozenset[str]]] | None = None  # positions and axes of bwd's sums
     gradients: list[None] | None = None  # grows when something is differentiated in reverse
     transposing: bool = False  # whether we are in a transposition whose casts are already placed
-    # The mesh axes along which the shares of a cotangent differ, or are a part of it that is no
-    # power of two; None outside of a trace that looks for this.
-    shares_differ: frozenset[str] | None = None
+    # What reads the linear program that is being transposed for shares of cotangents; None outside.
+    shares: Callable[[], Any] | None = None
     bwds: dict[Any, Any] | None = None  # bwds that were traced while casts are placed
     transposed_in: Any = None  # the trace in which a cond's transpose is bound
     transposed: tuple[Any, ...] = ()  # the branches of that cond

@@ -73,6 +73,7 @@ class Call:
     declared: tuple[str, ...] = ()  # the places of the rules that match its kernels by name
     annotations: tuple[str, ...] = ()  # a sentence for each output annotation that is wrong
     doubts: tuple[str, ...] = ()  # why values or gradients may differ with the check on
+    holds_another: bool = False  # whether its body holds another shard_map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,9 @@ def why_left(call: Call) -> str:
         return "its body takes gradients, which would change"
     if call.doubts:
         return call.doubts[0]
+    if call.holds_another:
+        # JAX up to 0.12 can't lower the derivative of some of these with the check on.
+        return "its body holds another shard_map"
     if call.before is not None and call.after is not None:
         return _more(call.before, call.after)
     return ""
@@ -290,7 +294,7 @@ class _Unchecked:
                 transposing=False,
                 bwds=None,
                 summed=None,
-                shares_differ=None,
+                shares=None,
                 primals_over=(frozenset(), frozenset()),
                 widened=frozenset(),
             )
@@ -354,6 +358,7 @@ class _Unchecked:
             declared=tuple(dict.fromkeys(on.notes.declared)),
             annotations=tuple(dict.fromkeys(on.notes.annotations)),
             doubts=(*self._doubts(called, forward.closed), *dict.fromkeys(doubts)),
+            holds_another=_count(called, "shard_map") > 1,
             **refused(self.site),
         )
         inner = [
@@ -379,9 +384,6 @@ class _Unchecked:
                     yield f"{name} hold partial sums"
         if any(isinstance(x, jax.core.Tracer) and is_inexact(x) for x in off.consts):
             yield "its body closes over values that are traced: pass them as arguments"
-        if sum(eqn.primitive.name == "shard_map" for eqn in equations(opened(off))) > 1:
-            # JAX up to 0.12 can't lower the derivative of some of these with the check on.
-            yield "its body holds another shard_map"
         if on is not None and retrace.computed(off) != retrace.computed(on):
             yield "its body computes something else with the check on"
 
@@ -426,6 +428,10 @@ class _On(NamedTuple):
     error: Exception | None
     culprit: Site | None  # the inner shard_map that raised it
     met: list[Site]  # the inner shard_maps
+
+
+def _count(closed: Any, name: str) -> int:
+    return sum(eqn.primitive.name == name for eqn in equations(opened(closed)))
 
 
 def _missing(notes: Notes) -> tuple[Missing, ...]:

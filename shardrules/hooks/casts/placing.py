@@ -61,15 +61,21 @@ class CastHooks(Hooks):
 
     def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
         self.state.record_gradient()
-        is_outer = not self.state.here.transposing and self.door.checking()
-        asked = is_outer and self._asked(jaxpr)
-        if not asked and not (is_outer and self.state.scope.notes is not None):
+        if self.state.here.transposing or not self.door.checking():
             return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
+        asked, values = self._asked(jaxpr), [*consts, *primals_in]
+        # Read only where a bwd or a decision asks for it.
+        shares = functools.cache(lambda: self._shares(jaxpr, values))
+        notes = self.state.scope.notes
+        if not asked and notes is None:
+            with self.state.locally(shares=shares):
+                return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
+        if notes is not None and self.state.scope.unchecked == "on":
+            notes.doubts += shares().doubts()
         cotangents = rest[0] if rest else next(iter(kwargs.values()))
         # Programs that are transposed inside are part of this one: their casts are placed here.
-        differing = self._note_doubts(jaxpr, [*consts, *primals_in])
-        with self.state.locally(transposing=True, bwds={}, shares_differ=differing):
-            placed = self._placed(jaxpr, [*consts, *primals_in], cotangents, asked)
+        with self.state.locally(transposing=True, bwds={}, shares=shares):
+            placed = self._placed(jaxpr, values, cotangents, asked)
             if not asked:
                 placed = jaxpr
             if placed is not jaxpr and self.door.older_backward_pass is not None:
@@ -113,14 +119,8 @@ class CastHooks(Hooks):
     def _is_opaque(self, eqn: Any) -> bool:
         return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
 
-    def _note_doubts(self, jaxpr: Any, values: Sequence[Any]) -> Axes | None:
-        """Note why gradients may be others than with the check off, where that is asked."""
-        notes = self.state.scope.notes
-        if notes is None or self.state.scope.unchecked != "on":
-            return None
-        shares = Shares(self.door, self._is_opaque, jaxpr, self._linear(jaxpr, values))
-        notes.doubts += shares.doubts()
-        return shares.differing
+    def _shares(self, jaxpr: Any, values: Sequence[Any]) -> Shares:
+        return Shares(self.door, self._is_opaque, jaxpr, self._linear(jaxpr, values))
 
     def _placed(self, jaxpr: Any, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
         """Return the program with its casts placed, or unchanged if that saves too little."""

@@ -72,14 +72,14 @@ class Bwd:
         return self.door.axis_type(self.door.typeof(leaf)) if is_array else AxisType()
 
     @property
-    def _arriving(self) -> Sequence[AxisType]:
+    def arriving(self) -> Sequence[AxisType]:
         return self.entering[self.first :]
 
     def cotangents(self) -> Any:
         # The checks read the same jaxpr. Tracing bwd's kernels twice would double the time of the
         # backward pass.
         try:
-            return self._trace.run()
+            return self.trace.run()
         except AxisError as error:  # jax.grad of a value that now varies
             if not is_library(self.parts.place) or not hasattr(error, "why"):
                 raise
@@ -95,7 +95,7 @@ class Bwd:
         # primal is cast before the branch, and the cast's transpose sums after it. So we leave out
         # the sums inside the branch if all that follows them is linear in them. All other values
         # that it depends on are equal along the axes, as the cotangent is.
-        trace, jaxpr = self._trace, self._sliced(path)
+        trace, jaxpr = self.trace, self.sliced(path)
         sums = [
             eqn
             for eqn in jaxpr.eqns
@@ -132,7 +132,7 @@ class Bwd:
         seen = self._seen()
         if seen is None:
             return self.mesh_axes
-        return frozenset().union(*(origin.axes for origin in self._origins(path, seen).outputs))
+        return frozenset().union(*(origin.axes for origin in self.origins_of(path, seen).outputs))
 
     # Checks of the jaxpr.
 
@@ -153,7 +153,7 @@ class Bwd:
         # the output is one value for all devices, and a residual, perhaps of a gathered argument,
         # made this one vary: it may be the whole gradient.
         if not self._is_silent:
-            for call in self._communicates(self._sliced(ct.path), axes):
+            for call in self._communicates(self.sliced(ct.path), axes):
                 raise self.refusals.undecided(ct, axes, f"bwd holds {call}")
         residuals = [i for i in self._leaves(self._origin(ct.path)) if i < self.first]
         summed = self._summed_before(residuals, axes)
@@ -166,11 +166,11 @@ class Bwd:
                 f"shardrules.vary(w, {quoted(summed)})), and such a residual is not one "
                 "device's share",
             )
-        if all(axes <= _axes(arriving) for arriving in self._arriving):
+        if all(axes <= axes_of(arriving) for arriving in self.arriving):
             return
         used = self._used(ct.path)
         for i in used:
-            whole = axes - _axes(self._arriving[i])
+            whole = axes - axes_of(self.arriving[i])
             if whole:
                 raise self.refusals.undecided(
                     ct,
@@ -179,7 +179,7 @@ class Bwd:
                     f"{show_axes(whole)}, so this one varies because of a residual or an argument, "
                     "and these may be gathered",
                 )
-        is_zero = all(origin.number == 0 for origin in self._origins(ct.path).outputs)
+        is_zero = all(origin.number == 0 for origin in self.origins_of(ct.path).outputs)
         if not used and not is_zero:
             raise self.refusals.undecided(
                 ct, axes, "it depends on no cotangent that arrives, only on residuals"
@@ -190,19 +190,19 @@ class Bwd:
         # The cotangent of an output that is invariant over an axis arrives summed over it. A bwd
         # that is right with the check off (psum, psum_scatter) then gives N times the gradient.
         # Such a sum is right only where the forward itself sums equal values over the axis.
-        arriving = frozenset().union(*map(_axes, self._arriving))
-        dropped = _axes(ct.want) - arriving
+        arriving = frozenset().union(*map(axes_of, self.arriving))
+        dropped = axes_of(ct.want) - arriving
         if self._is_silent:
             return
         # JAX accepts a cotangent that varies as its primal does. It may be right where no kernel
         # made an output invariant over the axis (a forward of several reductions). Where a kernel
         # did, it is wrong.
-        by = next(self._communicates(self._sliced(ct.path), dropped, reductions=True), None)
+        by = next(self._communicates(self.sliced(ct.path), dropped, reductions=True), None)
         if dropped and by is not None:
             kernel = self._forward.dropping(dropped)
             if kernel is not None or not dropped <= ct.have.varying:
                 raise self.refusals.summed(ct, dropped, by, kernel)
-        origins = self._origins(ct.path)
+        origins = self.origins_of(ct.path)
         for reduction in self._reductions(ct.path, arriving):
             equal = reduction.axes - reduction.origin.axes
             if not equal or all(i < self.first for i in self._leaves(reduction.origin)):
@@ -234,7 +234,7 @@ class Bwd:
         # forward made the output by a collective along that axis, since a psum's transpose is the
         # identity. Elsewhere (straight-through estimators, replaced gradients) each device has a
         # cotangent of its own.
-        arriving = self._arriving
+        arriving = self.arriving
         for axis in sorted(ct.want.varying):
             if all(axis in type_.axes for type_ in arriving):
                 continue
@@ -264,7 +264,7 @@ class Bwd:
         sums = [s for s in sums if axis in s.differing]
         size = size_of(averaged)
         if size and sums and all(s in means for s in sums):
-            scale = self._origins(ct.path, self._seen() or ()).scale
+            scale = self.origins_of(ct.path, self._seen() or ()).scale
             scale *= self._forward.saved_scale()
             # A mean over elements is divided by their number too, if bwd shows that division.
             elements = self._forward.origins.mean_size
@@ -280,11 +280,11 @@ class Bwd:
         # It is then a sum, which holds the cotangents of other devices' values.
         used = self._used(ct.path)
         outputs = self._forward.outputs
-        axes = ct.missing & frozenset().union(*(_axes(self._arriving[i]) for i in used))
+        axes = ct.missing & frozenset().union(*(axes_of(self.arriving[i]) for i in used))
         if not axes or outputs is None:
             return
         moved = {axis for i in used for at, axis in outputs[i][1].crossed if at == ct.index}
-        for by in self._communicates(self._sliced(ct.path), axes):
+        for by in self._communicates(self.sliced(ct.path), axes):
             if not axes & moved:
                 raise self.refusals.of_others(ct, axes, by)
 
@@ -292,7 +292,7 @@ class Bwd:
         """Raise if JAX wrongly typed this cotangent as invariant."""
         # JAX rejects a cotangent that varies less than its primal; our cast makes it pass. Where
         # the type is wrong (an opaque primitive), JAX's error was the only sign of it.
-        for equation in equations(self._sliced(ct.path)):
+        for equation in equations(self.sliced(ct.path)):
             name = equation.primitive.name
             if self.hooks.state.opaque_call_of(equation.primitive, equation.params) is not None:
                 continue
@@ -306,66 +306,10 @@ class Bwd:
                 if lost - kept.axes:
                     raise self.refusals.lost(ct, lost, lost - kept.axes, name)
 
-    def doubt(self, cotangents: Any) -> str:
-        """Say why gradients may differ from those with the check off; empty if they are equal."""
-        # With the check off, each device passes on its own share of the cotangent of a replicated
-        # value, and shard_map adds up the shares at its inputs. With the check on, all devices pass
-        # on the sum. The gradients are equal where bwd is linear: it then maps the sum of the
-        # shares to the sum of its results.
-        name, leaves = self.parts.name, jax.tree_util.tree_leaves(self.args[-1])
-        live = [
-            _axes(type_)
-            for leaf, type_ in zip(leaves, self._arriving)
-            if isinstance(leaf, jax.Array) and is_inexact(leaf)
-        ]
-        primals = [t.axes for t, aval in zip(self.primals, self.parts.in_avals) if is_inexact(aval)]
-        returned = []
-
-        def note(path, index, value):
-            zero = isinstance(value, self.door.SymbolicZero) or not is_inexact(value)
-            if not zero and any(origin.number != 0 for origin in self._origins(path).outputs):
-                have = self.door.axis_type(self.door.typeof(value))
-                returned.append((path, have.axes | self.primals[index].axes))
-            return value
-
-        self.parts.each(cotangents, note)
-        axes = [axis for axis in sorted(self.mesh_axes) if size_of(frozenset((axis,))) != 1]
-        for axis in axes if live and returned else ():
-            differs = {axis in axes for axes in live}
-            if differs == {True}:
-                if any(axis not in axes for _, axes in returned):
-                    return f"the bwd {name!r} returns a gradient that is summed over {axis!r}"
-            elif len(differs) > 1 or any(axis in axes for axes in primals):
-                return f"the forward of the bwd {name!r} makes results equal over {axis!r}"
-            elif next(self._communicates(self._trace.jaxpr, frozenset({axis})), None):
-                return f"the bwd {name!r} communicates over {axis!r}"
-            elif self.parts.perturbed:
-                return f"the bwd {name!r} may depend on what is differentiated (symbolic_zeros)"
-            else:
-                each = (self._nonlinear(path, axis) for path, _ in returned)
-                if nonlinear := next(filter(None, each), ""):
-                    return nonlinear
-        return ""
-
-    def _nonlinear(self, path, axis: str) -> str:
-        """Say why a cotangent may not be linear in those that arrive; empty if it is."""
-        jaxpr, dynamic = self._sliced(path), self._trace.dynamic
-        inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
-        arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= self.first]
-        if linear_in(jaxpr, arriving, kernels=True) is not None:
-            differing = self.hooks.state.here.shares_differ
-            if (differing is None or axis in differing) and rounds(jaxpr, arriving):
-                return f"the bwd {self.parts.name!r} rounds a cotangent"
-            return ""
-        calls = (self.hooks.state.opaque_call_of(e.primitive, e.params) for e in equations(jaxpr))
-        opaque = next(filter(None, calls), None)
-        holds = f" (it calls {opaque.call})" if opaque is not None else ""
-        return f"the bwd {self.parts.name!r} is not known to be linear{holds}"
-
     # Lookups in the jaxprs.
 
     @functools.cached_property
-    def _trace(self) -> Trace:
+    def trace(self) -> Trace:
         kept = self.hooks.state.here.bwds
         leaves, structure = jax.tree_util.tree_flatten(self.args)
         if kept is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
@@ -380,11 +324,11 @@ class Bwd:
     @property
     def text(self) -> str:
         """Its jaxpr as text, by which the bwds of two derivatives are compared."""
-        return program_text(self._trace.jaxpr)
+        return program_text(self.trace.jaxpr)
 
     @functools.cached_property
     def _is_silent(self) -> bool:
-        return not any(self._communicates(self._trace.jaxpr, self.mesh_axes))
+        return not any(self._communicates(self.trace.jaxpr, self.mesh_axes))
 
     @functools.cached_property
     def _forward(self) -> Forward:
@@ -400,9 +344,9 @@ class Bwd:
 
     @property
     def _typed(self) -> list[Origin]:
-        return [Origin(axes=_axes(type_)) for type_ in self.entering]
+        return [Origin(axes=axes_of(type_)) for type_ in self.entering]
 
-    def _origins(self, path, seen: Sequence[Origin] = (), declared: str = "") -> Origins:
+    def origins_of(self, path, seen: Sequence[Origin] = (), declared: str = "") -> Origins:
         """Return one cotangent's origins, from the types of bwd's arguments or from ``seen``."""
         kept = not seen and not declared
         if kept and path in self._cached:
@@ -412,19 +356,19 @@ class Bwd:
             seen[leaf]
             if seen[leaf].number is not None
             else dataclasses.replace(seen[leaf], inputs=frozenset((at,)))
-            for at, leaf in enumerate(self._trace.dynamic)
+            for at, leaf in enumerate(self.trace.dynamic)
         ]
-        opaque_call_of, jaxpr = self.hooks.state.opaque_call_of, self._sliced(path)
+        opaque_call_of, jaxpr = self.hooks.state.opaque_call_of, self.sliced(path)
         origins = Origins(self.door, opaque_call_of, self.mesh_axes, jaxpr, inputs, declared)
         if kept:
             self._cached[path] = origins
         return origins
 
     def _leaves(self, origin: Origin) -> set[int]:
-        return {self._trace.dynamic[i] for i in origin.inputs}
+        return {self.trace.dynamic[i] for i in origin.inputs}
 
     def _origin(self, path, declared: str = "") -> Origin:
-        origins = self._origins(path, declared=declared)
+        origins = self.origins_of(path, declared=declared)
         return functools.reduce(Origin.__or__, origins.outputs, NOWHERE)
 
     def _used(self, path, declared: str = "") -> set[int]:
@@ -435,17 +379,17 @@ class Bwd:
     def _reductions(self, path, arriving: frozenset[str]) -> Sequence[Reduction]:
         # A residual that was cast may still be equal on the devices. That matters over axes along
         # which no cotangent differs (they differ along ``arriving``), and the forward shows it.
-        typed = self._origins(path).reductions
+        typed = self.origins_of(path).reductions
         if all(reduction.differing <= arriving for reduction in typed):
             return typed
         seen = self._seen()
-        return typed if seen is None else self._origins(path, seen).reductions
+        return typed if seen is None else self.origins_of(path, seen).reductions
 
     def _summed_before(self, residuals: Sequence[int], axes: frozenset[str]) -> frozenset[str]:
         """Return the axes over which the forward summed a gradient that these residuals hold."""
         # Sums saved beside a residual that varies over the axis are statistics. A forward that
         # can't be traced again may hold either.
-        equal = axes.difference(*(_axes(self.entering[i]) for i in residuals))
+        equal = axes.difference(*(axes_of(self.entering[i]) for i in residuals))
         suspect = axes if self.parts.gradients else equal
         if not suspect or not residuals:
             return frozenset()
@@ -456,8 +400,8 @@ class Bwd:
         gradients = frozenset().union(*(saved[i].gradients for i in residuals))
         return axes & gradients | equal & sums
 
-    def _sliced(self, path):
-        trace = self._trace
+    def sliced(self, path):
+        trace = self.trace
         used = [p == path for p in trace.paths]
         if path not in trace.returned:  # a bwd that returns another structure each time
             used = [True] * len(trace.paths)
@@ -467,7 +411,7 @@ class Bwd:
         return communicates(self.hooks.state, jaxpr, axes, **only)
 
 
-def _axes(type_: AxisType) -> frozenset[str]:
+def axes_of(type_: AxisType) -> frozenset[str]:
     return type_.varying | type_.unreduced
 
 

@@ -20,6 +20,7 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact, widened
 from shardrules.door.patching import Patches
 from shardrules.hooks.cotangents.bwd import Bwd
+from shardrules.hooks.cotangents.doubts import Doubts
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.retyping.retyping import Retyping
@@ -188,8 +189,10 @@ class CustomVjpHooks(Hooks):
             with self.state.locally(summed=None, transposing=False):
                 cotangents = run.cotangents()
                 if (notes := self.state.scope.notes) is not None:
-                    notes.doubts += filter(None, [run.doubt(cotangents)])
+                    notes.doubts += filter(None, [Doubts(run, cotangents).doubt()])
                     notes.bwds.add(run.text)
+                else:
+                    Doubts(run, cotangents).warn_of_sums()
             return self._match(run, parts, cotangents)
 
     def _match(self, bwd, parts, cotangents):

@@ -115,6 +115,7 @@ class Shares:
         # Along an axis without casts, all shares are one nth: to round such a share is to round the
         # sum if n is a power of two.
         self.differing = frozenset(a for a in self._every if sizes[a] & (sizes[a] - 1))
+        self.summed: frozenset[str] = frozenset()  # over which casts sum cotangents
         self._reasons: list[str] = []
         self._rounding: list[tuple[frozenset[str], str]] = []
         inputs = [v.aval for v, is_in in zip(jaxpr.invars, linear) if is_in and is_inexact(v.aval)]
@@ -177,6 +178,7 @@ class Shares:
             axes = over - self._varying([atom])
             if axes and is_inexact(atom.aval):
                 self.differing |= axes
+                self.summed |= axes
                 if is_less(precision(atom.aval.dtype), self._kept):
                     self._reasons.append(f"a gradient would be summed in {atom.aval.dtype}")
 

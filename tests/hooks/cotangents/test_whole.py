@@ -7,9 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules
+from shardrules import errors
 from shardrules.hooks import shard_map
 
-from .whole import BODIES, by_perturbed, clip_gradient, second_clips
+from .whole import BODIES, LIMIT, by_perturbed, clip_gradient, second_clips
 
 X = np.random.RandomState(0).randn(8, 6).astype(np.float32)
 W = np.random.RandomState(1).randn(6).astype(np.float32)
@@ -157,3 +158,37 @@ def test_a_body_that_advances_an_iterator_is_left(cpu_mesh):
         same(3 * X * W, jax.jit(lambda *args: f(*args))(X, W))
     (site,) = handle.unchecked()
     assert "its body can advance 'scales'" in site.reason
+
+
+def test_a_bwd_that_clips_a_sum_is_told_once(cpu_mesh):
+    def body(x, w):
+        return x * clip_gradient(LIMIT, w)
+
+    def cast_first(x, w):
+        return body(x, shardrules.vary(w, "data"))
+
+    plain = derivatives(off(body, cpu_mesh, (P("data"), P())))(X, W)
+    with shardrules.install():
+        f = off(body, cpu_mesh, (P("data"), P()), check=True)
+        with pytest.warns(errors.WholeCotangentWarning) as told:
+            derivatives(f)(X, W)
+            derivatives(lambda *args: f(*args))(X, W)
+        assert len(told) == 1 and told[0].filename.endswith("whole.py")
+        assert "'_clip_bwd' is not known to be linear in the cotangent" in str(told[0].message)
+        assert "the sum over {'data'}" in str(told[0].message)
+        assert "f(shardrules.vary(x, 'data'))" in str(told[0].message)
+        advised = off(cast_first, cpu_mesh, (P("data"), P()), check=True)
+        clipped = derivatives(advised)(X, W)
+    # Its own share each, without the division by the model axis that the check off makes.
+    assert np.all(np.abs(clipped) <= 4 * LIMIT + 1e-6) and np.any(np.abs(clipped) > LIMIT)
+    assert plain.shape == clipped.shape
+
+
+def test_a_linear_bwd_is_not_told_of(cpu_mesh, recwarn):
+    f = off(lambda x, w: x * clip_gradient(None, w), cpu_mesh, (P("data"), P()), check=True)
+    with shardrules.install():
+        derivatives(f)(X, W)
+        # All devices hold the same here: nothing was summed.
+        same = off(lambda x, w: x + clip_gradient(LIMIT, w), cpu_mesh, (P(), P()), P(), check=True)
+        derivatives(same)(X, W)
+    assert not [w for w in recwarn if w.category is errors.WholeCotangentWarning]

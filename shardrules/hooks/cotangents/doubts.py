@@ -1,0 +1,132 @@
+"""What a bwd does to a cotangent that is the sum of the devices' shares, and not one share."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from shardrules.door.jaxprs import equations, is_inexact
+from shardrules.errors import WholeCotangentWarning
+from shardrules.hooks.cotangents.bwd import Bwd, axes_of
+from shardrules.hooks.cotangents.communication import communicates
+from shardrules.hooks.cotangents.linearity import linear_in
+from shardrules.hooks.cotangents.origins import size_of
+from shardrules.hooks.cotangents.steps import rounds
+from shardrules.registry.suggestions import is_library
+
+
+class Doubts:
+    """A run of a bwd, and the cotangents that it returned."""
+
+    def __init__(self, bwd: Bwd, cotangents: Any):
+        self.bwd = bwd
+        self.parts = bwd.parts
+        self.state = bwd.hooks.state
+        self.cotangents = cotangents
+
+    def doubt(self) -> str:
+        """Say why gradients may differ from those with the check off; empty if they are equal."""
+        # With the check off, each device passes on its own share of the cotangent of a replicated
+        # value, and shard_map adds up the shares at its inputs. With the check on, all devices pass
+        # on the sum. The gradients are equal where bwd is linear: it then maps the sum of the
+        # shares to the sum of its results.
+        bwd, name, live, returned = self.bwd, self.parts.name, self._live, self._returned
+        primals = [t.axes for t, aval in zip(bwd.primals, self.parts.in_avals) if is_inexact(aval)]
+        for axis in self._several if live and returned else ():
+            differs = {axis in axes for axes in live}
+            if differs == {True}:
+                if any(axis not in axes for _, axes in returned):
+                    return f"the bwd {name!r} returns a gradient that is summed over {axis!r}"
+            elif len(differs) > 1 or any(axis in axes for axes in primals):
+                return f"the forward of the bwd {name!r} makes results equal over {axis!r}"
+            elif self._communicates(axis):
+                return f"the bwd {name!r} communicates over {axis!r}"
+            elif self.parts.perturbed:
+                return f"the bwd {name!r} may depend on what is differentiated (symbolic_zeros)"
+            elif why := self._nonlinear([path for path, _ in returned], axis):
+                return why
+        return ""
+
+    def warn_of_sums(self) -> None:
+        """Warn once if a bwd that may not be linear gets the sum of the devices' cotangents."""
+        state, live = self.state, self._live
+        at = self.parts.place
+        key = "whole cotangent", self.parts.name, at
+        equal = [axis for axis in self._several if live and not any(axis in axes for axes in live)]
+        if not equal or state.here.shares is None or key in state.warned or is_library(at):
+            return
+        if any(map(self._opaque_call, equations(self.bwd.trace.jaxpr))):
+            return  # most are linear, and can't be read
+        if not self._nonlinear([path for path, _ in self._returned], equal[0]):
+            return
+        over = [axis for axis in equal if axis in state.here.shares().summed]
+        if over:
+            state.warned.add(key)
+            names = ", ".join(map(repr, over))
+            warning = WholeCotangentWarning(
+                f"the bwd {self.parts.name!r} is not known to be linear in the cotangent that it "
+                f"gets, which is the sum over {{{names}}} of the devices' cotangents: what it "
+                "computes, it computes of that sum, and not of each device's share. If each device's own is meant, as "
+                "with the check off, cast the argument where the function is called, "
+                f"f(shardrules.vary(x, {names})); if the sum is meant, ignore this.",
+                axes=frozenset(over),
+            )
+            file, _, line = at.rpartition(":")
+            number = int(line) if line.isdigit() else 1
+            warnings.warn_explicit(warning, WholeCotangentWarning, file or "<unknown>", number)
+
+    @property
+    def _live(self) -> list[frozenset[str]]:
+        """The axes over which each cotangent that arrives and is not zero varies."""
+        leaves = jax.tree_util.tree_leaves(self.bwd.args[-1])
+        return [
+            axes_of(type_)
+            for leaf, type_ in zip(leaves, self.bwd.arriving)
+            if isinstance(leaf, jax.Array) and is_inexact(leaf)
+        ]
+
+    @property
+    def _several(self) -> list[str]:
+        """The mesh axes along which there are several devices."""
+        return [axis for axis in sorted(self.bwd.mesh_axes) if size_of(frozenset((axis,))) != 1]
+
+    @functools.cached_property
+    def _returned(self) -> list[tuple[Any, frozenset[str]]]:
+        """Return the path of each cotangent that is not zero, and the axes over which it varies."""
+        bwd, returned = self.bwd, []
+
+        def note(path, index, value):
+            zero = isinstance(value, bwd.door.SymbolicZero) or not is_inexact(value)
+            if not zero and any(origin.number != 0 for origin in bwd.origins_of(path).outputs):
+                have = bwd.door.axis_type(bwd.door.typeof(value))
+                returned.append((path, have.axes | bwd.primals[index].axes))
+            return value
+
+        self.parts.each(self.cotangents, note)
+        return returned
+
+    def _communicates(self, axis: str) -> bool:
+        return any(communicates(self.state, self.bwd.trace.jaxpr, frozenset({axis})))
+
+    def _opaque_call(self, eqn: Any) -> Any:
+        return self.state.opaque_call_of(eqn.primitive, eqn.params)
+
+    def _nonlinear(self, paths: Sequence[Any], axis: str) -> str:
+        """Say why cotangents may not be linear in those that arrive; empty if they are."""
+        bwd = self.bwd
+        for path in paths:
+            jaxpr, dynamic = bwd.sliced(path), bwd.trace.dynamic
+            inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
+            arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= bwd.first]
+            if linear_in(jaxpr, arriving, kernels=True) is None:
+                opaque = next(filter(None, map(self._opaque_call, equations(jaxpr))), None)
+                holds = f" (it calls {opaque.call})" if opaque is not None else ""
+                return f"the bwd {self.parts.name!r} is not known to be linear{holds}"
+            shares = self.state.here.shares
+            if (shares is None or axis in shares().differing) and rounds(jaxpr, arriving):
+                return f"the bwd {self.parts.name!r} rounds a cotangent"
+        return ""

@@ -132,6 +132,7 @@ except (sr.ShardrulesError, errors.RegistrationError) as error:
     print(error.name)
 known: list[type[sr.ShardrulesError]] = [
     errors.AnnotationWarning,
+    errors.WholeCotangentWarning,
     errors.AotError,
     errors.ArgumentError,
     errors.AxisError,

@@ -70,8 +70,9 @@ class Doubts:
             warning = WholeCotangentWarning(
                 f"the bwd {self.parts.name!r} is not known to be linear in the cotangent that it "
                 f"gets, which is the sum over {{{names}}} of the devices' cotangents: what it "
-                "computes, it computes of that sum, and not of each device's share. If each device's own is meant, as "
-                "with the check off, cast the argument where the function is called, "
+                "computes, it computes of that sum, and not of each device's share. If each "
+                "device's own is meant, as with the check off, cast the argument where the "
+                "function is called, "
                 f"f(shardrules.vary(x, {names})); if the sum is meant, ignore this.",
                 axes=frozenset(over),
             )

@@ -59,7 +59,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "positive": jax.nn.relu,
     "rounded": lambda g: jax.lax.reduce_precision(g, exponent_bits=4, mantissa_bits=2),
     "rounded by a cast": lambda g: g.astype(jnp.float8_e5m2).astype(g.dtype),
-    "filled": lambda g: g.at[np.array([0, 9])].get(mode="fill", fill_value=0.5)[0] + g,
+    "filled": lambda g: g.at[np.array([0, 9])].get(mode="fill", fill_value=0.5)[1] + g,
     "multiplied in a scatter": lambda g: (0.5 * jnp.ones_like(g)).at[np.arange(SIZE)].multiply(g),
     "set in a scatter": lambda g: jnp.ones_like(g).at[np.arange(3)].set(g[:3]),
     "by its sign": lambda g: jnp.where(g > 0, g, 2 * g),
@@ -165,10 +165,10 @@ def custom_with_args(f):
 
 
 def in_the_second(f):
-    """Return a step with a linear bwd, whose own bwd computes ``f``."""
+    """Return a step with a linear bwd, by residuals whose own bwd computes ``f``."""
     inner = custom_with_args(f)
     op = jax.custom_vjp(lambda x: jnp.sin(x))
-    op.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (inner(g) * 1.5,))
+    op.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * inner(jnp.cos(x)),))
     return op
 
 

@@ -52,7 +52,8 @@ def solved(w):
 
 
 inner_clips = vjp_of(lambda g: g, clip)
-second_clips = vjp_of(lambda x: x, lambda g: inner_clips(g) * 1.0)
+second_clips = jax.custom_vjp(jnp.sin)
+second_clips.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * inner_clips(jnp.cos(x)),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,0 +1,73 @@
+"""Random bwds and transposes: no gradient changes where casts move or checks are switched on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import seeds
+
+from shardrules.hooks import unchecked
+from shardrules.hooks.cotangents import doubts, linearity, steps
+from sweeps import moves
+
+
+@pytest.mark.parametrize(
+    ("count", "first"), [(60, 0), pytest.param(2000, 10_000, marks=pytest.mark.full)]
+)
+def test_no_gradient_changes(count, first):
+    outcomes = dict(enumerate(seeds.in_this_process("sweeps.moves", range(first, first + count))))
+    said, is_well = moves.summary(outcomes)
+    different = [one["note"] for one in outcomes.values() if one["note"][:4] in ("diff", "refu")]
+    assert is_well, (said, different)
+    kinds = [one["note"].partition(":")[0] for one in outcomes.values()]
+    assert min(kinds.count("switched"), kinds.count("casts")) >= count // 20, said
+
+
+def a_row_is_too_generous(monkeypatch):
+    monkeypatch.setattr(linearity, "_TOGETHER", linearity._TOGETHER | {"max"})
+
+
+def no_step_rounds(monkeypatch):
+    for module in (doubts, steps):
+        monkeypatch.setattr(module, "rounds", lambda *args: False)
+
+
+def transposes_are_trusted(monkeypatch):
+    monkeypatch.setattr(steps, "why_not_linear", lambda *args: "")
+
+
+def one_derivative_is_enough(monkeypatch):
+    monkeypatch.setattr(unchecked._Unchecked, "_has_rules", lambda *args: False)
+
+
+def the_line_is_the_key(monkeypatch):
+    monkeypatch.setattr(unchecked._Off, "fingerprint", lambda self: "")
+
+
+def state_stays_changed(monkeypatch):
+    monkeypatch.setattr(unchecked.Kept, "put_back", lambda self: None)
+
+
+CASE = moves.Case(
+    (4, 2), ("data",), "plain", (("custom_vjp", "plain", "clipped"),), ("both",), False
+)
+FAULTS = {
+    a_row_is_too_generous: {"steps": (("custom_vjp", "plain", "positive"),)},
+    no_step_rounds: {"steps": (("nondiff", "plain", "rounded"),)},
+    transposes_are_trusted: {"steps": (("linear_call", "plain", "clipped"),)},
+    one_derivative_is_enough: {"steps": (("second", "plain", "squared"),), "asked": ("second",)},
+    the_line_is_the_key: {
+        "steps": (("nondiff", "plain", "scaled"), ("nondiff", "plain", "clipped"))
+    },
+    state_stays_changed: {"steps": (("custom_vjp", "plain", "scaled"),), "body": "counted"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(monkeypatch, fault):
+    case = dataclasses.replace(CASE, **FAULTS[fault])
+    monkeypatch.setattr(moves, "case_of", lambda seed: case)
+    assert not moves.compare(0).startswith("different")
+    fault(monkeypatch)
+    assert moves.compare(0).startswith("different")

@@ -1,5 +1,6 @@
 """``shardrules migrate``: its table and its patch, on a script that knows nothing of shardrules."""
 
+import argparse
 import ast
 import dataclasses
 import io
@@ -15,6 +16,7 @@ import pytest
 from shardrules import migration
 from shardrules.commands import migrate, trial
 from shardrules.hooks.unchecked import Call, Site
+from shardrules.watching import results
 
 SCRIPT = '''\
 """Trains."""
@@ -178,6 +180,51 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert (outcome is None) == (verdict == "MORE")
     assert ("send 10 B now, and 11 B with this on" in rows[0].note) == (verdict == "MORE")
+
+
+@pytest.mark.parametrize("off, verdict", [(1e-5, "SWITCH"), (0.5, "CHANGES")])
+def test_what_the_patched_script_returns_decides(tmp_path, monkeypatch, off, verdict):
+    monkeypatch.chdir(tmp_path)
+    site = call(pathlib.Path("file.py"), "x = shard_map(f, check_vma=False)\n")
+
+    def returned(value):
+        return {"jit_f": [(None, results.Result("float32", (1,), value, (value,)))]}
+
+    rows, _ = migrate.tried(
+        [migration.Row(site, (), migration.SWITCH)],
+        trial.Outcome(results=returned(1.0)),
+        lambda some: migration.edited(some, "file.py"),
+        lambda _: trial.Outcome(results=returned(1.0 + off)),
+    )
+    assert [row.verdict for row in rows] == [getattr(migration, verdict)]
+    assert ("result 1 of jit_f, run 1, differs by up to 0.5" in rows[0].note) == (off == 0.5)
+
+
+CLIPS = """
+@jax.custom_vjp
+def clipped(w):
+    return w
+
+
+clipped.defvjp(lambda w: (w, None), lambda _, g: (jax.lax.pmax(g, "data") / 4,))
+"""
+
+
+def test_a_site_whose_gradient_would_change_is_left_and_why(tmp_path):
+    text = SCRIPT.replace("@partial(shard_map, out", CLIPS + "\n\n@partial(shard_map, out", 1)
+    text = text.replace("return double(x)", "return clipped(x)")
+    (tmp_path / "train.py").write_text(text)
+    done = run(tmp_path, "-m", "shardrules", "migrate", "train.py")
+    assert done.returncode == 1 and migration.SWITCH not in done.stderr, done.stderr
+
+
+def test_the_results_of_both_runs_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    arguments = argparse.Namespace(module=None, script=["train.py"], rule=[], rules=[])
+    outcome = trial.run(arguments, look=False)
+    (first, *_) = outcome.results["jit_step"]
+    assert first[0].shape == (8, 16) and first[0].dtype == "float32" and first[0].largest > 1
 
 
 ANNOTATED = SCRIPT.replace(

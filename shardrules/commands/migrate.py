@@ -3,9 +3,9 @@
 Flags stand before the script; what follows it, or -m MODULE, is its own. Each call of a shard_map
 whose check is off (check_vma=False, check_rep=False) is traced again with the check on, and so is
 its derivative, under the rules that are registered. Then the script runs once more with the patch,
-in a process of its own, to measure what it sends; its output is dropped, and no source file
-changes. If that run fails or sends more, the script runs once for each site. The table goes to
-stderr, or to a file.
+in a process of its own, to measure what it sends and to compare what its programs return; its
+output is dropped, and no source file changes. If that run fails, sends more or returns something
+else, the script runs once for each site. The table goes to stderr, or to a file.
 
 Exit code: the script's own where it is not 0; else 0 if every check that is off can be switched on,
 1 if not.
@@ -23,8 +23,9 @@ from shardrules import migration
 from shardrules.commands import flags, rules, script, trial
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.unchecked import Site
-from shardrules.migration import BY_HAND, MORE, RAISES, SWITCH, UNTRIED, Edits, Row
+from shardrules.migration import BY_HAND, CHANGES, MORE, RAISES, SWITCH, UNTRIED, Edits, Row
 from shardrules.report.grouping import counted, size
+from shardrules.watching.results import different
 
 USAGE = flags.SCRIPT_USAGE
 ARGUMENTS: flags.Arguments = {
@@ -117,6 +118,8 @@ def tried(
         elif then > now:
             sent = f"the script's programs send {size(now)} now, and {size(then)} with this on"
             judged = MORE, sent
+        elif changed := different(before.results, outcome.results):
+            judged = CHANGES, f"with this switched on, {changed}"
         if judged[0] == SWITCH:
             passed, last = on, outcome
         elif len(group) == len(patched) and len(parts := migration.joined(patched, rows)) > 1:

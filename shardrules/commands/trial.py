@@ -30,6 +30,7 @@ from shardrules.errors import ShardrulesError
 if TYPE_CHECKING:
     from shardrules.hooks.unchecked import Call
     from shardrules.watching.programs import WatchedProgram
+    from shardrules.watching.results import Results
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Outcome:
     raised: str = ""  # the first line of the error that ended it, empty if none did
     calls: list[Call] = field(default_factory=list)  # of unchecked shard_maps, if it retraced them
     sent: dict[str, int] = field(default_factory=dict)  # by one device in one run of each program
+    results: Results = field(default_factory=dict)  # what its programs returned
     used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used
     notes: list[str] = field(default_factory=list)  # a message for each other flag
 
@@ -97,7 +99,7 @@ def _wait(process: subprocess.Popen, look: bool) -> None:
 def child(path: str) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
     from shardrules.hooks import retrace
-    from shardrules.watching import check_off, compiling, programs
+    from shardrules.watching import check_off, compiling, programs, results
 
     arguments, result, look, texts = pickle.loads(pathlib.Path(path).read_bytes())
     _compile_from(texts)
@@ -113,6 +115,7 @@ def child(path: str) -> int:
     seen = programs.watch()
     contexts = contextlib.ExitStack()
     contexts.enter_context(seen)
+    contexts.callback(results.start(outcome.results))
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
     else:

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.errors import ProfileError, ShardrulesError
@@ -348,3 +348,34 @@ def _dynamic(tree: Any, args: Sequence[Any], kwargs: dict) -> list[Any] | None:
         if chosen_tree == tree:
             return leaves
     return None
+
+
+def program_name(executable: Any) -> str:
+    """Return the name of an executable's module, or a stand-in for those that don't give it."""
+    try:
+        return str(executable.xla_executable.hlo_modules()[0].name)
+    except Exception:  # the backend's C API may raise anything
+        return "a program"
+
+
+class _Run:
+    """An executable's call, after which ``see`` is called with the arrays that it returned."""
+
+    def __init__(self, call: Any, see: Callable[[Sequence[Any]], None]):
+        self._call = call
+        self._see = see
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = self._call(*args, **kwargs)
+        self._see(results)
+        return results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+def after_each_run(executable: Any, see: Callable[[Sequence[Any]], None]) -> None:
+    """Call ``see`` with what each run of an executable returns; of pmap's own, never."""
+    # JAX calls an executable of another class than its own without its fast path, so it sees all.
+    if hasattr(executable, "_unsafe_call"):
+        executable._unsafe_call = _Run(executable.unsafe_call, see)

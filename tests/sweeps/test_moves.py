@@ -12,11 +12,9 @@ from shardrules.hooks.cotangents import doubts, linearity, steps
 from sweeps import moves
 
 
-@pytest.mark.parametrize(
-    ("count", "first"), [(60, 0), pytest.param(2000, 10_000, marks=pytest.mark.full)]
-)
-def test_no_gradient_changes(count, first):
-    outcomes = dict(enumerate(seeds.in_this_process("sweeps.moves", range(first, first + count))))
+def test_no_gradient_changes():
+    count = 60
+    outcomes = dict(enumerate(seeds.in_this_process("sweeps.moves", range(count))))
     said, is_well = moves.summary(outcomes)
     different = [one["note"] for one in outcomes.values() if one["note"][:4] in ("diff", "refu")]
     assert is_well, (said, different)

@@ -41,7 +41,8 @@ _MORE_CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
 # Primitives that only read and store, by the names of JAX 0.6 to 0.12.
-_STORES = frozenset("get swap addupdate masked_load masked_swap load".split())
+_STORES = frozenset("get swap addupdate masked_load masked_swap load freeze".split())
+_NEW_REFS = frozenset("new_ref ref mutable_array array_ref".split())
 _COPIES = frozenset("dma_start dma_wait".split())
 
 
@@ -52,7 +53,11 @@ def linear_in(jaxpr: Any, inputs: Sequence[Any], kernels: bool = False) -> froze
     ``kernels``, Pallas kernels are read, and collectives may move the inputs.
     """
     run = _Run(kernels)
-    results = run.jaxpr(jaxpr, [_LINEAR if v in inputs else _FIXED for v in jaxpr.invars])
+    given = [_LINEAR if v in inputs else _FIXED for v in jaxpr.invars]
+    results, run.stored = None, True
+    while results is None or run.stored:  # a ref may be read before it is written, in a loop
+        run.stored = False
+        results = run.jaxpr(jaxpr, given)
     return frozenset(run.summed) if {_LINEAR, _ZERO}.issuperset(results) else None
 
 
@@ -75,7 +80,8 @@ class _Run:
         self.kernels = kernels
         self.summed: set[str] = set()
         self.summed_of_others: set[str] = set()
-        self._stored = False  # whether a cell changed
+        self.stored = False  # whether a cell changed
+        self._refs: dict[int, _Cell] = {}  # by the equation that makes it
 
     def jaxpr(self, jaxpr: Any, given: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
         env = dict(zip(jaxpr.invars, given)) | dict(zip(jaxpr.constvars, consts))
@@ -113,6 +119,8 @@ class _Run:
         if name == "run_scoped":
             body = opened(params["jaxpr"])
             return self.jaxpr(body, [_Cell() for _ in body.invars], given)
+        if name in _NEW_REFS:
+            return [self._refs.setdefault(id(eqn), _Cell(_join(given)))]
         if any(isinstance(x, _Cell) for x in given):  # also a loop or a branch that is unknown
             return [self._on_refs(eqn, name, given)] * len(eqn.outvars)
         if name == "pallas_call" and self.kernels:
@@ -139,10 +147,12 @@ class _Run:
         cells += [_Cell() for _ in jaxpr.invars[len(inputs) :]]
         for source, output in params.get("input_output_aliases", ()):  # the same memory
             cells[len(inputs) + output] = cells[source]
-        self._stored = True
-        while self._stored:
-            self._stored = False
+        before, changed = self.stored, True
+        while changed:
+            self.stored = False
             self.jaxpr(jaxpr, cells)
+            changed = self.stored
+        self.stored = before
         outputs = cells[len(inputs) : len(inputs) + mapping.num_outputs]
         return [c.kind if _KNOWN.issuperset(positions) else _UNKNOWN for c in outputs]
 
@@ -163,7 +173,7 @@ class _Run:
             data, positions = [*data, *positions], []
         if not known or not _KNOWN.issuperset(positions):
             data.append(_UNKNOWN)
-        if name != "get":
+        if name not in ("get", "freeze"):
             kind = _join([*data, *(cell.kind for cell in cells if name in _COPIES)])
             for cell in cells:
                 self._store(cell, kind)
@@ -171,7 +181,7 @@ class _Run:
 
     def _store(self, cell: _Cell, kind: str) -> None:
         joined = _join((cell.kind, kind))
-        self._stored |= joined != cell.kind
+        self.stored |= joined != cell.kind
         cell.kind = joined
 
     def _result(self, eqn: Any, name: str, given: list[str]) -> str:
@@ -182,6 +192,9 @@ class _Run:
                 self.summed_of_others |= strings(other.params) if name_of(other) in SUMS else set()
             zero = set(given) == {_ZERO} and name in _TOGETHER | CASTS | {"convert_element_type"}
             return _ZERO if zero or (name in _BILINEAR and _ZERO in given) else _FIXED
+        update = opened(eqn.params.get("update_jaxpr"))
+        if name == "scatter" and update is not None and update.eqns:  # scatter_apply
+            return _UNKNOWN
         if name == "convert_element_type":
             kinds = [
                 is_inexact(a) and a.dtype.itemsize > 1 for a in (avals[0], eqn.outvars[0].aval)
@@ -206,6 +219,8 @@ class _Run:
             return _LINEAR if sorted(given) == [_FIXED, _LINEAR] else _UNKNOWN
         if name == "triangular_solve":
             return _LINEAR if given[0] in _KNOWN else _UNKNOWN
+        if name == "gather" and eqn.params.get("fill_value") not in (None, 0):
+            return _UNKNOWN
         return given[0] if name in _IN_FIRST and _KNOWN.issuperset(given[1:]) else _UNKNOWN
 
 

@@ -1,0 +1,87 @@
+"""What the programs of a process return, to compare two runs of one script."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardrules.door import compiled
+from shardrules.watching import compiling
+
+_RUNS = 2  # of each program: later ones differ by the rounding of earlier ones
+_ELEMENTS = 256  # of each result
+_MOST_BYTES = 1 << 26  # of a result that is read
+
+
+class Result(NamedTuple):
+    """Some elements of an array that a program returned."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float  # of all of its elements, by magnitude
+    elements: tuple[float, ...]
+
+
+Results = dict[str, list[tuple[Result | None, ...]]]  # by a program's name, of each run
+
+
+def start(results: Results) -> Callable[[], None]:
+    """Record what each program's first runs return, until the returned function is called."""
+    lock = threading.Lock()
+
+    def note(executable: Any, traced: object) -> None:
+        name = compiled.program_name(executable)
+        left = _RUNS
+
+        def see(arrays: Sequence[Any]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left >= 0:
+                    results.setdefault(name, []).append(tuple(map(_read, arrays)))
+
+        compiled.after_each_run(executable, see)
+
+    return compiling.start(note)
+
+
+def _read(array: Any) -> Result | None:
+    """Return some elements of an array; None if they can't be read here."""
+    import numpy as np
+
+    with contextlib.suppress(Exception):  # a key, an array of several processes, a donated one
+        if array.size and array.nbytes <= _MOST_BYTES and array.is_fully_addressable:
+            values = np.asarray(array)
+            kind = np.complex128 if np.iscomplexobj(values) else np.float64
+            values = np.abs(values) if kind is np.complex128 else values.astype(kind)
+            chosen = values.ravel()[:: -(-values.size // _ELEMENTS)]
+            largest = float(np.max(np.abs(values)))
+            return Result(str(array.dtype), array.shape, largest, tuple(map(float, chosen)))
+    return None
+
+
+def different(
+    before: Mapping[str, Sequence[tuple[Result | None, ...]]],
+    after: Mapping[str, Sequence[tuple[Result | None, ...]]],
+) -> str:
+    """Say which program returned something else in another run; empty if none did."""
+    for name, runs in before.items():
+        for run, (first, second) in enumerate(zip(runs, after.get(name, ())), 1):
+            for number, (a, b) in enumerate(zip(first, second)):
+                if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+                    continue
+                off = max(abs(x - y) for x, y in zip(a.elements, b.elements))
+                scale = max(a.largest, b.largest)
+                # Sums in another order differ by rounding; NaN is no difference that a check makes.
+                if off > _tolerance(a.dtype) * max(scale, 1e-6):
+                    return (
+                        f"result {number} of {name}, run {run}, differs by up to {off:.3g}, "
+                        f"and its largest value is {scale:.3g}"
+                    )
+    return ""
+
+
+def _tolerance(dtype: str) -> float:
+    return 0.05 if "16" in dtype or "8" in dtype else 1e-3

@@ -295,8 +295,15 @@ def second(f, x, w):
 
 
 def mapped(f, x, w):
-    """Map over a stack that the last mesh axis could carry, by the first argument alone."""
+    """Map over a stack of the first argument."""
     return jax.grad(lambda w: jnp.sum(jnp.sin(jax.vmap(f, (0, None))(jnp.stack([x, 2 * x]), w))))(w)
+
+
+def over_axis(f, x, w, axis, size):
+    """Map over a stack that a mesh axis carries, over which x isn't split."""
+    g = jax.vmap(f, (0, None), spmd_axis_name=axis)
+    stack = jnp.stack([x * (n + 1) for n in range(size)])
+    return jax.grad(lambda w: jnp.sum(jnp.sin(g(stack, w))))(w)
 
 
 def linearized(f, x, w):
@@ -313,6 +320,7 @@ ASKED: dict[str, Callable] = {
     "vmap": mapped,
     "linearize": linearized,
     "jit": lambda f, x, w: jax.grad(jax.jit(scalar(f)), 1)(x, w),
+    "spmd_axis_name": over_axis,  # where the mesh has such an axis
 }
 
 
@@ -342,7 +350,7 @@ def case_of(seed: int) -> Case:
         axes[: random_.randint(1, len(axes))],
         random_.choice([*BODIES]),
         tuple(one() for _ in range(random_.choice((1, 1, 2)))),
-        tuple(random_.sample([*ASKED], 2)),
+        tuple(random_.choices([*ASKED], k=2)),
         random_.random() < 0.4,
     )
 
@@ -362,9 +370,15 @@ def run_case(case: Case) -> list[tuple[str, Any]]:
         body = BODIES[case.body](step)
         specs = (P(case.split), P()), P(case.split)
         f = lambda *args: shard_map(body, mesh, *specs, check=case.casts)(*args)  # noqa: B023, E731
+        free = [(a, n) for a, n in zip(names, case.mesh) if a not in case.split]
         for asked in case.asked:
+            run = functools.partial(ASKED[asked], f)
+            if asked == "spmd_axis_name":
+                if not free:
+                    continue
+                run = functools.partial(run, axis=free[0][0], size=free[0][1])
             try:
-                value = jax.jit(functools.partial(ASKED[asked], f))(x, w)
+                value = jax.jit(run)(x, w)
                 results.append((asked, jax.tree_util.tree_map(np.asarray, value)))
             except Exception as error:  # compared by its type, and shown
                 results.append((asked, error))
@@ -388,7 +402,10 @@ def differences(before: list, after: list) -> list[str]:
 
 def compare(seed: int) -> str:
     """Compare one case; say what became of it, after a colon why."""
-    case = case_of(seed)
+    return compare_case(case_of(seed))
+
+
+def compare_case(case: Case) -> str:
     rules = {"moves_identity": sr.no_communication}
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -408,7 +425,7 @@ def compare(seed: int) -> str:
                 decided = f"left: {left}" if left else "switched"
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
-    if all(isinstance(value, Exception) for _, value in before):
+    if before and all(isinstance(value, Exception) for _, value in before):
         return f"jax: {type(before[0][1]).__name__}: {str(before[0][1]).splitlines()[0]} {case}"
     wrong = differences(before, after)
     if wrong:

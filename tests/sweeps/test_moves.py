@@ -69,3 +69,14 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     assert not moves.compare(0).startswith("different")
     fault(monkeypatch)
     assert moves.compare(0).startswith("different")
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_a_cast_is_moved_over_the_axis_of_a_vmap(casts):
+    """The bwd's cotangent was summed over that axis, and JAX rejected its type."""
+    case = dataclasses.replace(
+        CASE, body="looped", asked=("spmd_axis_name",), casts=casts, mesh=(2, 3)
+    )
+    case = dataclasses.replace(case, steps=(("nondiff", "plain", "negative"),))
+    outcome = moves.compare_case(case)
+    assert outcome == ("casts" if casts else "switched")

@@ -7,6 +7,7 @@ import functools
 import jax
 
 from shardrules.door.internals import Door
+from shardrules.door.jaxprs import is_inexact
 from shardrules.door.patching import Patches
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
@@ -60,25 +61,30 @@ class BatchedVjpHooks(Hooks):
         inner = self.door.transformation(lambda f, *args: retyping.run_hiding(f, axes, args))(bwd)
         batched = self.door.batch_bwd(inner, tag, axis_data, *rest, **named)
         dims = rest[1] if len(rest) > 1 else named["out_dim_dests"]
-        return self.door.wrapped(
-            # Primals that were cast to vary over these axes are summed by the cast's transpose.
-            lambda *args: self._sum(
-                batched.call_wrapped(*args), primals, axes - self.state.here.primals_over[0], dims
-            ),
-            like=batched,
-        )
 
-    def _sum(self, cotangents, primals, axes, out_dim_dests):
+        def run(*args):
+            # Primals that were cast to vary over these axes are summed by the cast's transpose.
+            cast = axes & self.state.here.primals_over[0]
+            return self._sum(batched.call_wrapped(*args), primals, axes - cast, cast, dims)
+
+        return self.door.wrapped(run, like=batched)
+
+    def _sum(self, cotangents, primals, axes, cast, out_dim_dests):
         if not self.door.checking():
             return cotangents
         if cotangents and isinstance(cotangents[0], (list, tuple)):  # with logs, from JAX 0.11
             first, *logs = cotangents
-            return (self._sum(first, primals, axes, out_dim_dests), *logs)
+            return (self._sum(first, primals, axes, cast, out_dim_dests), *logs)
         summed = []
         for ct, primal, dim in zip(cotangents, primals, out_dim_dests):
-            over = frozenset()
+            over = whole = frozenset()
             if not isinstance(dim, int) and isinstance(ct, jax.Array):
                 want = self.door.cotangent_type(primal)
-                over = axes & self.door.axis_type(self.door.typeof(ct)).varying - want.axes
+                have = self.door.axis_type(self.door.typeof(ct))
+                over = axes & have.varying - want.axes
+                whole = cast - want.axes - have.axes
+            if whole and is_inexact(ct):  # the sum already: each device gets its part of it
+                share = ct / jax.lax.psum(1, tuple(sorted(whole)))
+                ct = self.door.cast(share, have.vary(*whole))
             summed.append(jax.lax.psum(ct, tuple(sorted(over))) if over else ct)
         return summed

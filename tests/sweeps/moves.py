@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.hooks import shard_map
+from shardrules.hooks.retrace import first_line
 
 SIZE = 6
 MATRIX = (np.eye(SIZE) * 2 + 0.1 * np.arange(SIZE * SIZE).reshape(SIZE, SIZE) / 36).astype(
@@ -390,7 +391,7 @@ def differences(before: list, after: list) -> list[str]:
     for (asked, a), (_, b) in zip(before, after):
         if isinstance(a, Exception) or isinstance(b, Exception):
             if not isinstance(a, Exception):
-                wrong.append(f"{asked}: refused: {type(b).__name__}: {str(b).splitlines()[0]}")
+                wrong.append(f"{asked}: refused: {first_line(b)}")
             continue
         for x, y in zip(jax.tree_util.tree_leaves(a), jax.tree_util.tree_leaves(b)):
             scale = max(float(np.max(np.abs(x))), 1e-3)
@@ -426,7 +427,7 @@ def compare_case(case: Case) -> str:
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
     if before and all(isinstance(value, Exception) for _, value in before):
-        return f"jax: {type(before[0][1]).__name__}: {str(before[0][1]).splitlines()[0]} {case}"
+        return f"jax: {first_line(before[0][1])} {case}"
     wrong = differences(before, after)
     if wrong:
         return (

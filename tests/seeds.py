@@ -10,6 +10,7 @@ the next ones run in a new process.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -38,6 +39,27 @@ CHEAPLY = {
 LIMIT_S = 240  # for one seed
 
 Outcome = dict[str, Any]
+
+
+@functools.cache
+def cheaply() -> dict[str, Any]:
+    """Return those of ``CHEAPLY`` that this XLA has: it refuses an option that it doesn't know.
+
+    JAX 0.12's, say, has no other way to compile a fusion than its emitters.
+    """
+    import jax
+
+    def has(name: str) -> bool:
+        try:
+            nothing.compile({name: CHEAPLY[name]})
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" in str(error):
+                return False
+            raise
+        return True
+
+    nothing = jax.jit(lambda: 0).lower()
+    return {name: CHEAPLY[name] for name in CHEAPLY if has(name)}
 
 
 def in_this_process(kind: str, seeds: range) -> Iterator[Outcome]:

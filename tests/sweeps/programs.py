@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from seeds import CHEAPLY
+from seeds import cheaply
 
 import shardrules as sr
 from shardrules import hooks
@@ -187,7 +187,7 @@ def _compared(program: Program) -> Outcome:
         run = derivatives(sharded)
         if program.mode == "inside":
             run = lambda floats: sharded(floats, integers, everywhere)  # noqa: E731
-        return jax.block_until_ready(jax.jit(run, compiler_options=CHEAPLY)(floats))
+        return jax.block_until_ready(jax.jit(run, compiler_options=cheaply())(floats))
 
     try:
         got, trace = of_all(check=True)
@@ -203,7 +203,7 @@ def _compared(program: Program) -> Outcome:
         return Outcome(program.seed, "died", what)
     alone = derivatives(mapped(program, types))
     try:
-        want, reference = jax.jit(alone, compiler_options=CHEAPLY)(floats)
+        want, reference = jax.jit(alone, compiler_options=cheaply())(floats)
     except Exception as error:
         return Outcome(program.seed, "died", f"under vmap: {type(error).__name__}: {error}"[:300])
     for place, (one, other) in enumerate(zip(trace, reference)):

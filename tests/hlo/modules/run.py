@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxlib import _hlo, _jax
-from seeds import CHEAPLY
+from seeds import cheaply
 
 from shardrules import errors, hlo
 
@@ -39,7 +39,7 @@ def compile_text(text: str):
     build.num_replicas, build.num_partitions = DEVICES, 1
     build.device_assignment = assignment
     options.env_option_overrides = [
-        *CHEAPLY.items(),
+        *cheaply().items(),
         # It joins a slice of a slice whose start is beyond its end into one that isn't clamped in
         # between (jaxlib 0.10.2), so that what runs is not what the text says.
         ("xla_disable_hlo_passes", "algsimp"),

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules import hlo
+from shardrules import hlo, testing
 from shardrules.costs import findings
 
 D, M, BOTH = "data", "model", ("data", "model")
@@ -160,7 +160,7 @@ def test_what_is_advised_gives_the_same_values(name, cpu_mesh):
         )
         compiled = jax.jit(mapped).lower(x).compile()
         values.append(np.asarray(compiled(x)))
-        judgement = hlo.judge(compiled.as_text(), mesh=dict(cpu_mesh.shape))
+        judgement = testing.judge(compiled)
         found.append({f.advice for f in findings.find(judgement)})
     np.testing.assert_array_equal(*values)  # of whole numbers
     assert found == [{advice}, set()]

@@ -34,6 +34,15 @@ def types(op, mesh, *shapes, specs=P("data")):
     return seen[-1]
 
 
+def alone(op, mesh):
+    """The types as JAX alone has them; None where it refuses, as JAX 0.12 does to many a store."""
+    try:
+        return types(op, mesh)
+    except ValueError as error:
+        assert "varying manual axes to match the Ref's" in str(error)
+        return None
+
+
 def first(x):
     """A scalar of the block, as an index."""
     return x[0, 0].astype(jnp.int32)
@@ -116,7 +125,7 @@ def test_the_advice_works_and_plain_jax_gets_it_wrong(cpu_mesh, store):
 
         return run
 
-    assert types(op(lambda zeros: zeros), cpu_mesh) == [set()]  # JAX alone: wrong
+    assert alone(op(lambda zeros: zeros), cpu_mesh) in ([set()], None)  # JAX alone: wrong
     with sr.install():
         assert types(op(lambda zeros: sr.vary(zeros, "data")), cpu_mesh) == [{"data"}]
 
@@ -145,7 +154,7 @@ def test_reading_at_an_index_that_varies_gives_what_varies(cpu_mesh):
 
 
 def test_the_cotangent_of_an_invariant_value_in_a_varying_ref_is_summed(cpu_mesh):
-    """JAX alone returns each device's share, and then refuses its type."""
+    """JAX to 0.11 alone returns each device's share, and then refuses its type."""
 
     def op(x, w):
         ref = jax.new_ref(x)
@@ -160,12 +169,18 @@ def test_the_cotangent_of_an_invariant_value_in_a_varying_ref_is_summed(cpu_mesh
     f = jax.shard_map(op, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     grad = jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1))
     w = np.arange(1, 9, dtype=np.float32).reshape(BLOCK)
-    with pytest.raises(ValueError, match="Expected cotangent type"):
-        jax.jit(grad)(X, w)
+    wanted = jax.grad(reference, argnums=(0, 1))(jnp.asarray(X), w)
+
+    def assert_right():
+        for got, want in zip(jax.jit(grad)(X, w), wanted):
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+
+    try:
+        assert_right()
+    except ValueError as error:
+        assert "Expected cotangent type" in str(error)
     with sr.install():
-        got = jax.jit(grad)(X, w)
-    for g, want in zip(got, jax.grad(reference, argnums=(0, 1))(jnp.asarray(X), w)):
-        np.testing.assert_allclose(g, want, rtol=1e-5)
+        assert_right()
 
 
 def test_a_bwd_may_store_to_a_new_ref(cpu_mesh, hooks):
@@ -356,7 +371,7 @@ def test_refs_of_run_state_grow_to_their_fixpoint(cpu_mesh, body):
     def op(x):
         return pl.run_state(body)((x, *[jnp.zeros(BLOCK)] * zeros))
 
-    assert types(op, cpu_mesh) == [{"data"}] + [set()] * zeros  # JAX alone: wrong
+    assert alone(op, cpu_mesh) in ([{"data"}] + [set()] * zeros, None)  # JAX alone: wrong
     f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     want = jax.jit(f)(X)
     with sr.install():

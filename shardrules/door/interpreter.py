@@ -15,14 +15,16 @@ from typing import Any, Literal
 from shardrules.errors import UnsupportedJaxError
 
 _MODULE = "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
+_RACE = "RACE DETECTED"
 
 
 @contextlib.contextmanager
-def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[], str]]:
+def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[str], str]]:
     """Run the Pallas kernels that are traced inside the ``with`` in JAX's TPU interpreter.
 
-    Yields a function that returns what JAX printed of two accesses of one memory that are not
-    ordered, empty if there were none.
+    Yields a function that returns what JAX said of two accesses of one memory that are not
+    ordered, empty if there were none. Pass it the text of an error that the kernels raised: JAX
+    0.12 raises where earlier ones print.
     """
     try:
         from jax.experimental.pallas import tpu as pltpu
@@ -46,11 +48,12 @@ def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[], str]]:
         states.append(original(*args, **kwargs))
         return states[-1]
 
-    def races() -> str:
-        if not any(state.races_found for state in states):
+    def races(raised: str = "") -> str:
+        text = printed.getvalue() + raised
+        _, race, rest = text.partition(_RACE)
+        if not race and not any(state.races_found for state in states):
             return ""
-        text = printed.getvalue()
-        return text[text.find("RACE DETECTED") :].strip()[:1000] or "JAX says no more of it"
+        return (race + rest).strip()[:1000] or "JAX says no more of it"
 
     module.RaceDetectionState = recording
     try:

@@ -69,7 +69,7 @@ def judge(
     Examples:
       >>> text = step.lower(w, x).compile().as_text()
       >>> judgement = hlo.judge(hlo.parse(text), mesh={"data": 4, "model": 2})
-      >>> judgement.needed[0].collective.axes
+      >>> judgement.verdicts[0].collective.axes
       ('data',)
     """
     if isinstance(module, str):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from core import versions
 from jax import lax
 from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
@@ -74,7 +75,9 @@ CALLS = [
     jnp.argsort,
     lambda x: jax.random.permutation(jax.random.key(x[0].astype(int)), 5),
     lambda x: lax.rng_bit_generator(lax.bitcast_convert_type(x, jnp.uint32), (3,))[1],
-    alike,
+    pytest.param(
+        alike, marks=versions.where(versions.has("jax.experimental.shard_alike", "shard_alike"))
+    ),
     lambda x: lax.scaled_dot(x[:, None] * x, x[:, None] * x),
     lambda x: sparse.BCOO.fromdense(x[:, None] * x, nse=16).T.todense(),
     lambda x: sparse.BCSR.fromdense(x[:, None] * x, nse=16) @ jnp.ones(4),

@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from core import versions
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -145,6 +146,7 @@ def test_watch_and_the_assertion_take_the_same_allowances(cpu_mesh):
         testing.assert_outputs_replicated(f, *args, allow={**allow, "differs output[7]": "?"})
 
 
+@versions.where(versions.prints_shardings)
 def test_text_is_told_what_its_outputs_are(cpu_mesh, tmp_path):
     f, args = step(cpu_mesh, differing)
     (tmp_path / "step.hlo").write_text(f.lower(*args).compile().as_text())

@@ -12,6 +12,7 @@ import sys
 
 import numpy as np
 import pytest
+from core import versions
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
@@ -48,7 +49,10 @@ def judged(path, tmp_path):
     return done.stdout, next(p for p in programs if p["title"] == "jit_step")
 
 
-@each_program
+@pytest.mark.parametrize(
+    "name",
+    ["train", "rnn", pytest.param("fsdp", marks=versions.where(versions.names_gathers_by_use))],
+)
 def test_advice_that_is_followed_saves_what_was_promised(name, tmp_path):
     (printed, before), (again, after) = (judged(path, tmp_path) for path in PROGRAMS[name])
     (values, values_again) = (re.findall(r"\d+\.\d+", text) for text in (printed, again))

@@ -163,6 +163,30 @@ def maps_psum_over_a_mesh_axis() -> bool:
     return True
 
 
+def _gather_of_an_argument() -> str:
+    """Return the compiled text of a jit that gathers its argument ``x`` before it uses it."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("two",))
+    split, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("two"), P()))
+    f = jax.jit(lambda x: jax.lax.with_sharding_constraint(jax.numpy.sin(x), whole))
+    x = jax.ShapeDtypeStruct((2,), "float32", sharding=split)
+    return f.lower(x).compile().as_text()
+
+
+@functools.cache
+def prints_shardings() -> bool:
+    """Whether a compiled program's text says how its parameters are sharded: not on JAX 0.12."""
+    return "sharding=" in _gather_of_an_argument()
+
+
+@functools.cache
+def names_gathers_by_use() -> bool:
+    """Whether XLA names a gather by what asks for it: on JAX 0.12 by the argument that it moves.
+
+    Nothing tells then that it is the source that asks for it, and shardrules gives no hint.
+    """
+    return 'op_name="x"' not in _gather_of_an_argument()
+
+
 def types_values() -> bool:
     """Whether values carry the axes over which they vary, which a cast can add to."""
     return hasattr(jax.lax, "pvary") or hasattr(jax.lax, "pcast")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from core import versions
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
@@ -277,6 +278,8 @@ JITS = {
 # From JAX 0.12 XLA names these gathers by the argument that they move alone: nothing tells then that
 # the source asks for them.
 UNNAMED = {
+    ("cpu", "reduce instead"),
+    ("cpu", "left apart"),
     ("tpu", "repeated"),
     ("tpu", "reduce instead"),
     ("tpu", "left apart"),
@@ -500,6 +503,7 @@ def test_weights_that_are_gathered_again(platform):
             np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+@versions.where(versions.names_gathers_by_use)
 def test_weights_that_a_jit_gathers_again(cpu_mesh):
     given = structs(cpu_mesh, [X, ((8, 128, 128), P(None, "data"))])
     whole = NamedSharding(cpu_mesh, P())

@@ -189,7 +189,7 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
 
 
 _SELECTOR = re.compile(
-    r"(?:(redundant|overwide|unproven|needed|may hang) )?(?:(\w+) )?([a-z-]+)\(([^()]*)\)"
+    r"(?:(redundant|overwide|unproven|needed|internal|may hang) )?(?:(\w+) )?([a-z-]+)\(([^()]*)\)"
     r"(?: at (\S+?)(?::(\d+))?)?"
 )
 

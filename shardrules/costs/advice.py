@@ -6,23 +6,16 @@ compute from its own operand.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Collection
 
 from shardrules import hlo
 from shardrules.arguments import checked
+from shardrules.hlo.proof import phases
 from shardrules.registry.suggestions import pattern
 
 # Of equal values these give the value.
 _IDEMPOTENT = ("maximum", "minimum", "and", "or")
-
-# How JAX's own collectives end an op_name; what XLA's partitioner makes has another operation's.
-_WRITTEN = re.compile(
-    r"p(sum|max|min|mean|broadcast|gather|permute|swapaxes|all_|scatter|shuffle)\w*|ppermute|"
-    r"(ragged_)?all_(gather|to_all|reduce)\w*|reduce_scatter\w*|shard_map|reduced_vary_cast|"
-    r"un?reduced?_\w+"
-)
 
 
 @checked
@@ -39,7 +32,7 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
         )
     if verdict.verdict in ("redundant", "overwide"):
         last = operation(collective)
-        if last and _WRITTEN.fullmatch(last) is None and "pmap" not in collective.op_name:
+        if last and not phases.is_written(collective.op_name):
             return _for_partitioner(verdict)
         backward = collective.phase not in ("forward", "recompute")
         # With shard_map's check on, a sum has another name.
@@ -168,5 +161,4 @@ def _equal_axes(verdict: hlo.Verdict) -> list[str]:
 
 def operation(collective: hlo.Collective) -> str:
     """Return the JAX operation that made a collective, the end of its op_name."""
-    # To JAX 0.4 its parameters stand behind it, psum[axes=('model',) axis_index_groups=None].
-    return re.sub(r"\[.*?\]$", "", collective.op_name).rpartition("/")[2]
+    return phases.operation(collective.op_name)

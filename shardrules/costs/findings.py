@@ -50,6 +50,8 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
         kind, change = verdict.verdict, ""
         if verdict.divergent:
             kind = _HANGS
+        elif kind == "internal":
+            continue
         elif kind == "needed":
             weak = unaudited(verdict.rests_on) if strict else []
             if not weak:

@@ -274,9 +274,17 @@ class Content:
         return filled(
             *self.changes,
             Block("", self.note, columns, texts, len(columns) - 3),
+            listed("XLA's own, nothing to change", self._internal()),
             *self.costs,
             listed("Allowances that match nothing", self.unused),
         )
+
+    def _internal(self) -> Iterable[str]:
+        own = (entry for entry in self.account if entry.verdict == "internal")
+        for same in alike(own, lambda entry: (entry.kind, entry.reason)):
+            count = f"{len(same)} x " if len(same) > 1 else ""
+            each = grouping.sizes([entry.bytes for entry in same])
+            yield f"{count}{same[0].kind}, {each}: {same[0].reason}"
 
     @functools.cached_property
     def costs(self) -> tuple[Block, ...]:

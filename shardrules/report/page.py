@@ -23,7 +23,7 @@ from shardrules.report.grouping import Row, alike, here, milliseconds, percent, 
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
 
-VERDICTS = ("needed", "overwide", "redundant", "unproven")
+VERDICTS = ("needed", "overwide", "redundant", "unproven", "internal")
 _BARS = 12  # source lines that are drawn
 _MESHES = 6  # sets of groups that are drawn at once; the others are folded away
 _OPEN = 6  # items of a list up to which all are unfolded

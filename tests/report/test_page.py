@@ -152,7 +152,7 @@ LIGHT, DARK = (
     for block in re.findall(r":root \{(.*?)\}", FILES["page.css"], re.DOTALL)
 )
 GROUPS = [f"g{n}" for n in range(8)]
-VERDICTS = ("needed", "overwide", "redundant", "unproven")
+VERDICTS = ("needed", "overwide", "redundant", "unproven", "internal")
 TEXT = [
     *(("ink", back) for back in ("bg", "cell", *GROUPS)),
     *(("dim", back) for back in ("bg",)),

@@ -58,8 +58,9 @@ OVERWIDE_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 # may have an effect.
 _ATTRIBUTES = frozenset(
     "async_execution_thread backend_config channel_id constrain_layout control-predecessors "
-    "dimensions frontend_attributes metadata operand_layout_constraints origin original_value "
-    "output_to_operand_aliasing replica_groups sharding slice_sizes source_target_pairs statistics "
+    "dimensions frontend_attributes has_dynamic_root metadata operand_layout_constraints origin "
+    "original_value output_to_operand_aliasing replica_groups sharding slice_sizes "
+    "source_target_pairs statistics "
     "to_apply use_global_device_ids".split()
 )
 # Reductions of integers and booleans whose bits don't depend on the order of the operands. In
@@ -104,7 +105,7 @@ def read_channel(
             why = f"attribute {key!r} is given twice"
             raise attributes.syntax_error(instruction.text, start, why)
         values[key] = (instruction.text[start:end], start)
-        if key not in _ATTRIBUTES:
+        if key not in _ATTRIBUTES or key == "has_dynamic_root" and values[key][0] != "false":
             unread = f"an unknown attribute, {key}={values[key][0][:40]}"
     (groups, mesh), doubt = _connections(module, instruction, kind, values, relations, cache)
     if kind == "collective-permute":

@@ -13,7 +13,7 @@ from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
-VERDICTS = ("redundant", "overwide", "unproven", "needed")
+VERDICTS = ("redundant", "overwide", "unproven", "needed", "internal")
 
 ASSUMPTIONS = (
     hs.Support(
@@ -133,7 +133,8 @@ class Verdict:
     """The verdict on one collective, one operand of a combined one, or one range of a flat one.
 
     Attributes:
-      verdict: ``redundant``, ``overwide``, ``unproven`` or ``needed``.
+      verdict: ``redundant``, ``overwide``, ``unproven``, ``needed`` or ``internal`` (redundant,
+        but XLA put it there for itself, to start a ring or a pipeline).
       collective: the collective that is judged.
       range: the elements that are judged; None for the whole operand.
       bytes: size of these elements on one device.
@@ -308,6 +309,11 @@ class Judgement:
     def needed(self) -> tuple[Verdict, ...]:
         """List the verdicts on collectives whose operands' variation has a named cause."""
         return self._of("needed")
+
+    @property
+    def internal(self) -> tuple[Verdict, ...]:
+        """List the verdicts on redundant permutes that XLA made for itself."""
+        return self._of("internal")
 
 
 def why_varying(

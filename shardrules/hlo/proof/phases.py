@@ -43,6 +43,25 @@ def phase_of(op_name: str) -> str:
     return phases.pop() if len(phases) == 1 else "mixed"
 
 
+# How JAX's own collectives end an op_name; what XLA's partitioner makes has another operation's.
+_WRITTEN = re.compile(
+    r"p(sum|max|min|mean|broadcast|gather|permute|swapaxes|all_|scatter|shuffle)\w*|ppermute|"
+    r"(ragged_)?all_(gather|to_all|reduce)\w*|reduce_scatter\w*|shard_map|reduced_vary_cast|"
+    r"un?reduced?_\w+"
+)
+
+
+def operation(op_name: str) -> str:
+    """Return the JAX operation at the end of an op_name."""
+    # To JAX 0.4 its parameters stand behind it, psum[axes=('model',) axis_index_groups=None].
+    return re.sub(r"\[.*?\]$", "", op_name).rpartition("/")[2]
+
+
+def is_written(op_name: str) -> bool:
+    """Tell whether the program asks for this collective, and not XLA's partitioner."""
+    return "pmap" in op_name or _WRITTEN.fullmatch(operation(op_name)) is not None
+
+
 def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
     """Give the phase of most bytes, "mixed" without a majority, and the first name of it."""
     sizes: collections.Counter[str] = collections.Counter()

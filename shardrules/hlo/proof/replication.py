@@ -29,6 +29,7 @@ _SOURCES = {
     "rng-get-and-update-state": "reads each device's own random state",
     "infeed": "reads each device's own infeed",
 }
+_UPDATES = ("async-update", "call-update", "fusion-update")
 _INDEX = re.compile(r", index=(\d{1,9})(?=[,\n]|$)")
 
 
@@ -168,7 +169,7 @@ def _source(proof: Proof, computation, position, instruction, operands, guard):
 def _unusual(proof: Proof, computation, position, instruction, operands, guard) -> Any:
     opcode = instruction.opcode
     if opcode.endswith("-done") or opcode.endswith("-update"):
-        if operands and isinstance(operands[0], Started):
+        if len(operands) == 1 and isinstance(operands[0], Started):
             return operands[0] if opcode.endswith("-update") else operands[0].result
         if opcode[:-5] in hc.OPCODES and operands:
             # An all-reduce-start may return its result alone; other starts return operands as well.
@@ -195,8 +196,30 @@ def _call(proof: Proof, computation, position, instruction, operands, guard):
 
 
 def _async_start(proof: Proof, computation, position, instruction, operands, guard):
-    result = _call(proof, computation, position, instruction, operands, guard)
-    return Started(tuple(operands), result)
+    return _begun(proof, computation, instruction, instruction, tuple(operands), guard)
+
+
+def _async_update(proof: Proof, computation, position, instruction, operands, guard):
+    """Evaluate an update; XLA for TPUs (JAX 0.12) gives some calls their operands only here."""
+    begun, *brought = operands
+    if not brought or not isinstance(begun, Started) or not isinstance(begun.operand, tuple):
+        return _same(proof, computation, position, instruction, operands, guard)
+    start = hm.behind(computation, position, _UPDATES)
+    given = (*begun.operand, *brought)
+    return _begun(proof, computation, instruction, start, given, guard)
+
+
+def _begun(proof: Proof, computation, instruction, start, given: tuple, guard: int) -> Started:
+    """Evaluate what an asynchronous instruction runs, once it has all of its operands."""
+    called = [proof.module.computations[name] for name in start.calls]
+    count = len(called[0].parameters) if called else 0
+    if len(given) < count:
+        why = f"{start.opcode} {start.name!r} has {len(given)} of its {count} operands so far"
+        return Started(given, proof.values.blocked(why, given))
+    if len(given) > count and instruction is not start:
+        why = f"{instruction.opcode} {instruction.name!r} brings operands that nothing takes"
+        return Started(given, proof.abandoned(start.calls, why, given))
+    return Started(given, _call(proof, computation, 0, start, given, guard))
 
 
 # Each element of the result depends on the operand's elements at the same place only.
@@ -396,7 +419,7 @@ _BY_OPCODE: dict[str, Any] = {
     "add-dependency": _same,
     "copy-start": _copy_start,
     "async-start": _async_start,
-    "async-update": _same,
+    **dict.fromkeys(_UPDATES, _async_update),
     "async-done": _done,
     # XLA prints asynchronous fusions like this on GPU (JAX 0.12).
     "fusion-start": _async_start,

@@ -33,6 +33,8 @@ from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import parser, partitioned
 
+_MOVES_NOTHING = "it moves nothing: each device is its own source"
+
 
 @checked(own=("mesh",))
 def judge(
@@ -294,7 +296,7 @@ class _Judge:
 
         def verdict(name: str, reason: str, needed=None, blockers=(), **fields) -> Verdict:
             rests = hs.union(state.supports, rules.supports)
-            if name in ("redundant", "overwide"):
+            if name in ("redundant", "overwide", "internal"):
                 rests = rests + ASSUMPTIONS
             return Verdict(
                 name, collective, part, size, reason, needed, rests, tuple(blockers), **fields
@@ -316,12 +318,17 @@ class _Judge:
         proven = self._within(groups, state.proven)
         is_equal, ragged = proven == groups.relation, collective.kind == "ragged-all-to-all"
         if is_equal and reached and not ragged:
+            internal = _why_internal(collective, state)
+            if internal:
+                return verdict("internal", internal, copies=collective.group_size)
             permute = collective.kind == "collective-permute"
             where = "on each source and its target" if permute else collective.over()
             alone = collective.group_size <= 1
             reason = (
                 "every group has one member" if alone else f"its operand is proven equal {where}"
             )
+            if not groups.moves:
+                reason = _MOVES_NOTHING
             return verdict("redundant", reason, copies=collective.group_size)
         if collective.kind in hc.OVERWIDE_KINDS:
             overwide = self._overwide(collective, channel, state, proven)
@@ -365,3 +372,16 @@ class _Judge:
             None,
             width,
         )
+
+
+def _why_internal(collective: Collective, state: hs.State) -> str:
+    """Say why XLA, not the program, put a redundant collective there, "" if that isn't certain."""
+    # The op_name tells only who put it there: that it is redundant is proven without it.
+    if collective.kind != "collective-permute" or phases.is_written(collective.op_name):
+        return ""
+    if not collective.connections.moves:
+        return _MOVES_NOTHING
+    if state.constant and collective.op_name:
+        # A windowed einsum starts with an accumulator of zeros, a pipeline with an empty state.
+        return "XLA starts a ring or a pipeline with constants, the same on each device"
+    return ""

@@ -148,7 +148,10 @@ class Collectives:
             def run(executed, op):
                 _first(executed, op, x, groups)
 
-            return self.finish(kind, self.like(x), [x], attributes, together, start, run, where)
+            rooted = [("has_dynamic_root", "false")] if self.random.random() < 0.5 else []
+            return self.finish(
+                kind, self.like(x), [x], attributes + rooted, together, start, run, where
+            )
         if kind == "reduce-scatter" and axes and x.shape.kind != "pred":
             axis = self.random.choice(axes)
             sizes = tuple(d // size if k == axis else d for k, d in enumerate(x.shape.dims))

@@ -89,13 +89,16 @@ class Control:
             key = "to_apply" if form == "call-start" else "calls"
             begin = "async-start" if form == "async" else form
             pending = [[v.shape for v in values], shape, Shape("s32")]
-            start = self.add(begin, pending, values, [(key, name)], keep=False, run=lambda *a: None)
-            if form == "async" and self.random.random() < 0.3:
+            # An update may bring the operands that its start has not.
+            late = self.random.randint(0, len(values)) if form != "async" else 0
+            early, brought = values[: len(values) - late], values[len(values) - late :]
+            start = self.add(begin, pending, early, [(key, name)], keep=False, run=lambda *a: None)
+            if brought or self.random.random() < 0.3:
                 start = self.add(
-                    "async-update",
+                    begin.replace("start", "update"),
                     pending,
-                    [start],
-                    [("calls", name)],
+                    [start, *brought],
+                    [("calls", name)] if form == "async" else [],
                     keep=False,
                     run=lambda *a: None,
                 )

@@ -73,12 +73,13 @@ def judged(
     given_outputs: Sequence[str] | None = None,
 ) -> hlo.Judgement:
     """Judge a program; ``given_outputs`` is one sharding, or one of each output."""
-    shardings = own_mesh = outputs = None
+    shardings = own_mesh = outputs = slices = None
     module = program.module()
     shapes = output_shapes(module)
     if program.compiled is not None:
         placements = compiled.placements(program.compiled)
         own_mesh, shardings = placements.mesh(), placements.parameters()
+        slices = placements.slices()
         outputs = placements.results(compiled.output_paths(program.compiled), shapes)
     if given_outputs is not None:
         per_output = [*given_outputs] * (len(shapes) if len(given_outputs) == 1 else 1)
@@ -97,6 +98,7 @@ def judged(
         own_mesh=own_mesh,
         unpartitioned=program.is_compiled,
         output_shardings=outputs,
+        slices=slices,
     )
 
 

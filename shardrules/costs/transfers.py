@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import walk
+from shardrules.hlo.proof import slices
 
 # JAX's targets of callbacks (jax/_src/callback.py and interpreters/mlir.py, 0.4.28 to 0.12): on CPU
 # and GPU as a custom call, of the FFI from 0.5 on; a TPU sends and receives instead.
@@ -62,8 +63,8 @@ def _transfer(module: hlo.Module, place: walk.Place) -> tuple[str, str, int, str
         size = operands[0].bytes if opcode == "outfeed" and operands else instruction.shape.bytes
         return opcode, _FEEDS[opcode], size, ""
     if opcode in _SENDS:
-        if instruction.attribute("is_host_transfer") != "true":
-            return None
+        if instruction.attribute("is_host_transfer") != "true" or slices.rendezvous(instruction):
+            return None  # TPU slices reach each other through their hosts
         return opcode, _SENDS[opcode], instruction.shape.leaves()[0].bytes, ""
     if opcode.startswith("custom-call") and not opcode.endswith("-done"):
         target = walk.target(instruction)

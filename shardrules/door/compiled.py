@@ -49,6 +49,16 @@ class Placements:
         name = names.pop() if len(names) == 1 else None
         return "gpu" if name in ("cuda", "rocm") else name
 
+    def slices(self) -> list[tuple[int, int]] | None:
+        """Return slice and id of each device in the program's order, None for a single slice."""
+        for sharding in (*(self._inputs or ()), *(self._outputs or ())):
+            devices = getattr(sharding, "_device_assignment", None) or ()
+            order = [(getattr(d, "slice_index", None), d.id) for d in devices]
+            numbers = {number for number, _ in order}
+            if len(numbers) > 1 and None not in numbers:
+                return [(number or 0, own_id) for number, own_id in order]
+        return None
+
     def parameters(self) -> list[tuple[tuple[int, ...], str]] | None:
         """Return shape on one device and HLO sharding of each parameter, None if unknown."""
         if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):

@@ -46,6 +46,20 @@ CASES = {
     "the program's, to itself": ("%x", "jit(f)/shard_map/ppermute", ITSELF, X, "redundant"),
     "the program's, of pmap": ("%z", "pmap(f)/add", RING, f"{X}\n{ZEROS}", "redundant"),
     "zeros without a name": ("%z", "", RING, f"{X}\n{ZEROS}", "redundant"),
+    "an accumulator, its permute's name dropped": (
+        "%z",
+        "",
+        RING,
+        f'{X}\n{ZEROS}, metadata={{op_name="jit(f)/jvp()/dot_general"}}',
+        "internal",
+    ),
+    "other zeros, their permute's name dropped": (
+        "%z",
+        "",
+        RING,
+        f'{X}\n{ZEROS}, metadata={{op_name="jit(f)/jvp()/broadcast_in_dim"}}',
+        "redundant",
+    ),
     "replicated data, not constants": (
         "%y",
         "jit(f)/concatenate",

@@ -183,8 +183,9 @@ def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations
         count = hn.id_count(mode, relations.partitions, relations.replicas)
         if mesh.devices.size != count:
             raise hn.NotationError(f"a mesh of {mesh.devices.size} devices in a module for {count}")
-    lists = hn.flatten_groups(lists, mode, relations.partitions, relations.replicas)
-    return make_groups(lists, relations), mesh
+    members, sizes = hn.flatten_groups(lists, mode, relations.partitions, relations.replicas)
+    members = _in_each_slice(members, relations).reshape(-1)
+    return make_groups((members, np.tile(sizes, relations.slices)), relations), mesh
 
 
 def unknown_kind(instruction: hm.Instruction) -> bool:
@@ -256,6 +257,11 @@ def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations
         pairs = (pairs + np.arange(replicas).reshape(-1, 1, 1) * partitions).reshape(-1, 2)
     else:
         pairs = (pairs * partitions + np.arange(partitions).reshape(-1, 1, 1)).reshape(-1, 2)
+    return pair_groups(_in_each_slice(pairs, relations).reshape(-1, 2), relations), None
+
+
+def pair_groups(pairs: np.ndarray, relations: hd.Relations) -> hd.Groups:
+    """Make the groups of devices that a permute's pairs connect."""
     ends = pairs.T
     relation = relations.linked(ends)
     labels = relations.labels(relation)
@@ -265,12 +271,18 @@ def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations
     devices = devices[np.argsort(labels[devices], kind="stable")]
     starts = np.flatnonzero(np.diff(labels[devices], prepend=-1))
     sizes = np.diff(starts, append=devices.size)
-    return hd.Groups(devices, sizes, relation, devices.size == relations.device_count, ends), None
+    return hd.Groups(devices, sizes, relation, devices.size == relations.device_count, ends)
+
+
+def _in_each_slice(ids: np.ndarray, relations: hd.Relations) -> np.ndarray:
+    """Repeat ids of devices of one slice for each slice; the text is that of one."""
+    starts = np.arange(relations.slices) * (relations.device_count // relations.slices)
+    return starts.reshape(-1, *(1,) * ids.ndim) + ids
 
 
 # XLA for GPUs splits the permutes of pipelines into send and recv, with the pairs in a frontend
-# attribute. Between TPU slices, all communication, even all-reduces, goes as sends through the host
-# to Megascale's runtime. Nothing is proven of received data; the sent bytes count.
+# attribute. Nothing is proven of received data; the sent bytes count. (``slices`` reads what TPU
+# slices send each other.)
 _PAIRS = re.compile(
     r'_xla_send_recv_source_target_pairs\s*+=\s*+"?(\{\s*+(?:\{[\d,\s]*+\}[\s,]*+)*+\})'
 )
@@ -300,11 +312,15 @@ def read_send(instruction: hm.Instruction, relations: hd.Relations) -> Channel:
     try:
         groups, _ = read_pairs(match[1] if match else "", channel, None, relations)
     except hn.NotationError:
-        count = relations.device_count
-        everyone = make_groups((np.arange(count), np.array([count])), relations)
-        # Incomplete groups, so that no axes are named.
-        groups = dataclasses.replace(everyone, complete=False)
+        groups = everyone(relations)
     return Channel("collective-permute", groups, True)
+
+
+def everyone(relations: hd.Relations) -> hd.Groups:
+    """Make the groups of a collective that may connect any devices."""
+    count = relations.device_count
+    groups = make_groups((np.arange(count), np.array([count])), relations)
+    return dataclasses.replace(groups, complete=False)  # so that no axes are named
 
 
 def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:

@@ -193,6 +193,8 @@ class Proof:
         # By computation name and position:
         self.records: dict[tuple[str, int], Record] = {}
         self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}
+        # The state that a send to another slice sends, and its guard, in the latest evaluation.
+        self.sent: dict[tuple[str, int], tuple[int, int]] = {}
         self.cache: dict[Any, Any] = {}  # parsed attributes, by their text
         self.result: Any = 0  # the entry computation's value
         self._memo: dict[Any, Any] = {}

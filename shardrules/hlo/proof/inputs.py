@@ -15,6 +15,7 @@ from shardrules.hlo.known import ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls
+from shardrules.hlo.proof import slices as between
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import notations as hn
@@ -27,7 +28,9 @@ _TAG_MESH = re.compile(
 _SHARDING_MESH = re.compile(r"sharding=\{+(?=mesh\[')")
 
 
-def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
+def devices(
+    module: hm.Module, mesh: Mapping[str, int] | None, slices: int | hd.SliceOrder | None = None
+) -> hd.Relations:
     size = None
     if mesh is not None:
         size = math.prod(n for n in dict(mesh).values() if isinstance(n, int))
@@ -41,7 +44,8 @@ def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
             f"{MAX_DEVICES} that this verifier accepts; is the text damaged?",
             device_count=partitions * replicas,
         )
-    return hd.Relations(partitions, replicas, stated or size is not None)
+    stated = stated or size is not None
+    return between.relations_of(module, partitions, replicas, stated, mesh, slices)
 
 
 def _counts_in_text(module: hm.Module) -> tuple[int, int]:
@@ -142,7 +146,7 @@ def parameter_values(
         sure = bool(shared) or "parameter_replication=" in module.text
         if len(shared) != leaves:
             shared = ["false"] * leaves
-        if text is None and states.relations.partitions == 1:
+        if text is None and states.relations.all_partitions == 1:
             text = "{replicated}"
         if text is None:
             why = f"{what} has no sharding in the text (pass parameter_shardings=)"
@@ -168,24 +172,28 @@ def parameter_values(
 def _state_reader(states: hs.States) -> Callable[[hs.Cause, str, bool, bool], int]:
     """Make a function that reads a sharding; ``sure``: the text says which replicas are alike."""
     relations = states.relations
-    ids = np.arange(relations.device_count)
-    replica = relations.intern(ids // relations.partitions)
+    replica = relations.intern(relations.places // relations.all_partitions)
+    # The order of several slices is an assumption where only their number is given.
+    assumed = (between.IN_ORDER,) if relations.slices > 1 and not relations.by_id else ()
 
     @functools.cache
     def same_tile(text: str) -> int | None:
-        tiles = hn.sharding_tiles(text, relations.partitions)
-        if tiles is None:
-            return None
-        return relations.intern(np.array(tiles)[ids % relations.partitions])
+        tiles = hn.sharding_tiles(text, relations.all_partitions)
+        return None if tiles is None else relations.intern(relations.tiles_on_devices(tiles))
 
     def state(cause: hs.Cause, text: str, shared: bool, sure: bool) -> int:
         within = same_tile(text)
         if within is None:
             how = f"has sharding {text}, which may give each device its own data"
             return states.source(hd.DISTINCT, cause._replace(how=how))
+        if within and not relations.order_known:
+            why = f"{cause.what} is sharded over several slices, in an order that the text"
+            return states.blocked(hs.Blocker(f"{why} doesn't give (pass slices=)"))
         cause = cause._replace(detail=f"as {text}" if within else "between replicas")
         relation = within if shared else relations.refine(within, replica)
         known = states.source(relation, cause, True)
+        if within and assumed:
+            known = states.changed(known, supports=assumed)
         return known if sure else states.changed(known, apart=within)
 
     return state

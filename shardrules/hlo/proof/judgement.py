@@ -214,7 +214,7 @@ class Output:
           None if the claim is proven.
         """
         state, relations, mesh = self._context
-        promised = np.array(tiles)[np.arange(relations.device_count) % relations.partitions]
+        promised = relations.tiles_on_devices(tiles)
         called = relations.intern(promised)
         if relations.refine(called, state.proven) == called:
             return None
@@ -267,7 +267,7 @@ class Judgement:
       verdicts: in the order of the text.
       outputs: what is proven of each array that the module returns.
       mesh: axis sizes in order; None if no mesh is known.
-      partitions, replicas: the module's device counts.
+      partitions, replicas: the program's device counts; the partitions of all TPU slices.
       opaque: the opaque calls without a usable rule, each once.
       promises: path and sharding of each output, None for an output without one (a token);
         None if the program does not state them.

@@ -19,7 +19,7 @@ from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Ranged, Started
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL, Values
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import control, customcalls
+from shardrules.hlo.proof import control, customcalls, slices
 from shardrules.hlo.proof.evaluation import APPLIERS, PARAMETER, Handlers, Proof, Record
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
@@ -71,7 +71,7 @@ def _device_id(proof: Proof, computation, position, instruction, operands, guard
     ids = np.arange(relations.device_count, dtype=np.uint32)
     numbers, count = ids % relations.partitions, relations.partitions
     if instruction.opcode == "replica-id":
-        numbers, count = ids // relations.partitions, relations.replicas
+        numbers, count = ids // relations.partitions % relations.replicas, relations.replicas
     if not relations.counts_stated and relations.device_count > 1 and count == 1:
         # Devices may be partitions or replicas.
         why = "partition-id or replica-id, but the text doesn't say how many (pass mesh=)"
@@ -240,13 +240,7 @@ def _collective(proof: Proof, computation, position, instruction, operands, guar
         channel = hc.read_channel(proof.module, instruction, kind, relations, proof.cache)
         if own:
             channel = dataclasses.replace(channel, unread=f"a reduction by {own}")
-    if channel.unread:
-        operands = [values.blocked(f"{what} has {channel.unread}", [v]) for v in operands]
-    if record is None:
-        proof.records[where] = Record(list(operands), guard, channel)
-    else:
-        record.operands = [values.join(a, b) for a, b in zip(record.operands, operands)]
-        record.guard = values.states.refine(record.guard, guard)
+    operands = _recorded(proof, where, what, operands, guard, channel)
     if channel.unread:
         return values.merged(operands)
     how = hc.result_how(instruction, channel)
@@ -263,6 +257,56 @@ def _collective(proof: Proof, computation, position, instruction, operands, guar
     if kind == "all-reduce" and not parts[0].is_tuple and len(parts) == len(operands):
         return result  # only JAX 0.12 and newer return the operands as well
     return Started(operands[0] if len(operands) == 1 else tuple(operands), result)
+
+
+def _recorded(proof: Proof, where, what: str, operands, guard: int, channel: hc.Channel):
+    """Record the operands of one evaluation of a collective, and return them."""
+    values, record = proof.values, proof.records.get(where)
+    if channel.unread:
+        operands = [values.blocked(f"{what} has {channel.unread}", [v]) for v in operands]
+    if record is None:
+        proof.records[where] = Record(list(operands), guard, channel)
+    else:
+        record.operands = [values.join(a, b) for a, b in zip(record.operands, operands)]
+        record.guard = values.states.refine(record.guard, guard)
+    return operands
+
+
+def _send(proof: Proof, computation, position, instruction, operands, guard):
+    """Record what is sent to another TPU slice, for its recv-done; another send gives a token."""
+    where = (computation.name, position)
+    if where not in proof.records:
+        channel = slices.read_send(instruction, proof.values.relations)
+    else:
+        channel = proof.records[where].channel
+    if channel is not None and operands:
+        what = f"{channel.kind} {instruction.name!r}"
+        sent = _recorded(proof, where, what, operands[:1], guard, channel)
+        proof.sent[where] = proof.values.collapse(sent[0]), guard
+    return proof.values.merged(operands)
+
+
+def _recv_done(proof: Proof, computation, position, instruction, operands, guard):
+    """Give what comes from another TPU slice: the result of the collective that its send began."""
+    receiver, instructions = instruction.operands[0], computation.instructions
+    if computation.name not in proof.cache:
+        proof.cache[computation.name] = slices.pairs_of(computation)
+    sender = proof.cache[computation.name].get(receiver)
+    # What is sent later than this was noted by an earlier evaluation.
+    if sender is None or sender > position or (computation.name, sender) not in proof.sent:
+        return _unusual(proof, computation, position, instruction, operands, guard)
+    channel = proof.records[computation.name, sender].channel
+    state, around = proof.sent[computation.name, sender]
+    if channel.unread:
+        return state, state
+    what = f"{channel.kind} {instructions[sender].name!r}"
+    how = hc.result_how(instructions[sender], channel)
+    result = proof.transfer.state(channel, how, state, around, what)
+    alone = slices.unreached(channel, proof.values.relations)
+    if alone:
+        cause = hs.Cause(what, "brings nothing to some devices")
+        result = proof.values.states.refine(result, proof.values.states.source(alone, cause))
+    return result, 0
 
 
 def _result(proof: Proof, instruction, channel: hc.Channel, operands, moved) -> Any:
@@ -317,6 +361,8 @@ def _custom_call(proof: Proof, computation, position, instruction, operands, gua
         spread = _spread(proof, computation, instruction, operands, target)
         if spread is not None:
             return spread
+    if target == slices.SLICE_ID and values.relations.slices > 1:
+        return values.device_number(slices.number_of_slice(values.relations), target)
     where = (computation.name, position)
     resolution = proof.opaque.get(where)
     if resolution is None:
@@ -359,13 +405,13 @@ def _effect(proof: Proof, effect, state: int, resolution, guard: int) -> int:
     sizes = proof.default_mesh if resolution.mesh is None else resolution.mesh
     if (
         not sizes
-        or math.prod(sizes.values()) != proof.values.relations.partitions
+        or math.prod(sizes.values()) != proof.values.relations.all_partitions
         or not set(effect.axes) <= set(sizes)
     ):
         what = resolution.blocker.what.split(" is tagged")[0].split(" has a rule")[0]
         what += (
             f" communicates over {','.join(effect.axes)}, and no known mesh with these axes has "
-            f"{proof.values.relations.partitions} partitions"
+            f"{proof.values.relations.all_partitions} partitions"
         )
         return states.blocked(resolution.blocker._replace(what=what), state)
     key = ("mesh", effect.kind, effect.axes, tuple(sizes.items()))
@@ -426,6 +472,8 @@ _BY_OPCODE: dict[str, Any] = {
     "fusion-done": _done,
     "call-start": _async_start,
     "call-done": _done,
+    "send": _send,
+    "recv-done": _recv_done,
     "partition-id": _device_id,
     "replica-id": _device_id,
     **dict.fromkeys(hc.OPCODES, _collective),

@@ -33,6 +33,7 @@ from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import parser, partitioned
 
+_WINDOWED = ("dot_general", "conv_general_dilated")  # what XLA computes in a ring of permutes
 _MOVES_NOTHING = "it moves nothing: each device is its own source"
 
 
@@ -46,6 +47,7 @@ def judge(
     own_mesh: Mapping[str, int] | None = None,
     unpartitioned: bool = False,
     output_shardings: Sequence[tuple[str, str] | None] | None = None,
+    slices: int | Sequence[tuple[int, int]] | None = None,
 ) -> Judgement:
     """Judge every collective of a module.
 
@@ -62,6 +64,9 @@ def judge(
         partitioner's collectives.
       output_shardings: path and HLO sharding of each output, ``("['w']", "{replicated}")``; read
         from the text's root instruction if None.
+      slices: of a program for several TPU slices, whose text is that of one: slice and id of each
+        device in the mesh's order; or how many slices there are, if the mesh takes one after the
+        other, and the devices of each in the same order.
 
     Raises:
       HloSyntaxError: the text can't be read, or the groups of a collective don't fit the module.
@@ -86,7 +91,7 @@ def judge(
     if not unpartitioned:
         partitioned.check(module)
     mesh = own_mesh if given_mesh is None else given_mesh
-    relations = inputs.devices(module, mesh)
+    relations = inputs.devices(module, mesh, slices)
     states = hs.States(relations)
     named = hd.make_mesh(mesh, relations, module.name) if mesh is not None else None
     axes = dict(mesh) if mesh is not None else inputs.find_mesh(module, relations.device_count)
@@ -139,7 +144,7 @@ class _Judge:
             tuple(verdicts),
             tuple(self._outputs()),
             dict(self.mesh.axes) if self.mesh else None,
-            self.relations.partitions,
+            self.relations.all_partitions,
             self.relations.replicas,
             tuple(dict.fromkeys(r.blocker for r in resolutions if r.effects is None)),
             promises,
@@ -197,9 +202,10 @@ class _Judge:
                     part = Range(start, stop, ((stop - start) * shape.bits + 7) // 8)
                     named = fields | self._named(fields, position, (start, stop))
                 collective = Collective(**named)
-                verdicts.append(
-                    self._verdict(collective, judged, state, record.guard, part, reached)
-                )
+                made = self._verdict(collective, judged, state, record.guard, part, reached)
+                if made.verdict == "redundant" and channel.kind == "collective-permute":
+                    made = self._internal(made, computation, position, self.states[state])
+                verdicts.append(made)
                 start = stop
         return verdicts
 
@@ -228,8 +234,8 @@ class _Judge:
         instruction = computation.instructions[position]
         record = self.proof.records.get((computation.name, position))
         blocker = self.proof.reach.unfollowed.get(computation.name)
-        if instruction.opcode not in hc.OPCODES:
-            blocker = hc.send_blocker(instruction)
+        if instruction.opcode not in hc.OPCODES and record is None:
+            blocker = blocker or hc.send_blocker(instruction)
             record = Record([], 0, hc.read_send(instruction, self.relations))
         elif record is None:
             kind = hc.OPCODES[instruction.opcode]
@@ -257,7 +263,8 @@ class _Judge:
         if self.mesh and axes is None and groups.ends is not None:
             # The axes along which a permute moves anything.
             sizes = [s for _, s in self.mesh.axes]
-            places = zip(*(np.unravel_index(ends, sizes) for ends in groups.ends))
+            ends = self.relations.places[groups.ends]
+            places = zip(*(np.unravel_index(end, sizes) for end in ends))
             moved = zip(self.mesh.names, places)
             axes = tuple(name for name, (a, b) in moved if (a != b).any())
         return {
@@ -296,7 +303,7 @@ class _Judge:
 
         def verdict(name: str, reason: str, needed=None, blockers=(), **fields) -> Verdict:
             rests = hs.union(state.supports, rules.supports)
-            if name in ("redundant", "overwide", "internal"):
+            if name in ("redundant", "overwide"):
                 rests = rests + ASSUMPTIONS
             return Verdict(
                 name, collective, part, size, reason, needed, rests, tuple(blockers), **fields
@@ -318,9 +325,6 @@ class _Judge:
         proven = self._within(groups, state.proven)
         is_equal, ragged = proven == groups.relation, collective.kind == "ragged-all-to-all"
         if is_equal and reached and not ragged:
-            internal = _why_internal(collective, state)
-            if internal:
-                return verdict("internal", internal, copies=collective.group_size)
             permute = collective.kind == "collective-permute"
             where = "on each source and its target" if permute else collective.over()
             alone = collective.group_size <= 1
@@ -342,6 +346,26 @@ class _Judge:
             why = f"the proof does not cover equal operands of a {collective.kind}"
             return verdict("unproven", why)
         return verdict("unproven", f"on its operand's path: {blocked}", blockers=state.blockers)
+
+    def _internal(
+        self, verdict: Verdict, computation: hm.Computation, position: int, state: hs.State
+    ) -> Verdict:
+        """Make it the verdict on a permute that XLA, not the program, put there, if it is one."""
+        # Names tell only who put it there: that it is redundant is proven without them.
+        collective, reason = verdict.collective, _MOVES_NOTHING
+        if phases.is_written(collective.op_name):
+            return verdict
+        if collective.connections.moves:
+            name = collective.op_name
+            if not name:  # as between slices: XLA for TPUs (JAX 0.10 to 0.12) drops them there
+                first = computation.instructions[position].operands[0]
+                made = self.module.metadata(hm.behind(computation, first, ("copy", "bitcast")))
+                name = made.op_name if phases.operation(made.op_name) in _WINDOWED else ""
+            if not (state.constant and name):
+                return verdict
+            # A windowed einsum starts with an accumulator of zeros, a pipeline with an empty state.
+            reason = "XLA starts a ring or a pipeline with constants, the same on each device"
+        return dataclasses.replace(verdict, verdict="internal", reason=reason)
 
     def _within(self, groups: hd.Groups, relation: int) -> int:
         if groups.ends is not None:
@@ -372,16 +396,3 @@ class _Judge:
             None,
             width,
         )
-
-
-def _why_internal(collective: Collective, state: hs.State) -> str:
-    """Say why XLA, not the program, put a redundant collective there, "" if that isn't certain."""
-    # The op_name tells only who put it there: that it is redundant is proven without it.
-    if collective.kind != "collective-permute" or phases.is_written(collective.op_name):
-        return ""
-    if not collective.connections.moves:
-        return _MOVES_NOTHING
-    if state.constant and collective.op_name:
-        # A windowed einsum starts with an accumulator of zeros, a pipeline with an empty state.
-        return "XLA starts a ring or a pipeline with constants, the same on each device"
-    return ""

@@ -1,9 +1,10 @@
 """Device groups, meshes, and the relation "devices i and j hold the same value".
 
-A device is its flattened id in HLO, ``replica * num_partitions + partition``. A relation is an
-equivalence of devices: an array that gives each device the lowest device of its class. Relations
-are interned as small ids, so that comparing or combining two costs one dictionary look-up for any
-number of devices.
+A device is its flattened id in HLO, ``replica * num_partitions + partition``. The text of a program
+for several TPU slices is that of one of them: a device of slice s is that id plus s times the
+devices of a slice. A relation is an equivalence of devices: an array that gives each device the
+lowest device of its class. Relations are interned as small ids, so that comparing or combining two
+costs one dictionary look-up for any number of devices.
 """
 
 from __future__ import annotations
@@ -26,12 +27,32 @@ _DIRECT = 1 << 20  # labels below it are looked up in an array, others are sorte
 DISTINCT = 1  # the relation in which no two devices are equal
 
 
+# Of each device in the mesh's order: the slice that it belongs to, and its id.
+SliceOrder = Sequence[tuple[int, int]]
+
+
 class Relations:
-    def __init__(self, partitions: int, replicas: int = 1, counts_stated: bool = True):
+    def __init__(
+        self,
+        partitions: int,
+        replicas: int = 1,
+        counts_stated: bool = True,
+        slices: int = 1,
+        order: SliceOrder | None = None,
+    ):
+        # partitions, replicas: of one slice
         self.partitions = partitions
         self.replicas = replicas
-        self.device_count = device_count = partitions * replicas
+        self.slices = slices
+        self.device_count = device_count = partitions * replicas * slices
         self.counts_stated = counts_stated  # else counted from ids in the text
+        # The device at each place of the mesh; by default, one slice after the other.
+        self.devices = np.arange(device_count)
+        self.order_known = True  # else the text doesn't say how the mesh takes its slices
+        self.by_id: dict[int, int] = {}  # devices of several slices, by their ids
+        if order is not None:
+            self._lay_out(order)
+        self.places = np.argsort(self.devices)  # and the place of each device in the mesh
         self._ids: dict[bytes, int] = {}
         self._arrays: list[np.ndarray] = []
         self._refined: dict[tuple[int, int], int] = {}
@@ -42,6 +63,25 @@ class Relations:
         self.intern(np.arange(device_count))
         if device_count == 1:  # one device: equal and distinct are the same array
             self._arrays.append(self._arrays[0])
+
+    def _lay_out(self, order: SliceOrder) -> None:
+        """Give the devices of each slice numbers by their places in the mesh, as XLA does."""
+        slices = {number: k for k, number in enumerate(sorted({s for s, _ in order}))}
+        each = self.partitions * self.replicas
+        filled = [0] * len(slices)
+        for place, (number, own_id) in enumerate(order):
+            mine = slices[number]
+            self.devices[place] = self.by_id[own_id] = mine * each + filled[mine]
+            filled[mine] += 1
+
+    @property
+    def all_partitions(self) -> int:
+        """Count the partitions of all slices."""
+        return self.partitions * self.slices
+
+    def tiles_on_devices(self, tiles: Sequence[int]) -> np.ndarray:
+        """Give each device the number of its partition's tile."""
+        return np.array(tiles)[self.places % self.all_partitions]
 
     def intern(self, labels: np.ndarray) -> int:
         """Give the id of the relation in which devices of equal labels (none below 0) are equal."""
@@ -204,7 +244,7 @@ class Mesh:
         self.axes = tuple(dict(axes).items())
         self.names = tuple(name for name, _ in self.axes)
         self._relations = relations
-        self._ids = np.arange(relations.device_count).reshape([s for _, s in self.axes])
+        self._ids = relations.devices.reshape([s for _, s in self.axes])
         self._along: dict[int, tuple[str, ...] | None] = {}
         self._varying: dict[int, tuple[str, ...]] = {}
 
@@ -284,10 +324,11 @@ def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str) -
     size = math.prod(map(int, dict(axes).values()))
     if size != relations.device_count:
         shown = ", ".join(f"{n}={s}" for n, s in dict(axes).items())
+        slices = f" x {relations.slices} slices" if relations.slices > 1 else ""
         raise errors.HloError(
             f"the mesh ({shown}) has {size} devices, but module {module_name!r} was compiled for "
             f"{relations.device_count} ({relations.partitions} partitions x "
-            f"{relations.replicas} replicas); pass the mesh that the program "
+            f"{relations.replicas} replicas{slices}); pass the mesh that the program "
             "was compiled for.",
             mesh=dict(axes),
             device_count=relations.device_count,

@@ -18,7 +18,7 @@ def is_local(computation):
             "infeed",
         ):
             return False
-        if op.opcode in ("recv", "rng-get-and-update-state"):
+        if op.opcode in ("recv", "recv-done", "rng-get-and-update-state"):
             return False
         if not all(is_local(c) for c in op.callees):
             return False

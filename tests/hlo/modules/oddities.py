@@ -185,7 +185,9 @@ class Oddities:
         operands = (
             [self.literal(Shape("f32")), self.literal(Shape("f32"))] if opcode == "rng" else []
         )
-        self.add(opcode, shape, operands, attributes.get(opcode, ()), labels=OWN, run=own)
+        made = self.add(opcode, shape, operands, attributes.get(opcode, ()), labels=OWN, run=own)
+        if opcode == "recv" and self.random.random() < 0.5:
+            self.add("recv-done", shape, [made], attributes[opcode], labels=OWN, run=own)
 
     def applied_by_device(self, x):
         """What applies a computation that gives another result on each device."""

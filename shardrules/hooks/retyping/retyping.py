@@ -32,7 +32,7 @@ from shardrules.door.jaxprs import (
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.lost_axes import hijax_object
+from shardrules.hooks.types.lost_axes import hijax_object, is_typed_by_hand, typed_alike
 from shardrules.registry.axistypes import AxisType, show_axes
 
 
@@ -204,9 +204,13 @@ class _Equation:
         if all(map(self.door.can_cast, (atom.aval for atom in self.operands))):
             axes = self._gained() & union(self.types)
             self._cast([widened(have, axes) for have in self.types])
+        called = hijax_object(self.door, eqn.primitive, eqn.params)
+        changes: dict[str, Any] = {}
+        if is_typed_by_hand(called):
+            changes = typed_alike(self.door, eqn.params, called, union(self.types))
         try:
             avals, _ = eqn.primitive.abstract_eval(
-                *(atom.aval for atom in self.operands), **eqn.params
+                *(atom.aval for atom in self.operands), **{**eqn.params, **changes}
             )
         except ShardrulesError:
             raise
@@ -214,7 +218,10 @@ class _Equation:
             text = f": {str(error).splitlines()[0]}" if str(error) else ""
             raise self._error(f"{type(error).__name__}{text}") from error
         avals = avals if eqn.primitive.multiple_results else [avals]
-        return self._done({}, self.door.axis_types(avals))
+        types = [*self.door.axis_types(avals)]
+        if called not in (None, eqn.primitive) and self._gained() - union(types):
+            raise self._error("the types of a hijax primitive are those that it was made with")
+        return self._done(changes, types)
 
     def _sums_unseen(self) -> bool:
         """Whether an author's function that no rule describes gives the cotangents."""

@@ -6,6 +6,7 @@ The law for JAX's own: what they return varies at least as all that they take. T
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -168,18 +169,33 @@ class HijaxHooks(Hooks):
         return Law(bind=self._bind)
 
     def _bind(self, rest, primitive, trace, args, params):
-        result = rest(primitive, trace, args, params)
         called = hijax_object(self.door, primitive, params)
-        if not self.acts or type(called).__module__.startswith("jax."):
-            return result  # JAX types its own by tracing
+        if self.acts and is_typed_by_hand(called):
+            types = [*self.door.axis_types(map(self.door.typeof, args))]
+            changes = typed_alike(self.door, params, called, union(types))
+            if changes:
+                wants = [widened(have, union(types)) for have in types]
+                args = self.door.cast_bound(trace, args, wants)
+            return rest(primitive, trace, args, {**params, **changes})
+        result = rest(primitive, trace, args, params)
+        outputs = result if primitive.multiple_results else [result]
+        if not self.acts or (is_jaxs(called) and self._keeps_all(args, outputs)):
+            return result  # JAX types its others by tracing, which a replay doesn't repeat
 
         def expand(*flat):
             if called is primitive:
                 return primitive.to_lojax(*flat, **params)
             return called.expand(*jax.tree_util.tree_unflatten(called.in_tree, flat))
 
-        self._check(called, expand, args, result if primitive.multiple_results else [result])
+        self._check(called, expand, args, outputs)
         return result
+
+    def _keeps_all(self, args, outputs) -> bool:
+        """Whether each result varies over all axes that an operand varies over."""
+        door = self.door
+        takes, gives = ([*filter(door.can_cast, map(door.typeof, x))] for x in (args, outputs))
+        need = union(door.axis_types(takes))
+        return all(need <= have.varying for have in door.axis_types(gives))
 
     def _check(self, called: Any, expand: Callable[..., Any], args, outputs) -> None:
         """Raise AxisError if a result's type has fewer axes than in the call's expansion."""
@@ -196,6 +212,14 @@ class HijaxHooks(Hooks):
             lost = door.axis_type(made).varying - door.axis_type(aval).varying
             if lost:
                 name = type(called).__name__
+                if is_jaxs(called):
+                    names = ", ".join(map(repr, sorted(lost)))
+                    raise AxisError(
+                        f"JAX's {name} was traced with values that are invariant over "
+                        f"{show_axes(lost)}, and is run on ones that vary: its result would be typed "
+                        f"invariant. Cast what it is traced with before: shardrules.vary(x, {names}).",
+                        axes=lost,
+                    )
                 raise AxisError(
                     f"result {i} of the hijax primitive {name!r} is typed invariant over "
                     f"{show_axes(lost)}, by its out_aval or abstract_eval, and varies over them "
@@ -226,6 +250,36 @@ def hijax_object(door: Door, primitive: Any, params: dict[str, Any]) -> Any:
     if primitive is door.hi_primitive_p:
         return params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
     return None
+
+
+def is_jaxs(called: Any) -> bool:
+    return type(called).__module__.startswith("jax.")
+
+
+def is_typed_by_hand(called: Any) -> bool:
+    """Whether it is one of JAX's own hijax primitives whose types no tracing gives."""
+    # Those of jax.numpy. The types of JAX 0.12's frexp and ldexp forget mesh axes: the exponents
+    # all of them, the product those of its second operand.
+    return is_jaxs(called) and ".numpy." in type(called).__module__
+
+
+def typed_alike(door: Door, params: dict[str, Any], called: Any, axes) -> dict[str, Any]:
+    """Return the parameters to change for a call all of whose types vary over ``axes``."""
+
+    def lacks(aval: Any) -> bool:
+        return door.can_cast(aval) and not axes <= door.axis_type(aval).varying
+
+    if not any(map(lacks, (*called.in_avals_flat, *called.out_avals_flat))):
+        return {}
+
+    def widen(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.core.ShapedArray) or not lacks(leaf):
+            return leaf
+        return door.with_axis_type(leaf, widened(door.axis_type(leaf), axes))
+
+    new = copy.copy(called)
+    vars(new).update(jax.tree_util.tree_map(widen, vars(called)))
+    return {name: new for name, value in params.items() if value is called}
 
 
 def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:

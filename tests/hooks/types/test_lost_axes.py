@@ -207,3 +207,59 @@ def test_types_of_an_unchecked_shard_map_inside_of_an_unchecked_one_stay(cpu_mes
     assert "unchecked_shard_map" not in text and "unchecked_shard_map" in str(
         jax.make_jaxpr(one_inside_of_another(cpu_mesh)(P("data")))(X.reshape(16, 1), W)
     )
+
+
+def traced_before(f):
+    """The function from a jaxpr that was traced on invariant values."""
+
+    def run(x):
+        closed = jax.make_jaxpr(f)(jnp.zeros(x.shape))
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, x)
+
+    return run
+
+
+def in_a_branch(f):
+    return lambda x: lax.cond(x[0] > 0, lambda: f(jnp.ones(x.shape)), lambda: f(0 * x))
+
+
+def by_exponents(x):
+    return jnp.ldexp(jnp.ones(x.shape), x.astype(int))
+
+
+@pytest.mark.parametrize("how", [lambda f: f, traced_before, in_a_branch], ids=["", "replay", "if"])
+@pytest.mark.parametrize(
+    "f",
+    [
+        jnp.frexp,
+        by_exponents,
+        lambda x: jnp.searchsorted(jnp.arange(8.0), x),
+        lambda x: jnp.nonzero(x > 1, size=2),
+        lambda x: jnp.einsum("i,j->ij", x, jnp.ones(3)),
+        jax.nn.relu,
+    ],
+)
+def test_functions_that_are_hijax_primitives_in_jax_0_12_vary(cpu_mesh, hooks, f, how):
+    """Types stand in such a primitive as it was made: for other operands, and by hand."""
+    op = how(f)
+    g = jax.jit(jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data")))
+    blocks = X.reshape(4, -1)
+    for got, *want in zip(jax.tree.leaves(g(X)), *(jax.tree.leaves(op(b)) for b in blocks)):
+        np.testing.assert_array_equal(got, np.concatenate(want))
+    with pytest.raises(ValueError, match="can't be statically inferred"):
+        jax.eval_shape(jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P()), X)
+
+
+def test_the_gradient_of_an_invariant_mantissa_is_summed(cpu_mesh, hooks):
+    """JAX 0.12 types the product as its first operand."""
+    f = jax.shard_map(
+        lambda w, x: jnp.ldexp(w, x.astype(int)),
+        mesh=cpu_mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+    )
+    w = np.arange(1.0, 5.0, dtype=np.float32)
+    x = np.arange(16, dtype=np.float32) % 5
+    got = jax.jit(jax.grad(lambda w: (f(w, x) ** 2).sum()))(w)
+    want = (2 * w * 4.0 ** x.reshape(4, 4)).sum(0)
+    np.testing.assert_allclose(got, want)

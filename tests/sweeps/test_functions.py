@@ -67,7 +67,7 @@ def test_every_function_is_named_that_is_there():
     there = set()
     for name in MODULES:
         there |= set(arguments.cases(name)[1])
-    assert set(pinned.NOT_CALLED) - there == pinned.OF_OTHER_VERSIONS
+    assert set(pinned.NOT_CALLED) - there <= pinned.OF_OTHER_VERSIONS
 
 
 @pytest.mark.slow

@@ -17,6 +17,11 @@ from .operations import AXES, CUSTOM, LOCAL, WITH_INTEGER, N, reducing
 lax = jax.lax
 
 
+def largest(n):
+    """The largest of the devices' integers; axis by axis, since n may vary over some of them only."""
+    return functools.reduce(lax.pmax, AXES, n)
+
+
 class Machine:
     """Runs blocks; what differs is left to the two that follow.
 
@@ -57,7 +62,7 @@ class Machine:
         return x * (1 + 0.1 * lax.axis_index(axis).astype(np.float32))
 
     def cond(self, place, same, yes, no, x, *others):
-        n = self.n if same is None else lax.pmax(self.n, tuple(AXES))
+        n = self.n if same is None else largest(self.n)
         predicate = n > 1 if place is None else x[place] > 0.1
         args = (x, *others)
         return lax.cond(predicate, lambda *a: self.run(yes, a), lambda *a: self.run(no, a), *args)
@@ -68,7 +73,7 @@ class Machine:
     def switch(self, same, *rest):
         blocks = [one for one in rest if isinstance(one, Block)]
         args = rest[len(blocks) :]
-        n = lax.pmax(self.n, tuple(AXES)) if same else self.n
+        n = largest(self.n) if same else self.n
         return lax.switch(
             n % len(blocks), [functools.partial(self._of, one) for one in blocks], *args
         )
@@ -98,7 +103,7 @@ class Machine:
         return lax.fori_loop(0, 3, lambda _, x: self.run(block, [x, *others]), x)
 
     def while_loop(self, same, block, x, *others):
-        n = lax.pmax(self.n, tuple(AXES)) if same else self.n
+        n = largest(self.n) if same else self.n
         others = [lax.stop_gradient(y) for y in others]
 
         def body(carried):

@@ -216,8 +216,9 @@ class HijaxHooks(Hooks):
                     names = ", ".join(map(repr, sorted(lost)))
                     raise AxisError(
                         f"JAX's {name} was traced with values that are invariant over "
-                        f"{show_axes(lost)}, and is run on ones that vary: its result would be typed "
-                        f"invariant. Cast what it is traced with before: shardrules.vary(x, {names}).",
+                        f"{show_axes(lost)}, and is run on ones that vary: its result would be "
+                        "typed invariant. Cast what it is traced with before: "
+                        f"shardrules.vary(x, {names}).",
                         axes=lost,
                     )
                 raise AxisError(

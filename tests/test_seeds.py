@@ -40,7 +40,10 @@ def test_a_seed_that_ends_its_process_is_lost_alone(tmp_path, monkeypatch, capsy
 )
 def test_what_is_typed_wrongly_is_answered_with_the_kinds(typed, capsys):
     assert seeds.main(typed) == 2
-    assert "The kinds are oracle, modules, fuzz, programs, unchecked, moves." in capsys.readouterr().err
+    assert (
+        "The kinds are oracle, modules, fuzz, programs, unchecked, moves."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ def sent(hints, channel="channel_id=1", header="is_scheduled=true, num_partition
         (PAIRS + "{{0,1}}", "channel_id=0", ANY),  # of replicas, of which there is one
         ('x="y"', "channel_id=1", ANY),
         ('x="y"', "channel_id=1, is_host_transfer=false", ANY),
-        (MEGASCALE, "channel_id=1, is_host_transfer=true", ANY),
     ],
 )
 def test_a_send_to_other_devices_is_a_permute_that_nothing_is_proven_of(hints, channel, over):
@@ -51,10 +50,22 @@ def test_a_send_to_other_devices_is_a_permute_that_nothing_is_proven_of(hints, c
     assert (axes is None) == (over == ANY)
     assert (verdict.verdict, verdict.bytes) == ("unproven", 32)
     assert "send 's' to other devices" in verdict.reason
-    assert ("ALL_REDUCE by Megascale" in verdict.reason) == (hints == MEGASCALE)
     (entry,) = accounts.of(judgement).entries
     assert (entry.kind, entry.over) == ("collective-permute", over)
     assert (entry.runs, entry.wire_bytes) == (1, 32)
+
+
+def test_a_send_between_slices_is_their_collective():
+    """The text counts the partitions of one of the two slices that the target names."""
+    text = sent(
+        MEGASCALE, "channel_id=1, is_host_transfer=true", "is_scheduled=true, num_partitions=4"
+    )
+    for judgement in (hlo.judge(text), hlo.judge(text, mesh=T.MESH)):
+        (entry,) = accounts.of(judgement).entries
+        assert (entry.kind, entry.verdict, entry.over) == ("all-reduce", "unproven", ANY)
+        assert "a target among slices" in judgement.verdicts[0].reason
+    told = hlo.judge(text, mesh={"data": 2, "model": 4}, slices=2).verdicts[0]
+    assert told.collective.axes == ("data",) and "to other devices" not in told.reason
 
 
 def test_its_pairs_are_of_replicas_where_it_has_no_channel():

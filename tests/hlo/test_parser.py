@@ -1,6 +1,7 @@
 """The reader: what XLA prints, what people write, and text that is not HLO."""
 
 import gc
+import importlib.metadata
 import pathlib
 
 import pytest
@@ -11,8 +12,11 @@ from . import forms
 from . import text as T
 
 DATA = pathlib.Path(__file__).parent / "data"
-# What XLA's parser of this JAX can't read is told, and counted, in test_notations.
+# Dumps of JAX 0.12 write %tuple#0 for a get-tuple-element, which XLA's parser gives a name of
+# its own; test_notations reads that.
 FILES = sorted(p for p in DATA.glob("*.hlo") if not p.name.startswith("dump_0_12"))
+# Texts that the parser of an older jaxlib rejects, and the first that reads each.
+READ_SINCE = {"gpu_broadcast": (0, 12), "tpu7x_sparsecore": (0, 12)}
 
 MIXED = """HloModule jit_f, is_scheduled=true, num_partitions=8, replica_count=2
 
@@ -90,7 +94,13 @@ def test_stack_frames_and_old_metadata():
 def test_as_xla_reads_it(path):
     """Opcodes, operands and users equal what XLA's own parser gives."""
     bindings = pytest.importorskip("jaxlib._hlo")
-    compare(path.read_text(), bindings)
+    jaxlib = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2]))
+    if jaxlib < READ_SINCE.get(path.stem, jaxlib):
+        pytest.skip(f"XLA's parser of jaxlib {jaxlib} does not read what a newer one prints")
+    text = path.read_text()
+    if "call-start()" in text:  # whose operands come later: XLA rejects that in a schedule
+        text = text.replace("is_scheduled=true, ", "", 1)
+    compare(text, bindings)
 
 
 def compare(text, bindings):

@@ -56,8 +56,8 @@ class Kept:
         for undo in self._undo:
             undo()
 
-    # A lazy object (pydantic's stand-in for a schema, a proxy of an import) may raise, or load what it
-    # stands for, when an attribute or __class__ is asked for. So objects are read by their type.
+    # A lazy object (pydantic's stand-in for a schema, a proxy of an import) may raise, or load what
+    # it stands for, when it is asked for an attribute or its __class__. So its type decides here.
 
     def _visit(self, value: Any) -> None:
         import numpy as np  # a script may set variables first that numpy reads when it is imported

@@ -171,7 +171,7 @@ def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterato
             count = len(groups[0]) if groups else math.prod(sizes.get(axis, 1) for axis in axes)
             avals = [v.aval for v in eqn.invars]
             moved = sum(int(a.size) * a.dtype.itemsize for a in avals if hasattr(a, "size"))
-            if axes:
+            if axes and count > 1:  # an axis of one device moves nothing
                 yield Sum(moved, count, runs)
         inner_sizes, inner_runs = sizes, runs
         if name == "shard_map":

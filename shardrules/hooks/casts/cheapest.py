@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from shardrules.hooks.casts.cuts import Cut, Labels, Limits, Prices, mixed
+from shardrules.hooks.casts.cuts import Count, Cut, Labels, Limits, Prices
 from shardrules.hooks.casts.linear import NONE, Axes, Graph
 
 
@@ -36,78 +36,103 @@ def cheapest(graph: Graph) -> Labels:
     # The fewest bytes summed are not always the fewest on the wire. So labels that cost no more
     # than JAX's late casts, and no more than with the check off, come first.
     limits = Limits(graph)
-    if not limits.axes:
+    if not limits.groups:
         return limits.low
     late, off = cost_as_traced(graph), cost_unchecked(graph)
     bound = Cost(min(late.bytes, off.bytes), min(late.wire_bytes, off.wire_bytes))
     fewest = least_bytes(graph, limits)
     tried: list[tuple[bool, Cost, Labels]] = []
-    for labels in _candidates(limits):
+    search = _Search(limits)
+    for labels in search.candidates():
         costs = cost(graph, labels)
-        if costs.bytes == fewest and costs.within(bound):
-            return labels
         tried.append((not costs.within(bound), costs, labels))
-    return min(tried, key=lambda each: each[:2])[2]
+        if costs.bytes == fewest and costs.within(bound):
+            break
+    return search.together(min(tried, key=lambda each: each[:2])[2])
 
 
-def _candidates(limits: Limits) -> Iterator[Labels]:
-    """Yield locally cheapest labels from several starts; the most promising come first."""
-    graph, axes = limits.graph, limits.axes
-    orders = [axes] if len(axes) == 1 else list(itertools.permutations(axes))
-    starts: list[Labels] = []
-    for order in orders:
-        labels, counted = limits.low, NONE
-        for axis in order:
-            counted |= {axis}
-            labels = _cut(limits, labels, frozenset({axis}), Prices(graph, counted))
-        starts.append(labels)
-        yield labels
-    if len(axes) == 1:
-        return
-    best = min(starts, key=lambda labels: cost(graph, labels))
-    whole, on_the_wire = Prices(graph, graph.every), Prices(graph, graph.every, wire=True)
-    for start in (best, limits.low, limits.high):
-        yield _descend(limits, start, whole)
-    for start in (best, limits.low):
-        yield _descend(limits, start, on_the_wire)
+# The work of one search: how many labels its cuts choose, all together. A label takes about 10 us.
+_WORK = 300_000
 
 
-def _descend(limits: Limits, labels: Labels, prices: Prices) -> Labels:
-    """Improve the labels until no cut over any group of axes makes them cheaper."""
-    count = len(limits.axes)
-    groups = [
-        frozenset(group)
-        for size in (count, *range(1, count))
-        for group in itertools.combinations(limits.axes, size)
-    ]
+class _Search:
+    """A local search by cuts. Its work is polynomial in the number of axes, and bounded."""
 
-    def total(labels: Labels) -> int:
-        sums = _sums(limits.graph, labels)
-        return sum(prices.of(None, count, runs, (axes,))[0] for count, axes, runs in sums)
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self._left = _WORK
 
-    now, improved = total(labels), True
-    while improved:
-        improved = False
-        for group in groups:
-            for from_here in (False,) if len(group) == 1 else (False, True):
-                new = _cut(limits, labels, group, prices, from_here)
-                then = total(new)
-                if then < now:
-                    labels, now, improved = new, then, True
-    return labels
+    def candidates(self) -> Iterator[Labels]:
+        """Yield locally cheapest labels from several starts; the most promising come first."""
+        limits, graph, groups = self.limits, self.limits.graph, self.limits.groups
+        starts: list[Labels] = []
+        for order in _orders(groups):
+            labels, counted = limits.low, NONE
+            for axes in order:
+                counted |= axes
+                labels = self._cut(labels, axes, Prices(graph, counted))
+            starts.append(labels)
+            yield labels
+            if self._left < 0:
+                break
+        if len(groups) == 1:
+            return
+        best = min(starts, key=lambda labels: cost(graph, labels))
+        whole, on_the_wire = Prices(graph, graph.every), Prices(graph, graph.every, wire=True)
+        for start in (best, limits.low, limits.high):
+            yield self._descend(start, whole)
+        for start in (best, limits.low):
+            yield self._descend(start, on_the_wire)
+
+    def together(self, labels: Labels) -> Labels:
+        """Cast over the axes of one device beside other casts, where that saves a psum."""
+        axes = self.limits.uncounted
+        return self._cut(labels, axes, Count()) if axes else labels
+
+    def _descend(self, labels: Labels, prices: Prices) -> Labels:
+        """Improve the labels until no cut makes them cheaper, or the work is done."""
+        # The cuts are over all axes at once, over one group, all but one, and each two.
+        groups = self.limits.groups
+        every = NONE.union(*groups)
+        pairs = (first | second for first, second in itertools.combinations(groups, 2))
+        chosen = dict.fromkeys([every, *groups, *pairs, *(every - group for group in groups)])
+
+        def total(labels: Labels) -> int:
+            sums = _sums(self.limits.graph, labels)
+            return sum(prices.of(None, count, runs, (axes,))[0] for count, axes, runs in sums)
+
+        now, improved = total(labels), True
+        while improved:
+            improved = False
+            for axes in chosen:
+                for from_here in (False,) if axes in groups else (False, True):
+                    if self._left < 0:
+                        return labels
+                    new = self._cut(labels, axes, prices, from_here)
+                    then = total(new)
+                    if then < now:
+                        labels, now, improved = new, then, True
+        return labels
+
+    def _cut(
+        self, labels: Labels, axes: Axes, prices: Prices | Count, from_here: bool = False
+    ) -> Labels:
+        """Return the cheapest choice of all labels' least or most over ``axes``."""
+        # Over a single group this is the optimum. ``from_here`` chooses between the present labels
+        # and the most, then between the result and the least.
+        limits = self.limits
+        self._left -= len(limits.free)
+        high = limits.mixed(labels, axes, limits.high)
+        if from_here:
+            high = Cut(limits, labels, high, prices).labels()
+            labels = high
+        return Cut(limits, limits.mixed(labels, axes, limits.low), high, prices).labels()
 
 
-def _cut(
-    limits: Limits, labels: Labels, axes: Axes, prices: Prices, from_here: bool = False
-) -> Labels:
-    """Return the cheapest choice of each label's least or most over ``axes``, taken together."""
-    # Over a single axis this is the optimum. ``from_here`` chooses between the present labels and
-    # the most, then between the result and the least.
-    high = mixed(labels, axes, limits.high)
-    if from_here:
-        high = Cut(limits, labels, high, prices).labels()
-        labels = high
-    return Cut(limits, mixed(labels, axes, limits.low), high, prices).labels()
+def _orders(groups: Sequence[Axes]) -> list[tuple[Axes, ...]]:
+    """Return each rotation of the groups, in both directions: for up to three, all orders."""
+    rotated = [(*groups[i:], *groups[:i]) for i in range(len(groups))]
+    return list(dict.fromkeys([*rotated, *(order[::-1] for order in rotated)]))
 
 
 def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
@@ -118,20 +143,19 @@ def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
     limits = Limits(graph) if limits is None else limits
     sure: dict[Any, int] = {}  # what every choice sums
     for value in limits.values:
-        if value.live and limits.low[value.use] - limits.high[value]:
+        if value.live and graph.counts(limits.low[value.use] - limits.high[value]):
             sure[value] = value.cast_bytes
     for step in graph.steps:
         for own, (count, axes) in enumerate(step.sums):
-            if axes - (limits.high[step] & step.moves):
+            if graph.counts(axes - (limits.high[step] & step.moves)):
                 sure[step, own] = count
     total, left = sum(sure.values()), dict.fromkeys(sure, 0)
-    for axis in limits.axes:
-        over = frozenset({axis})
+    for over in limits.groups:
         low, high = (
             {key: label & over for key, label in labels.items()}
             for labels in (limits.low, limits.high)
         )
-        cut = Cut(limits, low, high, Prices(graph, over, left=left))
+        cut = Cut(limits, low, high, Prices(graph, over, left=left), of_all=True)
         total += cut.always + cut.net.flow()
         for key, always, edges in cut.paid:
             paid = always + sum(map(cut.net.sent, edges))
@@ -184,7 +208,7 @@ def _cost(graph: Graph, sums: Iterable[tuple[int, Axes]]) -> Cost:
     size_bytes, wire = 0, fractions.Fraction(0)
     for count, axes in sums:
         n = graph.device_count(axes)
-        if axes:
+        if n > 1:
             size_bytes += count
             wire += fractions.Fraction(2 * (n - 1) * count, n)
     return Cost(size_bytes, wire)

@@ -19,11 +19,6 @@ Labels = dict[Any, Axes]
 _SCALE = 1 << 40  # among choices of equal bytes, fewer psums win
 
 
-def mixed(labels: Labels, axes: Axes, other: Labels) -> Labels:
-    """Return labels, with ``axes`` taken from ``other``."""
-    return {key: (label - axes) | (other[key] & axes) for key, label in labels.items()}
-
-
 class Limits:
     """The least and the most that each label can be; ValueError if no labels suit the program."""
 
@@ -42,7 +37,28 @@ class Limits:
         self.free_steps = [step for step in graph.steps if step in free]
         self.rules = [rule for rule in self.rules if free.issuperset(rule[:2])]
         some = NONE.union(*(high[key] - low[key] for key in self.free))
-        self.axes = [axis for axis in graph.axes if axis in some]
+        self.uncounted = some.difference(graph.counted)
+        self.groups = self._alike([axis for axis in graph.counted if axis in some])
+
+    def mixed(self, labels: Labels, axes: Axes, other: Labels) -> Labels:
+        """Return labels, with ``axes`` taken from ``other``."""
+        mixed = dict(labels)
+        for key in self.free:  # all others have the same label in both
+            mixed[key] = (labels[key] - axes) | (other[key] & axes)
+        return mixed
+
+    def _alike(self, axes: Iterable[str]) -> list[Axes]:
+        """Group the axes that only occur together, so that one choice is the best for all."""
+        # A batch that is split over seven axes varies over all of them or over none.
+        graph = self.graph
+        sets = {*self.low.values(), *self.high.values(), *(over for _, _, over in self.rules)}
+        for step in graph.steps:
+            sets |= {step.moves, *(axes for _, axes in step.sums)}
+        sets.update(residual.varying for residual in graph.residuals.values())
+        distinct, groups = list(sets), dict[Any, list[str]]()
+        for axis in axes:
+            groups.setdefault(tuple(axis in each for each in distinct), []).append(axis)
+        return [frozenset(group) for group in groups.values()]
 
     def _free(self, step: Step) -> Axes:
         return NONE if step.fixed is None else self.graph.every - step.fixed
@@ -114,7 +130,7 @@ class Prices:
         @functools.cache
         def factor(axes: Axes) -> int:  # the cost per byte
             n = graph.device_count(axes & counted)
-            return 2 * (n - 1) * (every // n) if wire else int(not axes.isdisjoint(counted))
+            return 2 * (n - 1) * (every // n) if wire else int(n > 1)
 
         self._factor = factor
 
@@ -125,12 +141,26 @@ class Prices:
         return [factor * size + runs * self._tie if factor else 0 for factor in factors]
 
 
+class Count:
+    """Prices by which each psum costs one, whatever it sums and over which axes."""
+
+    def of(self, key: Any, size_bytes: int, runs: int, sets: Iterable[Axes]) -> list[int]:
+        return [runs if axes else 0 for axes in sets]
+
+
 class Cut:
     """The cheapest choice between two labels, ``low`` and ``high``, for each tangent and step."""
 
     # Both choices suit the program, and no label of ``high`` is smaller than that of ``low``.
 
-    def __init__(self, limits: Limits, low: Labels, high: Labels, prices: Prices):
+    def __init__(
+        self,
+        limits: Limits,
+        low: Labels,
+        high: Labels,
+        prices: Prices | Count,
+        of_all: bool = False,  # whether to price what has no choice, too
+    ):
         self._low, self._high, self._prices = low, high, prices
         self.net = Network()
         self.always = 0  # what every choice pays
@@ -139,9 +169,11 @@ class Cut:
         nodes = {key: self.net.node() for key in limits.free if low[key] != high[key]}
         self._nodes = nodes
         for value in limits.free_values:
-            self._value(value)
+            if of_all or value in nodes or value.use in nodes:
+                self._value(value)
         for step in limits.free_steps:
-            self._sums(step)
+            if of_all or step in nodes:
+                self._sums(step)
         for first, then, over in limits.rules:
             if first in nodes and then in nodes and (high[first] & over) - low[then]:
                 self.net.edge(nodes[then], nodes[first])

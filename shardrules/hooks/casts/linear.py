@@ -129,6 +129,8 @@ class Graph:
         self.axes = door.manual_axes()
         self.every = frozenset(self.axes)
         self._sizes = {axis: jax.lax.psum(1, axis) for axis in self.axes}
+        # An axis of one device varies nothing and costs nothing: no cast is placed because of it.
+        self.counted = tuple(axis for axis in self.axes if self._sizes[axis] > 1)
         # For each jaxpr, how often it runs, and whether casts may stand in it.
         self._around: dict[Where, tuple[int, bool]] = {}
         self.values: dict[tuple[Where, Any], Value] = {}
@@ -147,13 +149,17 @@ class Graph:
     def device_count(self, axes: Axes) -> int:
         return math.prod(self._sizes[axis] for axis in axes)
 
+    def counts(self, axes: Axes) -> bool:
+        """Whether a psum over these axes moves anything."""
+        return not axes.isdisjoint(self.counted)
+
     # From the program to the graph.
 
     def placed(self, labels: dict[Any, Axes]) -> list[PlacedCast]:
         """Return the casts that labels need of the tangents whose cotangents are not zero."""
         casts = []
         for value in self.values.values():
-            axes = labels[value.use] - labels[value]
+            axes = (labels[value.use] - labels[value]).intersection(self.counted)
             if axes and value.live:
                 name = f"{value.aval.dtype}[{','.join(map(str, value.aval.shape))}]"
                 cast = PlacedCast(value.at, name, tuple(sorted(axes)), value.runs, self.function)
@@ -330,7 +336,7 @@ class Graph:
         # Suppose a bf16 tangent becomes float32 and is then cast. The cast must not move to the
         # bf16 tangent, nor to what that is made of: the shares would be rounded to bf16 before they
         # are summed. Nor may the cast of a float32 tangent move to a bf16 tangent made of it.
-        for axis in self.axes:
+        for axis in self.counted:
             sites = [
                 value
                 for value, made in self.casts
@@ -370,7 +376,7 @@ class Graph:
             varied = self._axes(*eqn.invars, *eqn.outvars)
             assert step.fixed is not None and step.bwd is not None
             kept = step.fixed - (varied - self.most_sums(eqn).moves)
-            if kept:
+            if self.counts(kept):
                 bwd = eqn.params["bwd"]
                 does = (
                     "is not known to be linear in its cotangents"

@@ -143,6 +143,8 @@ class CastHooks(Hooks):
             off = cost_unchecked(graph)
             is_explained = self.state.scope.notes is not None
             is_watched = bool(watching.cast_listeners) and not before.within(off)
+            if not before.bytes and not is_explained:
+                return jaxpr
             if not (is_explained or is_watched) and _saves_little(before, least_bytes(graph), off):
                 return jaxpr  # the case of most programs
             graph.settle(self._sums)

@@ -124,7 +124,7 @@ def _axes(graph):
     """The axes over which anything is cast or summed."""
     return [
         axis
-        for axis in graph.door.manual_axes()
+        for axis in graph.counted
         if any(axis in made.varying - value.varying for value, made in graph.casts)
         or any(axis in step.moves for step in graph.steps)
     ]
@@ -136,7 +136,7 @@ def cheapest_bytes(graph):
     Args:
       graph: the graph of a linear program.
     """
-    return Program(graph, graph.door.manual_axes()).integer_program()
+    return Program(graph, graph.counted).integer_program()
 
 
 def cut_bytes(graph):

@@ -15,6 +15,7 @@ class Patches:
 
     def __init__(self):
         self._undo: list[tuple[Any, Any, Callable[[], None]]] = []
+        self._caches: list[Any] = []
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name``; if it was inherited, undoing deletes it again."""
@@ -29,6 +30,11 @@ class Patches:
         self._undo.append((table, key, functools.partial(*undo)))
         table[key] = value
 
+    def copied(self, cache: Any) -> None:
+        """Clear a cache that copies table entries, before they are set and once they are undone."""
+        self._caches.append(cache)
+        cache.cache_clear()
+
     def touched(self) -> tuple[tuple[Any, Any], ...]:
         """Return each (owner, name) and (table, key) that is replaced now."""
         return tuple((owner, name) for owner, name, _ in self._undo)
@@ -36,6 +42,8 @@ class Patches:
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()[2]()
+        while self._caches:
+            self._caches.pop().cache_clear()
 
 
 class ModuleProxy:

@@ -179,6 +179,7 @@ looks up a primitive's transpose rule: a user's is held to its operands' types
 a transposed cond, whose branches may sum what only some devices reach
     primitive_transposes   0.6.0+         .interpreters.ad:primitive_transposes
     fancy_transposes       0.7.1+         .interpreters.ad:fancy_transposes
+    vjp_node               0.12.0+        .interpreters.ad:vjp_node(prim)
 a linear program before it is transposed, when its casts are placed
     older_backward_pass    0.6.0-0.8.1
         .interpreters.ad:backward_pass(jaxpr, transform_stack, consts, primals_in, cotangents_in)

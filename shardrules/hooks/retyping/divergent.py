@@ -40,6 +40,10 @@ class Divergent(Hooks):
 
     def install(self, patches: Patches) -> None:
         cond = self.door.cond_p
+        # JAX 0.12 transposes a node of its own, made of cond when one is first differentiated, with
+        # the rule that cond had then.
+        if self.door.vjp_node is not None:
+            patches.copied(self.door.vjp_node)
         for table in (self.door.primitive_transposes, self.door.fancy_transposes):
             if table is not None and cond in table:
                 patches.entry(table, cond, functools.partial(self._transpose, table[cond]))

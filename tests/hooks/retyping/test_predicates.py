@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import errors, testing
+from shardrules.hooks.retyping.divergent import Divergent
 
 lax = jax.lax
 COLUMNS = 4
@@ -760,6 +761,27 @@ def test_a_full_sum_times_a_residual_that_only_its_type_calls_varying(
             claimed()
     else:
         assert close(claimed(), want)
+
+
+def test_a_cond_is_transposed_alike_whatever_was_differentiated_before(monkeypatch):
+    """JAX 0.12 copies the rule that cond has when one is first differentiated."""
+    calls, transpose = [], Divergent._transpose
+
+    def counted(*args, **params):
+        calls.append(1)
+        return transpose(*args, **params)
+
+    def differentiate():
+        calls.clear()
+        jax.make_jaxpr(jax.grad(lambda x: lax.cond(x > 0, jnp.sin, jnp.cos, x)))(1.0)
+        return len(calls)
+
+    monkeypatch.setattr(Divergent, "_transpose", counted)
+    sr.install().uninstall(ops=True)  # an op that another test called keeps JAX patched
+    assert differentiate() == 0
+    with sr.install():
+        assert differentiate() == 1
+    assert differentiate() == 0
 
 
 def test_what_cant_be_retyped_is_refused_with_what_to_type(cpu_mesh, hooks):

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import zlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -29,6 +30,20 @@ def pytest_addoption(parser):
         help="one case of each test, none that is slow or compiles for TPU or GPU",
     )
 
+    parser.addoption(
+        "--lane",
+        choices=("1/2", "2/2"),
+        help="of the tests marked one_lane, and of random seeds, the half that one of the two lanes "
+        "of .ci/run takes",
+    )
+
+
+def _of_other_lane(item, lane):
+    """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
+    if not lane or not item.get_closest_marker("one_lane") or item.get_closest_marker("where"):
+        return False
+    return lane != f"{1 + zlib.crc32(item.nodeid.encode()) % 2}/2"
+
 
 def _quick(items):
     """The first case of each test function that is not slow and needs no accelerator's compiler."""
@@ -45,11 +60,15 @@ def _for_other_versions(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    if any(item.get_closest_marker("where") for item in items):
+    lane = config.getoption("--lane")
+    marks = ("where", "one_lane") if lane else ("where",)
+    if any(item.get_closest_marker(mark) for item in items for mark in marks):
         from core import versions
 
         # Deselected, not passed by an early return: core/matrix.py checks that each runs somewhere.
-        left_out = [item for item in items if _for_other_versions(item)]
+        left_out = [
+            item for item in items if _for_other_versions(item) or _of_other_lane(item, lane)
+        ]
         if config.option.xmlpath:  # for core/matrix.py
             versions.write_left_out(config.option.xmlpath, [item.nodeid for item in left_out])
         config.hook.pytest_deselected(items=left_out)
@@ -129,6 +148,18 @@ PLATFORMS = [
 def platform(request):
     """Each platform's name and mesh."""
     return request.param, request.getfixturevalue(f"{request.param}_mesh")
+
+
+@pytest.fixture
+def share(request):
+    """A function from random seeds to those that this lane tries; without --lane, all."""
+    lane = request.config.getoption("--lane")
+
+    def of(seeds):
+        half = len(seeds) // 2
+        return {"1/2": seeds[:half], "2/2": seeds[half:]}.get(lane, seeds)
+
+    return of
 
 
 @pytest.fixture

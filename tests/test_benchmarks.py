@@ -11,6 +11,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import paired  # noqa: E402
 
+pytestmark = pytest.mark.one_lane
+
 # kernels.py compiles for TPU and GPU; tests/kernels runs its measure().
 HERE = ["saved", "transformer", "cost", "tracing", "hlo_speed", "watching", "on_a_gpu"]
 

@@ -12,6 +12,8 @@ from hlo import text as T
 
 from shardrules import __main__ as command_line
 
+pytestmark = pytest.mark.one_lane
+
 DATA = pathlib.Path(__file__).parent / "hlo" / "data"
 UVW = str(DATA / "tpu_uvw.hlo")
 MESH = "--mesh=data=4,model=2"

@@ -9,6 +9,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
+pytestmark = pytest.mark.one_lane
+
 
 def run(name, *arguments):
     done = subprocess.run(

@@ -18,6 +18,8 @@ from shardrules.commands import migrate, trial
 from shardrules.hooks.unchecked import Call, Site
 from shardrules.watching import results
 
+pytestmark = pytest.mark.one_lane
+
 SCRIPT = '''\
 """Trains."""
 import os, sys

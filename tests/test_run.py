@@ -14,6 +14,8 @@ from shardrules.commands import run as command
 
 ROOT = pathlib.Path(shardrules.__file__).parents[1]
 
+pytestmark = pytest.mark.one_lane
+
 
 def run(*args, cwd=None, before=("-m", "shardrules", "run")):
     return subprocess.run(

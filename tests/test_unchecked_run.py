@@ -8,6 +8,8 @@ from test_run import run
 from shardrules import migration
 from shardrules.hooks.unchecked import UncheckedSite
 
+pytestmark = pytest.mark.one_lane
+
 # A library as people have it: JAX's own normalization kernel, in a shard_map of its own.
 LIBRARY = """
 import functools

@@ -17,6 +17,8 @@ from shardrules import errors, testing
 from shardrules.checks import budget, updates
 from shardrules.costs import accounts, comparing
 
+pytestmark = pytest.mark.one_lane
+
 MESH = {"data": 4, "model": 2}
 
 

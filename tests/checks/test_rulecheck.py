@@ -14,6 +14,8 @@ from kernels import opaque
 import shardrules as sr
 from shardrules import errors, testing
 
+pytestmark = pytest.mark.one_lane
+
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 
 

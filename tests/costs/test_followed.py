@@ -16,6 +16,8 @@ from shardrules.costs import waste
 
 from . import blocks
 
+pytestmark = pytest.mark.one_lane
+
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "train_transformer.py"
 
 

@@ -11,6 +11,8 @@ from . import corpus, oracle
 from . import text as T
 from .test_parser import compare
 
+pytestmark = pytest.mark.one_lane
+
 bindings = pytest.importorskip("jaxlib._hlo")
 
 # XLA prints this attribute of an all-reduce-start, and can't read it (JAX 0.12.0.1).

@@ -15,6 +15,8 @@ from shardrules.hlo.reader import parser
 from .modules import coverage, run
 from .modules.generate import Generator
 
+pytestmark = pytest.mark.one_lane
+
 COUNT, SEARCHED = 25, 150
 
 execute = functools.lru_cache(maxsize=None)(run.execute)

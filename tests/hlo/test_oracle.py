@@ -9,6 +9,8 @@ from shardrules.hlo.reader import devices, notations
 
 from . import oracle
 
+pytestmark = pytest.mark.one_lane
+
 FIRST, COUNT = 0, 30
 
 

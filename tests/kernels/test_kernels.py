@@ -105,6 +105,7 @@ QUICK = ("splash_mha_passed", "megablox_gmm_gs", "mha_mixedkv", "rms_norm", "sof
 
 @pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
 @pytest.mark.slow
+@pytest.mark.one_lane
 def test_interpreted_under_the_check_equals_one_device(hooks, case):
     """No annotation, no rule line; k and v, biases and weights replicated where the case is so."""
     build.assert_equals_one_device(case, check_vma=True)

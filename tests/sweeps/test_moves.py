@@ -12,14 +12,14 @@ from shardrules.hooks.cotangents import doubts, linearity, steps
 from sweeps import moves
 
 
-def test_no_gradient_changes():
-    count = 60
-    outcomes = dict(enumerate(seeds.in_this_process("sweeps.moves", range(count))))
+def test_no_gradient_changes(share):
+    tried = share(range(60))
+    outcomes = dict(enumerate(seeds.in_this_process("sweeps.moves", tried)))
     said, is_well = moves.summary(outcomes)
     different = [one["note"] for one in outcomes.values() if one["note"][:4] in ("diff", "refu")]
     assert is_well, (said, different)
     kinds = [one["note"].partition(":")[0] for one in outcomes.values()]
-    assert min(kinds.count("switched"), kinds.count("casts")) >= count // 20, said
+    assert min(kinds.count("switched"), kinds.count("casts")) >= len(tried) // 20, said
 
 
 def a_row_is_too_generous(monkeypatch):

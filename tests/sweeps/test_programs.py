@@ -22,12 +22,13 @@ from sweeps.generator import Block, Program, Step
 
 
 @pytest.mark.slow
-def test_random_programs_are_right():
+def test_random_programs_are_right(share):
     """In a process of their own: a program whose devices wait for each other ends its process."""
-    outcomes = seeds.outcomes("sweeps.programs", 60, 30000)
+    tried = share(range(30000, 30060))
+    outcomes = seeds.outcomes("sweeps.programs", len(tried), tried.start)
     said, is_well = programs.summary(outcomes)
-    assert is_well and len(outcomes) == 60, said
-    assert sum(one["what"] == "right" for one in outcomes.values()) >= 54
+    assert is_well and len(outcomes) == len(tried), said
+    assert sum(one["what"] == "right" for one in outcomes.values()) >= 0.9 * len(tried)
 
 
 def program(*steps, specs=((), (), ()), integer=("a",), mode="outside"):

@@ -19,6 +19,8 @@ from shardrules.report import drawn
 from shardrules.watching.profiles import events, wire
 from watching.xspaces import ASYNC, field
 
+pytestmark = pytest.mark.one_lane
+
 DATA = pathlib.Path(__file__).parents[1] / "hlo" / "data"
 MESH = {"data": 4, "model": 2}
 STEPS = 3

@@ -10,6 +10,8 @@ import pytest
 from shardrules.__main__ import main
 from watching.xspaces import ASYNC
 
+pytestmark = pytest.mark.one_lane
+
 SCRIPT = """
 import sys
 import jax, jax.numpy as jnp, numpy as np

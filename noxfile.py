@@ -2,7 +2,6 @@
 
     nox                          all versions, then whether each was exercised
     nox -s "core(0.4.28)"        one of them
-    nox -s compile               TPU and GPU compilation with the newest JAX
     nox -s interpreters          whether there is a Python for each
     nox -R                       again, in the environments as they are
 
@@ -12,7 +11,6 @@
 import functools
 import os
 import pathlib
-import shlex
 import shutil
 import subprocess
 import sys
@@ -28,7 +26,6 @@ nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["core", "exercised"]
 
 OUT = ROOT / "build" / "matrix"
-NEWEST = list(matrix.VERSIONS)[-1]
 
 
 @functools.cache
@@ -48,6 +45,12 @@ def interpreter(version):
         if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0:
             return name
     return version  # nox says that it is missing
+
+
+def pythons():
+    """Return the Pythons of the table, oldest first."""
+    numbers = {tuple(map(int, python.split("."))) for python, *_ in matrix.VERSIONS.values()}
+    return [".".join(map(str, number)) for number in sorted(numbers)]
 
 
 def wheel(session):
@@ -109,22 +112,9 @@ def interpreters(session):
 
 @nox.session(python=False)
 def exercised(session):
-    """Fail if a version (with ``-- landing``, one of those) or ``-- compile`` was not exercised."""
+    """Fail if a version (with ``-- landing``, one of those) or ``-- lanes`` was not exercised."""
     versions = matrix.LANDING if "landing" in session.posargs else matrix.VERSIONS
     session.run(sys.executable, "tests/core/matrix.py", "check", str(OUT), *versions)
-    if "compile" in session.posargs:
-        session.run(sys.executable, "tests/core/matrix.py", "check", str(OUT / "compile"), NEWEST)
-
-
-@nox.session(name="compile", python=interpreter(matrix.VERSIONS[NEWEST][0]))
-def compile_(session):
-    """Run the tests that compile for TPU and GPU with the newest JAX, and those of the audit."""
-    install(session, NEWEST)
-    session.install("-q", "networkx")
-    plugins = session.run("python", "-m", "shardrules.aot", silent=True)
-    for line in plugins.splitlines():
-        if line.startswith("python -m pip install "):
-            session.run(*shlex.split(line))
-    # Without other libraries: none is built for each JAX of the table, and a skip here is an error.
-    chosen = "(tpu or gpu or newest) and not libraries"
-    run_recorded(session, NEWEST, OUT / "compile", "tests", "-m", chosen, *session.posargs)
+    if "lanes" in session.posargs:
+        compiled = str(OUT / "compile")
+        session.run(sys.executable, "tests/core/matrix.py", "check", compiled, *matrix.LANES)

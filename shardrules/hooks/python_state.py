@@ -56,32 +56,36 @@ class Kept:
         for undo in self._undo:
             undo()
 
+    # A lazy object (pydantic's stand-in for a schema, a proxy of an import) may raise, or load what
+    # it stands for, when it is asked for an attribute or its __class__. So its type decides here.
+
     def _visit(self, value: Any) -> None:
         import numpy as np  # a script may set variables first that numpy reads when it is imported
 
-        if isinstance(value, types.FunctionType):
+        kind = type(value)
+        if issubclass(kind, types.FunctionType):
             if not _is_others(value.__module__):
                 self._function(value)
-        elif isinstance(value, types.MethodType):
+        elif issubclass(kind, types.MethodType):
             self._left += value.__self__, value.__func__
-        elif isinstance(value, functools.partial):
+        elif issubclass(kind, functools.partial):
             self._left += value.func, *value.args, *value.keywords.values()
-        elif isinstance(value, types.CellType):
+        elif issubclass(kind, types.CellType):
             self._cell(value)
         elif (generator := _generator(value)) is not None:
             self._undo.append(generator)
-        elif isinstance(value, np.ndarray):
+        elif issubclass(kind, np.ndarray):
             if value.flags.writeable and value.nbytes <= _MOST_BYTES and value.dtype != object:
                 self._undo.append(_array(value, value.copy()))
-        elif isinstance(value, (list, dict, set, collections.deque, bytearray)):
+        elif issubclass(kind, (list, dict, set, collections.deque, bytearray)):
             self._undo.append(_container(value))
-            self._left += itertools.chain(value, value.values() if isinstance(value, dict) else ())
-        elif isinstance(value, (tuple, frozenset)):
+            self._left += itertools.chain(value, value.values() if issubclass(kind, dict) else ())
+        elif issubclass(kind, (tuple, frozenset)):
             self._left += value
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             if not _is_others(value.__module__):
                 self._class(value)
-        elif not isinstance(value, types.ModuleType):
+        elif not issubclass(kind, types.ModuleType):
             self._instance(value)
 
     def _function(self, function: types.FunctionType) -> None:
@@ -105,8 +109,9 @@ class Kept:
                     self._left.append(inside[attribute])
 
     def _note_iterator(self, name: str, value: Any) -> None:
-        if isinstance(value, collections.abc.Iterator) and not hasattr(value, "fileno"):
-            self._iterators.append((name, type(value).__name__))
+        kind = type(value)
+        if issubclass(kind, collections.abc.Iterator) and not hasattr(kind, "fileno"):
+            self._iterators.append((name, kind.__name__))
 
     def _cell(self, cell: types.CellType) -> None:
         before = _contents(cell)
@@ -122,19 +127,20 @@ class Kept:
     def _class(self, kind: type) -> None:
         self._left += kind.__bases__
         for name, value in [*vars(kind).items()]:
-            self._left.append(getattr(value, "__func__", getattr(value, "fget", value)))
+            held = "__func__" if type(value) in (classmethod, staticmethod) else "fget"
+            self._left.append(_read(value, held, value))
             if not name.startswith("__") and not callable(value) and type(value) is not property:
-                self._undo.append(_attribute(kind, name))
+                self._undo.append(_attribute(kind, name, value))
 
     def _instance(self, value: Any) -> None:
         """Keep the attributes of an object; of JAX's, look into functions that it wraps alone."""
         kind = type(value)
-        attributes = getattr(value, "__dict__", None)
+        attributes = _read(value, "__dict__")
+        if type(wrapped := _read(value, "__wrapped__")) is types.FunctionType:
+            self._left.append(wrapped)  # of a jitted function
         if _is_others(kind.__module__):
             if kind.__name__.startswith("custom_"):
                 self._left += (attributes or {}).values()
-            if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
-                self._left.append(wrapped)  # of a jitted function
             return
         if type(attributes) is dict:
             self._left += attributes.values()
@@ -143,9 +149,9 @@ class Kept:
                 self._note_iterator(name, attribute)
         self._left.append(kind)
         for name in (n for k in kind.__mro__ for n in _slots(k)):
-            if hasattr(value, name):
-                self._undo.append(_attribute(value, name))
-                self._left.append(getattr(value, name))
+            if (held := _read(value, name, _ABSENT)) is not _ABSENT:
+                self._undo.append(_attribute(value, name, held))
+                self._left.append(held)
 
 
 def _alone() -> bool:
@@ -189,11 +195,18 @@ def _variable(variables: dict[str, Any], name: str) -> Undo:
     return undo
 
 
-def _attribute(owner: Any, name: str) -> Undo:
-    before = getattr(owner, name)
+def _read(value: Any, name: str, otherwise: Any = None) -> Any:
+    """Read an attribute of an object, past what its class does for those that it lacks."""
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:  # a property's own, too
+        return otherwise
 
+
+def _attribute(owner: Any, name: str, before: Any) -> Undo:
     def undo() -> None:
-        if getattr(owner, name, _ABSENT) is not before:
+        now = vars(owner).get(name) if isinstance(owner, type) else _read(owner, name, _ABSENT)
+        if now is not before:
             setattr(owner, name, before)
 
     return undo
@@ -229,13 +242,13 @@ def _array(value: Any, before: Any) -> Undo:
 def _generator(value: Any) -> Undo | None:
     import numpy as np
 
-    if isinstance(value, np.random.Generator):
+    if issubclass(type(value), np.random.Generator):
         value = value.bit_generator
-    if isinstance(value, np.random.BitGenerator):
+    if issubclass(type(value), np.random.BitGenerator):
         return _state(lambda: value.state, functools.partial(setattr, value, "state"))
-    if isinstance(value, np.random.RandomState):
+    if issubclass(type(value), np.random.RandomState):
         return _state(value.get_state, value.set_state)
-    if isinstance(value, random.Random):
+    if issubclass(type(value), random.Random):
         return _state(value.getstate, value.setstate)
     return None
 

@@ -84,6 +84,15 @@ def test_what_was_skipped_in_each_run_is_named(tmp_path):
     assert ran(tmp_path, "<testsuites/>") == ["no test ran"]
 
 
+def test_what_is_marked_for_no_version_that_ran_is_named(tmp_path):
+    """A test for other JAX versions is deselected, so that no report of pytest holds it."""
+    inner = MIXED.replace("<skipped/>", "").replace('name="c"', 'name="c[a::b]"')
+    for number, nodeids in enumerate((["tests/hlo/a.py::c[a::b]", "tests/core/a.py::d"], [])):
+        (tmp_path / f"{number}.left_out.json").write_text(json.dumps(nodeids))
+    assert ran(tmp_path, PASSED, PASSED) == ["tests.hlo.a::c[a::b] was skipped each time"]
+    assert ran(tmp_path, PASSED, inner) == []
+
+
 def test_version_that_was_not_run_is_named(tmp_path):
     matrix.record(tmp_path, jax.__version__, report(tmp_path, PASSED))
     assert matrix.check(tmp_path, [jax.__version__, "0.3.1"]) == [

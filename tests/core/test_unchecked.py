@@ -282,6 +282,35 @@ LEFT = {
 }
 
 
+class Lazy:
+    """An object that loads what it stands for when an attribute is asked for, and can't here."""
+
+    def __init__(self, limit):
+        object.__setattr__(self, "limit", limit)
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"{name} was asked for")
+
+    @property
+    def __class__(self):
+        raise RuntimeError("the class was asked for")
+
+
+class Holder:
+    schema = Lazy(3.0)  # as pydantic's models hold their validator
+
+
+def test_objects_that_a_body_reaches_are_not_asked(cpu_mesh):
+    """Looking at what a body can reach runs no code of its objects."""
+    lazy, holder = Lazy(2.0), Holder()
+
+    def f(x):
+        return double(x) * object.__getattribute__(lazy, "limit") * (holder is not None)
+
+    (site,) = both(off(f, cpu_mesh, P("data"), P("data")), X)
+    assert site.switched, site
+
+
 @pytest.mark.parametrize("name", SWITCHED)
 def test_a_program_that_is_switched(cpu_mesh, name):
     f, in_specs, out_specs, args = SWITCHED[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -13,7 +14,7 @@ from shardrules.arguments import checked
 from shardrules.door import compiled
 from shardrules.door.places import leave_out_frames
 from shardrules.errors import HloError, HloSyntaxError, NotInstalledError, ShardrulesError
-from shardrules.hlo.reader import files
+from shardrules.hlo.reader import files, shardings
 from shardrules.registry.table import Registry
 
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = [^\n]*\n\s*)*module\b[^\n]*(?:@|attributes|\{)")
@@ -26,6 +27,8 @@ class Program(NamedTuple):
     name: str  # in messages
     compiled: Any = None  # the jax.stages.Compiled, if there is one
     is_compiled: bool = False  # the text comes from a compiled object; text alone does not say
+    # The file of its text before XLA's passes, in the same dump, if there is one.
+    before: pathlib.Path | None = None
 
     def module(self) -> hlo.Module:
         return hlo.parse(self.text, name=self.name)
@@ -33,6 +36,16 @@ class Program(NamedTuple):
     def platform(self) -> str | None:
         """Return ``cpu``, ``tpu`` or ``gpu``; None if nothing but text is known."""
         return None if self.compiled is None else compiled.placements(self.compiled).platform()
+
+
+class Told(NamedTuple):
+    """What a text alone does not say, as its reader tells it."""
+
+    outputs: Sequence[str] | None = None  # one sharding of HLO, or one of each output
+    # A spec, P('data'), or HLO's sharding: one, or one of each parameter.
+    parameters: Sequence[str] | None = None
+    other: Program | None = None  # another text of the program, which has its parameters' shardings
+    slices: int | None = None  # how many TPU slices, one after the other in the mesh
 
 
 @checked(own=("mesh",))
@@ -70,36 +83,64 @@ def judged(
     program: Program,
     registry: Registry | None = None,
     mesh: Mapping[str, int] | None = None,
-    given_outputs: Sequence[str] | None = None,
+    told: Told | None = None,
 ) -> hlo.Judgement:
-    """Judge a program; ``given_outputs`` is one sharding, or one of each output."""
-    shardings = own_mesh = outputs = slices = None
+    """Judge a program, with what is told of it where it has no Compiled that says it."""
+    told = told or Told()
+    own_mesh = outputs = given = None
+    slices: Any = told.slices
     module = program.module()
     shapes = output_shapes(module)
     if program.compiled is not None:
         placements = compiled.placements(program.compiled)
-        own_mesh, shardings = placements.mesh(), placements.parameters()
-        slices = placements.slices()
+        own_mesh, slices = placements.mesh(), placements.slices()
+        given = matching(module, placements.parameters())
         outputs = placements.results(compiled.output_paths(program.compiled), shapes)
-    if given_outputs is not None:
-        per_output = [*given_outputs] * (len(shapes) if len(given_outputs) == 1 else 1)
-        if len(per_output) != len(shapes):
-            raise HloError(
-                f"{len(per_output)} shardings were given for the {len(shapes)} arrays that module "
-                f"{module.name!r} returns; give one for each, or one for all"
-            )
+    if told.outputs is not None:
+        per_output = _for_each(told.outputs, shapes, module, "arrays", "returns")
         names = [f"[{n}]" for n in range(len(shapes))] if len(shapes) > 1 else [""]
         outputs = list(zip(names, per_output))
     return hlo.judge(
         module,
         registry=registry,
         mesh=mesh,
-        parameter_shardings=matching(module, shardings),
+        parameter_shardings=given or _parameters(program, module, mesh or own_mesh, told),
         own_mesh=own_mesh,
         unpartitioned=program.is_compiled,
         output_shardings=outputs,
         slices=slices,
     )
+
+
+def _for_each(
+    given: Sequence[str], each: Sequence[Any], module: hlo.Module, what: str, does: str
+) -> list[str]:
+    """Return a sharding of each; raise HloError if neither one nor one of each is given."""
+    per_one = [*given] * (len(each) if len(given) == 1 else 1)
+    if len(per_one) != len(each):
+        raise HloError(
+            f"{len(per_one)} shardings were given for the {len(each)} {what} that module "
+            f"{module.name!r} {does}; give one for each, or one for all"
+        )
+    return per_one
+
+
+def _parameters(
+    program: Program, module: hlo.Module, mesh: Mapping[str, int] | None, told: Told
+) -> Sequence[str | None] | None:
+    """Return the shardings of the entry's parameters, as told or as a dump holds them."""
+    if told.parameters is not None:
+        parameters = module.entry.parameters
+        specs = _for_each(told.parameters, parameters, module, "parameters", "takes")
+        ranks = [len(parameter.shape.dimensions) for parameter in parameters]
+        return [shardings.as_hlo(spec, mesh, rank) for spec, rank in zip(specs, ranks)]
+    if told.other is not None:
+        return shardings.of_other_text(module, told.other.module())
+    if program.before is None or not shardings.lacking(module):
+        return None
+    with contextlib.suppress(ShardrulesError):  # another program's: the dumps of two runs
+        return shardings.of_other_text(module, read_file(program.before).module())
+    return None
 
 
 def output_shapes(module: hlo.Module) -> list[str]:
@@ -163,7 +204,8 @@ def read_file(path: pathlib.Path) -> Program:
     except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
         why = getattr(error, "strerror", None) or error
         raise ShardrulesError(f"can't read {path}: {why}", path=path) from error
-    return Program(read_text(files.decode(data, str(path)), str(path)), str(path))
+    text = read_text(files.decode(data, str(path)), str(path))
+    return Program(text, str(path), before=files.before_optimizations(path))
 
 
 def _text(text: str) -> str:

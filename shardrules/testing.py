@@ -28,6 +28,7 @@ from shardrules.checks.offloaded import assert_offloaded
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
 from shardrules.checks.steady import steady_state
+from shardrules.checks.told import verify_flags
 from shardrules.checks.unchecked import assert_same_unchecked
 from shardrules.costs import accounts, findings, waste
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
@@ -58,6 +59,7 @@ __all__ = [
     "judge",
     "named_values",
     "steady_state",
+    "verify_flags",
 ]
 
 _LEVELS = ("compiled", "logical")

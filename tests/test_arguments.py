@@ -159,6 +159,7 @@ TABLE = {
     "judge": (testing.judge, [TEXT], dict(ON_TEXT)),
     "named_values": (lambda f: testing.named_values(f, X), [op], {}),
     "steady_state": (entered(testing.steady_state), [], {"warmup_count": 1, "growth_bytes": 0}),
+    "verify_flags": (lambda f: testing.verify_flags(f, X), [op], {}),
     "gpu": (aot.gpu, ["h100", 8], {}),
     "tpu": (aot.tpu, ["v5e:2x4"], {}),
     "missing_plugin": (aot.missing_plugin, ["tpu"], {}),

@@ -60,7 +60,7 @@ def assert_outputs_replicated(
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
     source = programs.read(program, args, kwargs)
-    judgement = programs.judged(source, registry, mesh, output_shardings)
+    judgement = programs.judged(source, registry, mesh, programs.Told(output_shardings))
     if judgement.promises is None:
         raise ShardrulesError(
             f"{source.name} does not say how its outputs are sharded; pass the jax.stages.Compiled "

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
+from shardrules.hlo.reader import shardings
 
 CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
 Arguments = dict[str, dict[str, Any]]  # from an argument's name to argparse's options for it
@@ -73,6 +74,19 @@ def _mesh(text: str) -> dict[str, int]:
     return mesh
 
 
+def _specs(text: str) -> list[str]:
+    try:
+        return shardings.read_specs(text)
+    except ShardrulesError as error:
+        raise ShardrulesError(f"--in={text[:200]}: {error}") from None
+
+
+def _slices(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text[:9]) < 10_000:
+        raise ShardrulesError(f"--slices={text[:200]} is not a number of slices; write --slices=2")
+    return int(text)
+
+
 def _shardings(text: str) -> list[str]:
     shardings = [part.strip() for part in text.split(";")]
     for part in shardings:
@@ -124,6 +138,24 @@ READING: Arguments = {
         "axis names and sizes in the order of the devices: data=4,model=2; taken from the "
         "text's tags or mesh notation if it has any",
         type=_mesh,
+    ),
+    "--in": once(
+        "SPECS",
+        "how each parameter is sharded, \"P('data'); P()\" or HLO's shardings, or one for all; "
+        "compiled text of JAX 0.12 doesn't say it (testing.verify_flags prints it)",
+        type=_specs,
+        dest="specs",
+    ),
+    "--parameters": once(
+        "FILE",
+        "another text of the program that says it, such as the *before_optimizations.txt of its "
+        "dump; where that stands beside FILE it is read by itself",
+    ),
+    "--slices": once(
+        "N",
+        "how many TPU slices the program runs on, whose text is that of one, where the mesh takes "
+        "one after the other, and the devices of each in the same order",
+        type=_slices,
     ),
     "--outputs": once(
         "SHARDINGS",

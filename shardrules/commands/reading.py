@@ -29,7 +29,7 @@ def judged(
     given: Sequence[str], arguments: argparse.Namespace, each_alone: bool = False
 ) -> tuple[list[tuple[str, hlo.Judgement]], list[tuple[str, str]]]:
     """Judge the named programs, with ``each_alone`` one per name; return failures with reasons."""
-    mesh, outputs = arguments.mesh, arguments.outputs
+    mesh, told = arguments.mesh, _told(arguments)
     registry: Any = rules.Rules(arguments)
     paths = []
     for names in [[name] for name in given] if each_alone else [given]:
@@ -46,12 +46,12 @@ def judged(
 
     def judge(read: program.Program) -> hlo.Judgement:
         try:
-            return program.judged(read, registry, mesh, outputs)
+            return program.judged(read, registry, mesh, told)
         except HloError:
             if mesh is None or len(paths) == 1:
                 raise
             # Of several programs, --mesh describes those that have its number of devices.
-            judgement = program.judged(read, registry, None, outputs)
+            judgement = program.judged(read, registry, None, told)
             if judgement.partitions * judgement.replicas == math.prod(mesh.values()):
                 raise
             return judgement
@@ -71,10 +71,17 @@ def judged(
         # Judge the program without a mesh again under the other's mesh, if that fits.
         number = meshes.index(None)
         with contextlib.suppress(HloError):  # it has other devices, or another mesh
-            again = program.judged(programs[number], registry, meshes[1 - number])
+            again = program.judged(programs[number], registry, meshes[1 - number], told)
             results[number] = titles[number], again
     flags.say(*registry.unused([judgement for _, judgement in results]))
     return results, failures
+
+
+def _told(arguments: argparse.Namespace) -> program.Told:
+    if arguments.specs is not None and arguments.parameters is not None:
+        raise ShardrulesError("--in and --parameters say the same; give one of them")
+    other = None if arguments.parameters is None else _read(arguments.parameters)
+    return program.Told(arguments.outputs, arguments.specs, other, arguments.slices)
 
 
 def _read(path: str) -> program.Program:

@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _of_profile(arguments: argparse.Namespace, options: dict[str, Any]) -> Profile:
     registry = rules.Rules(arguments)
-    if arguments.outputs is not None:
-        raise ShardrulesError(
-            "--outputs is about the outputs of a FILE; with --profile, name that FILE too"
-        )
+    about = {"outputs": "outputs", "in": "specs", "parameters": "parameters", "slices": "slices"}
+    for flag, name in about.items():
+        if getattr(arguments, name) is not None:
+            raise ShardrulesError(f"--{flag} is about a FILE; with --profile, name that FILE too")
     measured = profile.read(
         arguments.profile,
         mesh=arguments.mesh,

@@ -149,8 +149,15 @@ def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
         )
     if any("no sharding" in b.what for b in verdict.blockers):
         return (
-            "give the jax.stages.Compiled instead of its text, or text that holds the "
-            "parameters' shardings"
+            "give the jax.stages.Compiled instead of its text, or tell how its parameters are "
+            "sharded: --mesh data=4,model=2 --in \"P('data'); P()\", as testing.verify_flags "
+            "prints it of the Compiled, or --parameters FILE, the *before_optimizations.txt of "
+            "the same dump"
+        )
+    if any("slices=" in b.what for b in verdict.blockers):
+        return (
+            "give the jax.stages.Compiled, which says in which order the mesh takes the slices; "
+            "for its text, --slices 2 if it takes one after the other"
         )
     return ""
 

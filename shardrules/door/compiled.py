@@ -69,6 +69,18 @@ class Placements:
             for shape, sharding in zip(shapes, self._inputs)
         ]
 
+    def specs(self) -> list[str] | None:
+        """Return each parameter's sharding as people write it, None if unknown."""
+        if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):
+            return None
+        ranks = [len(_array_shape(aval)) for aval in self._avals]
+        return [
+            _sharding(sharding, rank)
+            if _is_plain(sharding)
+            else _hlo_sharding(sharding, rank, True)
+            for sharding, rank in zip(self._inputs, ranks)
+        ]
+
     def results(
         self, paths: Sequence[str] | None, shapes: list[str]
     ) -> list[tuple[str, str] | None] | None:
@@ -109,6 +121,14 @@ def _hlo_sharding(sharding: Any, rank: int, is_parameter: bool = False) -> str:
     if is_parameter:
         return f"{{replicated}}, parameter_replication={{{str(same).lower()}}}"
     return "{replicated}" if same else "{manual}"
+
+
+def _is_plain(sharding: Any) -> bool:
+    """Tell whether the dimensions of a named sharding's spec say all of it."""
+    spec = getattr(sharding, "spec", None)
+    return spec is not None and not any(
+        getattr(spec, name, None) for name in ("unreduced", "reduced")
+    )
 
 
 def _by_path(tree: Any) -> list[tuple[str, Any]]:

@@ -53,27 +53,44 @@ def test_a_programs_own_mesh_is_not_doubted():
     assert hlo.judge(program(T.OVER_MODEL), own_mesh=WRONG).verdicts[0].collective.axes is None
 
 
-NAMED = "mesh['axis_0'=2,'axis_1'=4] {'axis_0'}"
+NAMED = "mesh['a'=2,'b'=4] {'a'}"
 
 
 @pytest.mark.parametrize(
     "other, over",
     [
         (T.OVER_MODEL, "4 groups of 2: [4,2]<=[8]"),
-        ("{{0,1,2,3},{4,5,6,7}}", "2 groups of 4: [2,4]<=[8]"),  # along axis_1, if it were known
+        ("{{0,1,2,3},{4,5,6,7}}", "2 groups of 4: [2,4]<=[8]"),  # along b, if it were known
     ],
 )
 def test_the_names_of_one_collectives_notation_are_its_own(other, over):
     judgement = hlo.judge(program(NAMED, other))
     first, second = (v.collective for v in judgement.verdicts)
     assert judgement.mesh is None
-    assert first.axes == ("axis_0",) and second.axes is None
-    assert [e.over for e in accounts.of(judgement)] == ["axis_0: [4,2]<=[2,4]T(1,0)", over]
+    assert first.axes == ("a",) and second.axes is None
+    assert [e.over for e in accounts.of(judgement)] == ["a: [4,2]<=[2,4]T(1,0)", over]
+
+
+INVENTED = NAMED.replace("'a'", "'axis_0'").replace("'b'", "'axis_1'")
+
+
+@pytest.mark.parametrize(
+    "groups, axes",
+    [
+        ([NAMED, "[4,2]<=[2,4]T(1,0)", INVENTED, "{{0,4},{1,5},{2,6},{3,7}}"], ("a",)),
+        ([INVENTED, "[4,2]<=[2,4]T(1,0)"], None),  # these are nobody's names
+        ([NAMED, NAMED.replace("'a'", "'c'"), "[4,2]<=[2,4]T(1,0)"], None),  # or which one is it?
+    ],
+)
+def test_one_set_of_groups_has_one_name(groups, axes):
+    judgement = hlo.judge(program(*groups))
+    assert [v.collective.axes for v in judgement.verdicts] == [axes] * len(groups)
+    assert len({entry.over for entry in accounts.of(judgement)}) == 1
 
 
 def test_two_notations_with_the_same_names_are_told_apart():
-    other = "mesh['axis_0'=4,'axis_1'=2] {'axis_1'}"
-    account = accounts.of(hlo.judge(program(NAMED.replace("{'axis_0'}", "{'axis_1'}"), other)))
+    other = "mesh['a'=4,'b'=2] {'b'}"
+    account = accounts.of(hlo.judge(program(NAMED.replace("{'a'}", "{'b'}"), other)))
     assert len(account.by("over")) == 2
 
 

@@ -196,6 +196,7 @@ testing.assert_no_large_constants(op, 1.0, max_bytes=1024)
 testing.assert_no_large_constants(op, 1.0, max_bytes="1 kB")  # wrong
 testing.assert_output_sharding(op, 1.0, expect={"['w']": None})
 print(testing.named_values(op, 1.0))
+flags: str = testing.verify_flags(op, 1.0)
 with testing.steady_state(warmup_count=1) as steady:
     steady.tick()
 testing.steady_state(warmup=1)  # wrong

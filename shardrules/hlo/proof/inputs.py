@@ -19,13 +19,13 @@ from shardrules.hlo.proof import slices as between
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import notations as hn
+from shardrules.hlo.reader import shardings
 
 MAX_DEVICES = 1 << 20
 _SIZED = r'[^",=}]++=\d++'
 _TAG_MESH = re.compile(
     rf'shardrules\.mesh\s*=\s*(?:"([^"]*)"|({_SIZED}(?:,{_SIZED})*+)(?=\s*(?:[,}}]|$)))'
 )
-_SHARDING_MESH = re.compile(r"sharding=\{+(?=mesh\[')")
 
 
 def devices(
@@ -70,8 +70,10 @@ def _counts_in_text(module: hm.Module) -> tuple[int, int]:
     return counts["partitions"], counts["replicas"]
 
 
-def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
-    """Find the one mesh that the text names, in tags or in shardings; None if there is none."""
+def find_mesh(
+    module: hm.Module, device_count: int, given: Sequence[str | None] = ()
+) -> dict[str, int] | None:
+    """Find the one mesh that the text or given shardings name; None if there is none."""
     text = module.text
     named: set[tuple[tuple[str, int], ...]] = set()
     if "shardrules.mesh" in text:
@@ -83,18 +85,7 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
                     named.add(tuple(mesh.items()))
             if named:
                 return dict(named.pop()) if len(named) == 1 else None
-    if "mesh['" in text:
-        for match in _SHARDING_MESH.finditer(text):
-            try:
-                mesh_named, _ = hn.read_mesh(text[match.end() : match.end() + 4096])
-            except hn.NotationError:
-                continue
-            # XLA invents the names axis_0, axis_1 for shardings without axis names.
-            if any(re.fullmatch(r"_?axis_\d+", name) for name, _ in mesh_named.axes):
-                continue
-            if mesh_named.devices.size == device_count and mesh_named.is_row_major:
-                named.add(mesh_named.axes)
-    return dict(named.pop()) if len(named) == 1 else None
+    return shardings.named_mesh(text, given, device_count)
 
 
 def promises(

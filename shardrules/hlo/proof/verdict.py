@@ -94,7 +94,9 @@ def judge(
     relations = inputs.devices(module, mesh, slices)
     states = hs.States(relations)
     named = hd.make_mesh(mesh, relations, module.name) if mesh is not None else None
-    axes = dict(mesh) if mesh is not None else inputs.find_mesh(module, relations.device_count)
+    axes: dict[str, int] | None = None if mesh is None else dict(mesh)
+    if axes is None:
+        axes = inputs.find_mesh(module, relations.device_count, parameter_shardings or ())
     if named is None and axes is not None:
         named = hd.Mesh(axes, relations)
     try:
@@ -258,8 +260,7 @@ class _Judge:
         phase, metadata = self.names(computation.name).whole(position)
         run = self.runs.get(computation.name, loops.Run(0, None))
         groups = channel.groups
-        mesh = self.mesh or hd.mesh_of(channel.mesh, self.relations)
-        axes = mesh.axes_of(groups) if mesh else None
+        axes = self.mesh.axes_of(groups) if self.mesh else self._axes_in_text(channel)
         if self.mesh and axes is None and groups.ends is not None:
             # The axes along which a permute moves anything.
             sizes = [s for _, s in self.mesh.axes]
@@ -285,6 +286,27 @@ class _Judge:
             "dimension": channel.dimension,
             "in_place": hc.updates_in_place(instruction, channel.kind),
         }
+
+    def _axes_in_text(self, channel: hc.Channel) -> tuple[str, ...] | None:
+        """Give the axes that the text names for some groups; None if it names none, or several."""
+        if not channel.groups.complete:
+            return None
+        named = {*self.axes_in_text.get(channel.groups.relation, ())}
+        mesh = hd.mesh_of(channel.mesh, self.relations)
+        axes = mesh.axes_of(channel.groups) if mesh else None
+        named |= {axes} if axes is not None else set()
+        return named.pop() if len(named) == 1 else None
+
+    @functools.cached_property
+    def axes_in_text(self) -> dict[int, set[tuple[str, ...]]]:
+        """Gather the names that collectives have for the groups of a relation."""
+        found: dict[int, set[tuple[str, ...]]] = {}
+        for channel in {id(r.channel): r.channel for r in self.proof.records.values()}.values():
+            mesh = hd.mesh_of(channel.mesh, self.relations) if channel.mesh else None
+            axes = mesh.axes_of(channel.groups) if mesh else None
+            if axes is not None:
+                found.setdefault(channel.groups.relation, set()).add(axes)
+        return found
 
     def _named(self, fields, position: int, elements: tuple[int, int] | None = None):
         """Give the phase and the source of one operand, or of a range of it."""

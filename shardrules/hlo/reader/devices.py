@@ -295,8 +295,10 @@ class Mesh:
 
 
 def mesh_of(named: notations.TextMesh | None, relations: Relations) -> Mesh | None:
-    """Give the mesh in a collective's own notation, for that collective only."""
-    if named is None or not named.is_row_major or named.devices.size != relations.device_count:
+    """Give the mesh in a collective's notation; None if it is not the program's own."""
+    if named is None or named.is_invented or not named.is_row_major:
+        return None
+    if named.devices.size != relations.device_count:
         return None
     return Mesh(named.axes, relations)
 

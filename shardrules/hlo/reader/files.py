@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import pathlib
 import re
 import zlib
 
@@ -23,6 +24,24 @@ _INSTEAD = (
     "pass text: compiled.as_text(), or of --xla_dump_to with --xla_dump_hlo_as_text the file that "
     "ends in after_optimizations.txt"
 )
+
+
+_OPTIMIZED = re.compile(r"(.+)\.(?:[^./]*_)?after_optimizations\.(?:txt|hlo)(?:\.gz)?")
+
+
+def before_optimizations(path: pathlib.Path) -> pathlib.Path | None:
+    """Find the text before XLA's passes that a dump holds beside that after them."""
+    # module_0001.jit_f.before_optimizations.txt, and after them on TPU .cl_933746096.after_...,
+    # on CPU .cpu_after_..., on GPU .sm_9.0_gpu_after_...
+    match = _OPTIMIZED.fullmatch(path.name)
+    stem = match[1] if match else ""
+    while stem:
+        for ending in (".txt", ".txt.gz"):
+            beside = path.with_name(f"{stem}.before_optimizations{ending}")
+            if beside.is_file():
+                return beside
+        stem = stem.rpartition(".")[0]
+    return None
 
 
 def decode(data: bytes, name: str) -> str:

@@ -33,6 +33,7 @@ _TILED = re.compile(  # possessive, since spaces could be split in many ways
 )
 _ALIKE = re.compile(r"(?<!\s)\s*+shard_(?:as|like)\s++\d++\s*$")
 _METADATA = re.compile(r"metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}")
+_INVENTED = re.compile(r"_?axis_\d+")
 _MAX_DEVICES = 1 << 20
 # Concatenated lists of ids, and the length of each.
 IdLists = tuple[np.ndarray, np.ndarray]
@@ -73,6 +74,11 @@ class TextMesh:
 
     axes: tuple[tuple[str, int], ...]
     devices: np.ndarray
+
+    @property
+    def is_invented(self) -> bool:
+        """Tell whether XLA named the axes, axis_0 and axis_1, of shardings without names."""
+        return any(_INVENTED.fullmatch(name) for name, _ in self.axes)
 
     @property
     def is_row_major(self) -> bool:

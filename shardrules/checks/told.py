@@ -1,0 +1,83 @@
+"""What a compiled program knows and its text doesn't say, as flags for the commands."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from shardrules import program as programs
+from shardrules.arguments import checked
+from shardrules.door import compiled
+from shardrules.errors import ShardrulesError
+
+
+@checked
+def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
+    """Return the flags with which ``shardrules verify`` judges a program's text as its Compiled.
+
+    The text that ``compiled.as_text()`` returns lacks the shardings of the outputs, with JAX 0.12
+    those of the parameters too, and mostly the mesh.
+
+    Args:
+      program: a function of ``*args, **kwargs``, a Lowered or a Compiled.
+      *args: what the function is called with.
+      **kwargs: its keyword arguments.
+
+    Raises:
+      ShardrulesError: it is text or a path, its shardings are unknown, it runs on several TPU
+        slices in an order that no flag says, or as ``judge``.
+
+    Examples:
+      >>> print(testing.verify_flags(step, w, x))
+      --mesh data=4,model=2 --in "P(); P('data')" --outputs '{replicated}'
+    """
+    source = programs.read(program, args, kwargs)
+    if source.compiled is None:
+        raise ShardrulesError(
+            f"{source.name} is text, which doesn't say how it is sharded; pass the function with "
+            "its arguments, or the jax.stages.Compiled",
+            program=program,
+        )
+    placements, module = compiled.placements(source.compiled), source.module()
+    if programs.matching(module, placements.parameters()) is None:
+        raise ShardrulesError(
+            f"the shardings of {source.name} are unknown, or not those of its text's parameters",
+            program=program,
+        )
+    flags: list[str] = []
+    mesh = placements.mesh()
+    if mesh:
+        flags += ["--mesh", ",".join(f"{axis}={size}" for axis, size in mesh.items())]
+    if specs := placements.specs():
+        flags += ["--in", "; ".join(_one(specs))]
+    shapes = programs.output_shapes(module)
+    outputs = placements.results(None, shapes)
+    if outputs and None not in outputs:
+        flags += ["--outputs", "; ".join(_one([output[1] for output in outputs if output]))]
+    if order := placements.slices():
+        flags += ["--slices", str(_slices(order, source.name))]
+    return " ".join(_quoted(flag) for flag in flags)
+
+
+def _one(shardings: list[str]) -> list[str]:
+    """Give one for all if all are alike."""
+    return shardings[:1] if len({*shardings}) == 1 else shardings
+
+
+def _quoted(flag: str) -> str:
+    return f'"{flag}"' if "'" in flag and not set(flag) & set('"$`\\') else shlex.quote(flag)
+
+
+def _slices(order: list[tuple[int, int]], name: str) -> int:
+    """Count the slices, if the mesh takes one after the other, each in the same order."""
+    numbers = sorted({number for number, _ in order})
+    each = len(order) // len(numbers)
+    parts = [order[at : at + each] for at in range(0, len(order), each)]
+    places = [[own_id - min(i for _, i in part) for _, own_id in part] for part in parts]
+    alone = all(len({number for number, _ in part}) == 1 for part in parts)
+    if not alone or any(own != places[0] for own in places):
+        raise ShardrulesError(
+            f"the mesh of {name} does not take one slice after the other, in the same order of "
+            "devices, and no flag says another order; judge the jax.stages.Compiled"
+        )
+    return len(numbers)

@@ -104,7 +104,8 @@ def judged(
         module,
         registry=registry,
         mesh=mesh,
-        parameter_shardings=given or _parameters(program, module, mesh or own_mesh, told),
+        parameter_shardings=given
+        or _parameters(program, module, own_mesh if mesh is None else mesh, told),
         own_mesh=own_mesh,
         unpartitioned=program.is_compiled,
         output_shardings=outputs,

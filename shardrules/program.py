@@ -85,7 +85,7 @@ def judged(
     mesh: Mapping[str, int] | None = None,
     told: Told | None = None,
 ) -> hlo.Judgement:
-    """Judge a program, with what is told of it where it has no Compiled that says it."""
+    """Judge a program; ``told`` says what its text does not, where it has no Compiled."""
     told = told or Told()
     own_mesh = outputs = given = None
     slices: Any = told.slices

@@ -23,6 +23,12 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules.report import several
     from shardrules.watching.profiles.shown import Profile
 
+_UNTIMED = (
+    "ran in the recorded steps, but the report has no times of it: it was compiled before the "
+    "watch began, or its HLO there is another one; record with --keep DIR, and "
+    "`shardrules profile DIR` has its times"
+)
+
 
 class WatchedProgram:
     """One program that was compiled, or taken from a cache, while ``watch`` was on."""
@@ -263,10 +269,11 @@ class Watched:
             target=self.target,
             cheapest=self.cheapest,
         )
-        self.timings = {
-            profile.body(p.content.judgement.module.text): p.timings for p in result.programs
-        }
-        return result
+        bodies = [profile.body(p.content.judgement.module.text) for p in result.programs]
+        self.timings = {text: p.timings for text, p in zip(bodies, result.programs)}
+        untimed = [p.name for text, p in zip(bodies, result.programs) if text not in watched]
+        notes = [f"{name} {_UNTIMED}" for name in dict.fromkeys(untimed)]
+        return dataclasses.replace(result, notes=(*result.notes, *notes))
 
     @property
     def process(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from shardrules.costs import findings, timings
 from shardrules.door.compiled import hlo_text, sharding_text
 from shardrules.errors import HloError, ProfileError
 from shardrules.hlo.reader import annotate
+from shardrules.hlo.reader.attributes import blanked
 from shardrules.watching.profiles import events, measured, wire
 from shardrules.watching.profiles.shown import Profile, ProfiledProgram
 
@@ -182,9 +183,10 @@ def _judged(
 
 
 def body(text: str) -> str:
-    """Return a module's computations, without pointers to its tables of source lines."""
-    # One step compiled twice, for the first call and for the others, differs in these alone.
-    return _FRAME.sub("", text[max(text.find("\n%"), 0) :])
+    """Return a module's computations without comments and pointers to tables of source lines."""
+    # One step compiled twice, for the first call and for the others, differs in these pointers.
+    # The text of a parsed module has blanks where XLA printed /*index=5*/ into a tuple.
+    return _FRAME.sub("", blanked(text[max(text.find("\n%"), 0) :]))
 
 
 class Dumps(NamedTuple):

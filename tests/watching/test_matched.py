@@ -1,0 +1,56 @@
+"""The times of a profile reach the programs that a process watched, however their text is printed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+
+
+@pytest.fixture
+def profiled(cpu_mesh, tmp_path):
+    """Watch and record a loop that carries nine arrays: XLA prints /*index=5*/ in its tuple."""
+    names = "abcdefgh"
+    rows = NamedSharding(cpu_mesh, P("data"))
+    x = jax.device_put(np.ones((8, 8), np.float32), rows)
+    weights = jax.device_put(
+        {n: np.ones((8, 8), np.float32) for n in names}, NamedSharding(cpu_mesh, P())
+    )
+
+    def loss(weights, x):
+        for name in names:
+            x = jnp.tanh(x @ weights[name])
+        return jnp.mean(x**2)
+
+    def step(weights, x):
+        def body(_, weights):
+            return jax.tree.map(jnp.subtract, weights, jax.grad(loss)(weights, x))
+
+        return jax.lax.fori_loop(0, 2, body, weights)
+
+    step = jax.jit(step)
+    with shardrules.watch() as seen:
+        weights = jax.block_until_ready(step(weights, x))
+        with jax.profiler.trace(str(tmp_path)):
+            jax.block_until_ready(step(weights, x))
+    return seen, str(tmp_path)
+
+
+def test_a_step_with_a_long_tuple_gets_its_times(profiled):
+    seen, folder = profiled
+    assert "/*index=5*/" in next(p.text for p in seen if p.name == "jit_step")
+    found = seen.profiled(folder)
+    assert not [note for note in found.notes if "no times" in note]
+    (content,) = (c for c in seen.judged().contents if c.title == "jit_step")
+    assert content.timings is not None
+
+
+def test_a_program_that_is_not_matched_is_named(profiled):
+    with shardrules.watch() as another:
+        pass
+    (note,) = (n for n in another.profiled(profiled[1]).notes if "no times" in n)
+    assert note.startswith("jit_step ran in the recorded steps, but the report has no times of it")
+    assert "--keep DIR" in note and "shardrules profile DIR" in note

@@ -27,6 +27,7 @@ class PytestWatch:
         self._format: str = config.getoption("--shardrules-format") or "text"
         self._output: str | None = config.getoption("--shardrules-output")
         self._reports: list[dict[str, Any]] = []
+        self._has_failed = False  # the exit code of a passing run
 
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
         sent = getattr(node, "workeroutput", {}).get(_KEY)
@@ -53,6 +54,15 @@ class PytestWatch:
             self._reports.append(report)
         if int(exitstatus) == 0 and not all(report["clean"] for report in self._reports):
             session.exitstatus = 1
+            self._has_failed = True
+
+    def pytest_unconfigure(self) -> None:
+        """Say below pytest's own "passed" why the exit code is 1."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._has_failed and reporter is not None:
+            found = "; ".join(r["headline"] for r in self._reports if not r["clean"])
+            line = f"shardrules: the tests passed, and the exit code is 1 for findings: {found}"
+            reporter.write_line(line, red=True)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for report in self._reports:

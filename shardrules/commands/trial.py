@@ -77,11 +77,20 @@ def run(
 
 
 def _wait(process: subprocess.Popen, look: bool) -> None:
-    """Wait for a process and forward SIGTERM; the terminal sends it Ctrl-C."""
+    """Wait for a process, and forward SIGTERM and a SIGINT that the terminal didn't send it."""
     forward = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
     before = {signal.SIGTERM: forward}
-    if look:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        interrupts.append(number)
+        # A terminal sends Ctrl-C to both processes. Should the first SIGINT not have come from
+        # there, the second one ends the script.
+        if len(interrupts) > 1 or not _in_foreground():
+            process.send_signal(number)
+
+    if look and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         process.wait()
     except KeyboardInterrupt:  # give up a run with edits
@@ -91,6 +100,20 @@ def _wait(process: subprocess.Popen, look: bool) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Tell whether a terminal sends Ctrl-C to this process and its children."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:  # there is none; or on Windows, whose consoles send Ctrl-C to all processes
+        return os.name == "nt"
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 # -- in the process of the script ------------------------------------------------------------------

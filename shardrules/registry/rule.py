@@ -228,6 +228,13 @@ def _code(function: Any) -> tuple[Any, Any, list[Any]]:
     return code, getattr(function, "__defaults__", None), cells
 
 
+def _not_called(factory: Callable[..., Any], signature: inspect.Signature) -> str:
+    name = getattr(factory, "__name__", repr(factory))
+    parameters = ", ".join(map(str, signature.parameters.values()))
+    example = f"{name}('model')" if parameters.startswith("*axes") else f"{name}(...)"
+    return f"{name} makes a rule and is not one itself; call it, such as {example}"
+
+
 # A rule, or a function from a call's context to its outputs' types.
 AnyRule = Rule | Callable[[RuleContext], Any]
 
@@ -245,10 +252,16 @@ def as_rule(rule: AnyRule) -> Rule:
             answer=rule,
         )
 
+    signature: inspect.Signature | None
     try:
-        inspect.signature(rule).bind(None)
+        signature = inspect.signature(rule)
     except ValueError:  # a builtin without a signature
-        pass
+        signature = None
+    if signature is not None and signature.return_annotation in (Rule, "Rule", "shardrules.Rule"):
+        raise RuleError(_not_called(rule, signature), answer=rule)
+    try:
+        if signature is not None:
+            signature.bind(None)
     except TypeError as error:
         raise RuleError(
             f"{getattr(rule, '__qualname__', rule)} can't be called with one argument, a "

@@ -81,6 +81,8 @@ def test_two_that_match_and_disagree_show_both_places():
             "7 is not a rule; a rule is shardrules.no_communication or a function",
         ),
         ("k", sr.AxisType, errors.RuleError, "is not a rule"),
+        ("k", sr.all_gather, errors.RuleError, "call it, such as all_gather('model')"),
+        ("k", sr.linear, errors.RuleError, "linear makes a rule and is not one itself"),
     ],
 )
 def test_what_cannot_be_registered(name, rule, error, message):

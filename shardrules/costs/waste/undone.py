@@ -29,7 +29,10 @@ def find(site: Site) -> Hint | None:
             f"{other.where}"
         )
     size = site.entry.bytes
-    advice = f"{what}: do what stands between them on the device itself, and {size} B become 0 B"
+    advice = (
+        f"{what}: remove both, and apply the steps between them to the array as it was before; "
+        f"{size} B become 0 B"
+    )
     return site.hint(advice)
 
 

@@ -1,0 +1,46 @@
+"""``migrate`` that is interrupted ends the script that it runs."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import shardrules
+
+ROOT = pathlib.Path(shardrules.__file__).parents[1]
+SCRIPT = """
+import os, time
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_sigint_to_migrate_alone_ends_its_script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardrules", "migrate", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,  # no terminal sends the script a signal
+    )
+    try:
+        script = int(process.stdout.readline())
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert time.monotonic() - began < 20 and "KeyboardInterrupt" in errors
+    assert process.returncode == -signal.SIGINT
+    try:
+        os.kill(script, 0)
+    except ProcessLookupError:
+        return
+    raise AssertionError("the script still runs")

@@ -52,6 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _meant(given: str, message: str) -> str:
+    """Return a question about the command or the flag that was probably meant, if one is near."""
+    import difflib
+
+    if given in COMMANDS:
+        _, _, words = message.partition("unrecognized arguments: ")
+        wrong = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+        module = importlib.import_module(f"shardrules.commands.{given}")
+        known = [name for name in module.ARGUMENTS if name.startswith("--")]
+    else:
+        wrong, known = [given], list(COMMANDS)
+    near = [match for word in wrong for match in difflib.get_close_matches(word, known, 1, 0.75)]
+    return f"; did you mean {' and '.join(near)}?" if near else ""
+
+
 def _parser(given: str) -> Any:
     """Make the parser of one command, or of all where the name is unknown."""
     import argparse
@@ -73,7 +88,8 @@ def _parser(given: str) -> Any:
 
         def error(self, message: str) -> NoReturn:
             command = f" {given}" if given in COMMANDS and " " not in self.prog else ""
-            raise ShardrulesError(f"{message}\n({self.prog}{command} --help says what it takes)")
+            help_ = f"({self.prog}{command} --help says what it takes)"
+            raise ShardrulesError(f"{message}{_meant(given, message)}\n{help_}")
 
     about = "Find the collectives that a JAX program doesn't need."
     parser = Parser(prog="shardrules", description=about)

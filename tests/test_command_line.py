@@ -109,7 +109,7 @@ def test_exit_codes_of_verify(tmp_path):
             "",
             ". holds no profile (*.xplane.pb); to record one, run some",
         ),
-        (["verify", "--profile=.", "--outputs={replicated}"], "", "--outputs is about the outputs"),
+        (["verify", "--profile=.", "--outputs={replicated}"], "", "--outputs is about a FILE"),
         (["diff", UVW], "", "shardrules: the following arguments are required: B"),
         (["diff", "-", "-"], "", "shardrules: only one of the two programs can be read from stdin"),
         (
@@ -680,3 +680,18 @@ def test_what_is_not_installed_is_named(missing, packages):
 def test_main_is_callable(capsys):
     assert command_line.main(["verify", UVW, MESH]) == 1
     assert "2 redundant" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        (["repot", "x.hlo"], "; did you mean report?"),
+        (["verify", "x.hlo", "--fromat=json"], "; did you mean --format?"),
+        (["verify", "x.hlo", "--zzz"], ""),
+        (["zzz"], ""),
+    ],
+)
+def test_a_near_command_or_flag_is_named(given, meant, capsys):
+    assert command_line.main(given) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.endswith(meant) and ("did you mean" in first) == bool(meant)

@@ -35,6 +35,7 @@ from shardrules.hooks.casts.linear import (
     bytes_of,
 )
 from shardrules.hooks.casts.writer import Writer
+from shardrules.hooks.cotangents.communication import moved_by_kernels
 from shardrules.hooks.cotangents.linearity import linear_in, sums_of_others
 from shardrules.hooks.cotangents.steps import Shares, rounds
 from shardrules.hooks.notes import PlacedCast, Placement
@@ -254,9 +255,12 @@ class _TracedBwd:
         # From JAX 0.11 closed-over values come first.
         self.cotangents = self.jaxpr.invars[len(self.jaxpr.invars) - len(eqn.outvars) :]
         # The axes over which it sums; None if it is not linear, or rounds.
-        self.linear_in = linear_in(self.jaxpr, self.cotangents)
+        self.linear_in = linear_in(self.jaxpr, self.cotangents, kernels=True)
         if rounds(self.jaxpr, self.cotangents):
             self.linear_in = None
+        if self.linear_in is not None:
+            every = frozenset(door.manual_axes())
+            self.linear_in |= moved_by_kernels(hooks.state, self.jaxpr, every)
 
 
 def _saves_little(before: Cost, least: int, off: Cost) -> bool:

@@ -32,6 +32,23 @@ def communicates(
             yield f"{name} over {show_axes(over)}"
 
 
+def moved_by_kernels(state: State, jaxpr: Any, axes: frozenset[str]) -> frozenset[str]:
+    """Return those of ``axes`` along which opaque calls may move data, as their rules say."""
+    calls = []
+    for equation in equations(jaxpr):
+        opaque = state.opaque_call_of(equation.primitive, equation.params)
+        if opaque is not None:
+            calls.append((opaque, len(equation.outvars)))
+    return frozenset(
+        axis
+        for axis in axes
+        if any(
+            rule_of(opaque) is None or any(_opaque(state, opaque, count, frozenset({axis}), False))
+            for opaque, count in calls
+        )
+    )
+
+
 def _opaque(
     state: State, opaque: Any, output_count: int, axes: frozenset[str], reductions: bool
 ) -> Iterator[str]:

@@ -81,7 +81,7 @@ class _Run:
         self.summed: set[str] = set()
         self.summed_of_others: set[str] = set()
         self.stored = False  # whether a cell changed
-        self._refs: dict[int, _Cell] = {}  # by the equation that makes it
+        self._refs: dict[tuple[int, int], _Cell] = {}  # by the equation that makes it
 
     def jaxpr(self, jaxpr: Any, given: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
         env = dict(zip(jaxpr.invars, given)) | dict(zip(jaxpr.constvars, consts))
@@ -118,9 +118,11 @@ class _Run:
                 return results
         if name == "run_scoped":
             body = opened(params["jaxpr"])
-            return self.jaxpr(body, [_Cell() for _ in body.invars], given)
+            # The same cells in each pass: a loop around them ends when none of them changes.
+            refs = [self._cell(eqn, n) for n in range(len(body.invars))]
+            return self.jaxpr(body, refs, given)
         if name in _NEW_REFS:
-            return [self._refs.setdefault(id(eqn), _Cell(_join(given)))]
+            return [self._cell(eqn, 0, _join(given))]
         if any(isinstance(x, _Cell) for x in given):  # also a loop or a branch that is unknown
             return [self._on_refs(eqn, name, given)] * len(eqn.outvars)
         if name == "pallas_call" and self.kernels:
@@ -128,6 +130,10 @@ class _Run:
         if name == "optimization_barrier":
             return given
         return [self._result(eqn, name, given)] * len(eqn.outvars)
+
+    def _cell(self, eqn: Any, number: int, kind: str = _ZERO) -> _Cell:
+        """Return the ref that an equation makes, with what was stored to it in earlier passes."""
+        return self._refs.setdefault((id(eqn), number), _Cell(kind))
 
     def _loop(self, body: Any, constants: list, rest: list, count: int | None) -> list[Any]:
         carry, rest = rest[:count], rest[len(rest) if count is None else count :]

@@ -45,11 +45,14 @@ def _of_other_lane(item, lane):
     return lane != f"{1 + zlib.crc32(item.nodeid.encode()) % 2}/2"
 
 
+_LONG = ("tpu", "gpu", "triton", "libraries", "slow", "one_lane", "full")
+
+
 def _quick(items):
     """The first case of each test function that is not slow and needs no accelerator's compiler."""
     found = {}
     for item in items:
-        if not any(map(item.get_closest_marker, ("tpu", "gpu", "triton", "slow", "full"))):
+        if not any(map(item.get_closest_marker, _LONG)):
             found.setdefault(item.nodeid.partition("[")[0], item)
     return list(found.values())
 

@@ -60,6 +60,7 @@ def script(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_run_and_verify_name_it_and_exit_with_1(script):
     done = command("run", "--keep", "kept", "wrong.py", cwd=script)
     assert done.returncode == 1 and BLOCK in done.stderr, done.stderr
@@ -76,6 +77,7 @@ def test_run_and_verify_name_it_and_exit_with_1(script):
     assert "allowances that match nothing:\n  differs output[0]\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_run_is_silent_with_the_reduction_in_its_place(script):
     done = command("run", "right.py", cwd=script)
     assert done.returncode == 0 and "no findings" in done.stderr and "differ" not in done.stderr

@@ -5,6 +5,7 @@ import seeds
 from hlo import fuzz
 
 
+@pytest.mark.slow
 def test_processes_count_as_one_does():
     here = dict(enumerate(seeds.in_this_process("hlo.oracle", range(2))))
     assert seeds.outcomes("hlo.oracle", 2, processes=2) == here

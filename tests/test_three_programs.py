@@ -49,6 +49,7 @@ def judged(path, tmp_path):
     return done.stdout, next(p for p in programs if p["title"] == "jit_step")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["train", "rnn", pytest.param("fsdp", marks=versions.where(versions.names_gathers_by_use))],

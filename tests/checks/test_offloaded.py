@@ -81,6 +81,7 @@ def test_what_can_not_be_asked():
         testing.assert_offloaded("HloModule m", names=["hidden"])
 
 
+@pytest.mark.slow
 def test_gradients_are_those_without_offloading():
     report.gradients_are_equal()
 

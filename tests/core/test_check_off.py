@@ -295,6 +295,7 @@ def test_nobody_is_told_to_switch_the_check_off_again(text):
     assert retrace.words(ValueError(text)) == "A mismatch."
 
 
+@pytest.mark.slow
 def test_a_jitted_function_inside_is_traced_anew(cpu_mesh):
     """With the check off it was traced before, by the same types: nothing of that may be used."""
     seen = []
@@ -322,6 +323,7 @@ def test_jaxs_own_words_and_an_integer_program(cpu_mesh):
     assert why[0] == "TypeError: no argument is of a float type" and "while_loop" in why[1]
 
 
+@pytest.mark.slow
 def test_another_body_at_the_same_place_is_looked_at(cpu_mesh):
     with looking() as found:
         for body in (lambda x: 2 * x, lambda x: jnp.zeros_like(x) + x.sum()):

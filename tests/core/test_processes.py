@@ -70,6 +70,7 @@ def both(tmp_path_factory):
     return written(out, start("all", 2, out))
 
 
+@pytest.mark.slow
 def test_gradients_and_verdicts_are_those_of_one_process(both, hooks):
     if not versions.has_process_groups():  # rules are compared all the same, below
         assert "gradients" not in both[0]
@@ -125,6 +126,7 @@ def test_a_difference_is_named_in_every_process(both):
         assert name.partition(":")[0] == NAMES[scene]
 
 
+@pytest.mark.slow
 def test_one_that_dies_and_one_that_never_calls_are_an_error_in_time(tmp_path):
     result = written(tmp_path, start("missing", 3, tmp_path, waited=0))[0]
     message, missing = result["raised"]
@@ -133,6 +135,7 @@ def test_one_that_dies_and_one_that_never_calls_are_an_error_in_time(tmp_path):
     assert 1 < result["waited_s"] < 30
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_dies_after_calling_is_an_error_in_time(tmp_path):
     ((said, code),) = start("coordinator", 2, tmp_path, waited=1)
     if code:  # JAX itself ends every process of a job whose coordinator is gone

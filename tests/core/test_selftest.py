@@ -37,6 +37,7 @@ def test_without_hooks_it_does_not_pass():
     assert "psum" not in different
 
 
+@pytest.mark.slow
 @versions.where(versions.types_values)
 def test_hooks_that_do_not_act_are_noticed():
     printed = run_alone("""
@@ -77,6 +78,7 @@ def test_what_differs_is_told_with_what_is_expected(monkeypatch):
         ]
 
 
+@pytest.mark.slow
 @as_newer
 def test_a_newer_jax_is_warned_of_once_and_its_gradients_are_right():
     printed = run_alone("""
@@ -117,6 +119,7 @@ def test_a_newer_jax_is_warned_of_once_and_its_gradients_are_right():
     )
 
 
+@pytest.mark.slow
 @as_newer
 def test_a_newer_jax_in_which_psum_has_other_types_is_refused():
     message = run_alone("""
@@ -161,6 +164,7 @@ def test_a_newer_jax_in_which_psum_has_other_types_is_refused():
     )
 
 
+@pytest.mark.slow
 @as_newer
 def test_a_newer_jax_is_tested_apart_from_where_install_is_called():
     run_alone("""
@@ -174,6 +178,7 @@ def test_a_newer_jax_is_tested_apart_from_where_install_is_called():
     """)
 
 
+@pytest.mark.slow
 @as_newer
 @pytest.mark.parametrize("as_error", [False, True])
 def test_a_warning_that_is_an_error_leaves_jax_as_it_was(as_error):

@@ -172,6 +172,7 @@ def test_values_of_the_host_are_seen():
     assert "called with values of the host" in message or "JAX says\n  INVALID" in message
 
 
+@pytest.mark.slow
 def test_operations_outside_of_jit_take_numbers():
     x = jnp.ones(8)
     values = [x]
@@ -247,6 +248,7 @@ def test_a_compiled_program_is_watched_too():
         jax.jit(lambda x: x)
 
 
+@pytest.mark.slow
 def test_live_bytes_that_grow():
     step, x = make_step(), jnp.ones(8)
     state = step(init(), x)

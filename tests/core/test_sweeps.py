@@ -11,6 +11,7 @@ import shardrules as sr
 LEAST = {"jax.lax": 140, "jax.random": 35, "jax.lax.linalg": 9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", LEAST)
 def test_what_is_typed_invariant_is_the_same_on_all_devices(module):
     cases, not_called = arguments.cases(module)

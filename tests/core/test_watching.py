@@ -56,6 +56,7 @@ def test_it_says_clean_and_leaves_jax_as_it_was(cpu_mesh):
     assert len(seen) == count
 
 
+@pytest.mark.slow
 def test_source_lines_are_those_of_the_program():
     """In a process of its own: install() leaves the frames out, too, and for good."""
     code = (
@@ -270,6 +271,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_run_waits_until_the_script_imports_jax(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)

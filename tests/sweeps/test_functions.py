@@ -82,6 +82,7 @@ def test_derivatives_where_primals_vary_and_where_tangents_do(module, mode):
     print(f"{module}: {found.count} derivatives, {len(found.refused)} refused")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [pytest.param(name, marks=[] if name in QUICK[:2] else pytest.mark.full) for name in MODULES],

@@ -12,6 +12,7 @@ from shardrules.hooks.cotangents import doubts, linearity, steps
 from sweeps import moves
 
 
+@pytest.mark.slow
 def test_no_gradient_changes(share):
     tried = share(range(60))
     outcomes = dict(enumerate(seeds.in_this_process("sweeps.moves", tried)))

@@ -8,6 +8,7 @@ import seeds
 from sweeps import unchecked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "first"), [(24, 0), pytest.param(300, 100, marks=pytest.mark.full)]
 )

@@ -121,6 +121,7 @@ def moved(program):
     return (found.bytes, found.wire_bytes) if found else (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_at_most_the_bytes_of_the_check_off(name):
     body, axes, rows, specs = BLOCKS[name]

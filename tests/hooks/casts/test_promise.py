@@ -30,6 +30,7 @@ def check_promise(seed):
     return bool(above)
 
 
+@pytest.mark.slow
 def test_random_bodies_keep_the_promise(share):
     assert any([check_promise(seed) for seed in share(range(60))])  # some exception is among them
 
@@ -52,6 +53,7 @@ def test_gradients_of_harder_bodies_are_the_late_ones(seed):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_explain_and_the_report_name_an_exception_with_both_figures():
     body = harder_body(500)
     params, x = body.arguments()

@@ -122,6 +122,7 @@ print(jax.eval_shape(f, jnp.ones(4)).shape)
 """
 
 
+@pytest.mark.slow
 def test_modules_that_are_imported_later():
     """Sparse primitives are made when their module is imported; uninstalling gives them back."""
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)

@@ -53,6 +53,7 @@ def out_type(op, mesh, specs, shapes, out_spec=P("data", None)):
     return set(seen[-1].varying)
 
 
+@pytest.mark.slow
 def test_importing_declaring_and_uninstalling_leave_jax_as_it_was():
     """In a process of its own: a declared op that was called once keeps JAX patched, passively."""
     run_alone("""

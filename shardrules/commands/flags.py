@@ -13,7 +13,6 @@ from typing import IO, Any
 
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
-from shardrules.hlo.reader import shardings
 
 CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
 Arguments = dict[str, dict[str, Any]]  # from an argument's name to argparse's options for it
@@ -75,6 +74,8 @@ def _mesh(text: str) -> dict[str, int]:
 
 
 def _specs(text: str) -> list[str]:
+    from shardrules.hlo.reader import shardings  # numpy: a script may set variables before it
+
     try:
         return shardings.read_specs(text)
     except ShardrulesError as error:

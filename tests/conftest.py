@@ -33,18 +33,21 @@ def pytest_addoption(parser):
     parser.addoption(
         "--lane",
         choices=("1/2", "2/2"),
-        help="of the tests marked one_lane, and of random seeds, the half that one of the two lanes "
-        "of .ci/run takes",
+        help="of the tests marked one_lane, tpu or gpu, and of random seeds, the half that one of "
+        "the two lanes of .ci/run takes",
     )
 
 
 def _of_other_lane(item, lane):
     """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
-    if not lane or not item.get_closest_marker("one_lane") or item.get_closest_marker("where"):
+    shared = any(map(item.get_closest_marker, ("one_lane", "tpu", "gpu")))
+    if not lane or not shared or any(map(item.get_closest_marker, _ONE_VERSION)):
         return False
     return lane != f"{1 + zlib.crc32(item.nodeid.encode()) % 2}/2"
 
 
+# These run where they can, in either lane.
+_ONE_VERSION = ("where", "triton", "libraries")
 _LONG = ("tpu", "gpu", "triton", "libraries", "slow", "one_lane", "full")
 
 
@@ -64,7 +67,7 @@ def _for_other_versions(item):
 
 def pytest_collection_modifyitems(config, items):
     lane = config.getoption("--lane")
-    marks = ("where", "one_lane") if lane else ("where",)
+    marks = ("where", "one_lane", "tpu", "gpu") if lane else ("where",)
     if any(item.get_closest_marker(mark) for item in items for mark in marks):
         from core import versions
 

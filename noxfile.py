@@ -83,7 +83,7 @@ def run_recorded(session, jax, folder, *arguments):
     (folder / f"{jax}.json").unlink(missing_ok=True)
     report = str(folder / f"{jax}.xml")
     session.run("pytest", "-q", f"--junitxml={report}", *arguments)
-    session.run("python", "tests/core/matrix.py", "record", str(folder), jax, report)
+    session.run("python", "tests/core/matrix.py", "record", str(folder), jax, report, "tests.core.")
 
 
 @nox.session

@@ -125,7 +125,9 @@ def record(folder, version, report, only=""):
         return f"JAX {version}: {passed} tests passed; {'; '.join(bad) or 'none ran'}"
     result = {"jax": jax.__version__, "passed": passed, "files": fingerprint()}
     left_out = pathlib.Path(report).with_suffix(".left_out.json")
-    result["left_out"] = json.loads(left_out.read_text()) if left_out.exists() else []
+    names = json.loads(left_out.read_text()) if left_out.exists() else []
+    folder_of = only.replace(".", "/")
+    result["left_out"] = [name for name in names if only and name.startswith(folder_of)]
     (pathlib.Path(folder) / f"{version}.json").write_text(json.dumps(result))
     return ""
 

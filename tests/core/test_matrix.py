@@ -44,15 +44,15 @@ def test_a_test_that_runs_on_no_version_is_named(tmp_path):
 
 
 def test_left_out_tests_are_recorded(tmp_path):
-    path = report(tmp_path, PASSED)
-    (tmp_path / "report.left_out.json").write_text('["b"]')
-    assert matrix.record(tmp_path, jax.__version__, path) == ""
+    path = report(tmp_path, MIXED)
+    (tmp_path / "report.left_out.json").write_text('["tests/core/b", "tests/hlo/c"]')
+    assert matrix.record(tmp_path, jax.__version__, path, "tests.core.") == ""
     result = json.loads((tmp_path / f"{jax.__version__}.json").read_text())
-    assert result["left_out"] == ["b"]
+    assert result["left_out"] == ["tests/core/b"]  # never_ran looks at the others
     assert matrix.check(tmp_path, [jax.__version__]) == []  # one alone is no table
     (tmp_path / "0.1.json").write_text(json.dumps({**result, "jax": "0.1"}))
     versions = [jax.__version__, "0.1"]
-    assert matrix.check(tmp_path, versions) == ["b runs on none of these JAX versions"]
+    assert matrix.check(tmp_path, versions) == ["tests/core/b runs on none of these JAX versions"]
 
 
 MIXED = (

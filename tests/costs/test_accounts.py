@@ -383,8 +383,10 @@ KERNEL = (
         ),
         (
             T.module("%x = f32[8] parameter(0)\n" + T.all_reduce("%x")),
-            "give the jax.stages.Compiled instead of its text, or text that holds the parameters' "
-            "shardings",
+            "give the jax.stages.Compiled instead of its text, or tell how its parameters are "
+            "sharded: --mesh data=4,model=2 --in \"P('data'); P()\", as testing.verify_flags "
+            "prints it of the Compiled, or --parameters FILE, the *before_optimizations.txt of "
+            "the same dump",
         ),
     ],
 )

@@ -27,6 +27,8 @@ def test_sigint_to_migrate_alone_ends_its_script(tmp_path):
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         start_new_session=True,  # no terminal sends the script a signal
+        # What a shell starts in the background ignores SIGINT, and so would this process.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         script = int(process.stdout.readline())

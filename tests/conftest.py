@@ -41,13 +41,13 @@ def pytest_addoption(parser):
 def _of_other_lane(item, lane):
     """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
     shared = any(map(item.get_closest_marker, ("one_lane", "tpu", "gpu")))
-    if not lane or not shared or any(map(item.get_closest_marker, _ONE_VERSION)):
+    if not lane or not shared or any(map(item.get_closest_marker, _IN_NO_LANE)):
         return False
     return lane != f"{1 + zlib.crc32(item.nodeid.encode()) % 2}/2"
 
 
-# These run where they can, in either lane.
-_ONE_VERSION = ("where", "triton", "libraries")
+# No lane leaves these to the other: they run where they can, or with --full alone.
+_IN_NO_LANE = ("where", "triton", "libraries", "full")
 _LONG = ("tpu", "gpu", "triton", "libraries", "slow", "one_lane", "full")
 
 

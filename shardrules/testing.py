@@ -296,11 +296,10 @@ def assert_collectives(
     judgement, actual, compiled_for = _judged(program, args, kwargs, level, registry, mesh)
     platform = platform or compiled_for
     wanted = pick(expect, platform)
-    verdicts = {id(e): v for e, v in zip(actual, judgement.verdicts)}
     wrong = []
     for line, entries in wanted.differences(actual):
         wrong.append(f"  {line}")
-        wrong += report.listed(entries, [verdicts[id(e)] for e in entries])
+        wrong += report.listed(entries)
     if wrong:
         holds = str(actual).replace("\n", "\n  ")
         raise CollectiveAssertionError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -68,6 +69,9 @@ class Entry:
     reduction: str = ""
     # Along which parts are put together or taken apart, ``"0"``; empty for none.
     dimension: str = ""
+    # Its place in the account, and the verdict that it is a line of.
+    number: int = dataclasses.field(default=0, compare=False)
+    judged: hlo.Verdict | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def what(self) -> str:
@@ -150,10 +154,21 @@ class Account:
         return "\n".join(lines) or "no collectives"
 
 
+# The accounts of judgements that are still in use: a report asks for one several times.
+_MADE: weakref.WeakKeyDictionary[hlo.Judgement, dict[str, Account]] = weakref.WeakKeyDictionary()
+
+
 def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
-    """Make the account of a judged module; the verdicts say nothing of a ``"logical"`` one."""
+    """Give the account of a judged module; the verdicts say nothing of a ``"logical"`` one."""
+    made = _MADE.setdefault(judgement, {})
+    if level not in made:
+        made[level] = _made(judgement, level)
+    return made[level]
+
+
+def _made(judgement: hlo.Judgement, level: str) -> Account:
     entries = []
-    for verdict in judgement.verdicts:
+    for number, verdict in enumerate(judgement.verdicts):
         collective = verdict.collective
         groups = collective.notation
         over = ", ".join(collective.axes or ())
@@ -183,6 +198,8 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
                 collective.each,
                 collective.reduction,
                 collective.dimension,
+                number,
+                verdict,
             )
         )
     return Account(level, tuple(entries), judgement.mesh, judgement.partitions * judgement.replicas)

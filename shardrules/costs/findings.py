@@ -24,10 +24,14 @@ class Finding:
     # ``redundant``, ``overwide``, ``unproven``, ``may hang``, or ``declared`` (in strict mode: the
     # verdict rests on a rule that nobody audited).
     kind: str
-    verdict: hlo.Verdict  # the verifier's
     entry: accounts.Entry  # its line in the account
     advice: str  # the change that removes it
     hint: Hint | None = None  # that which it was made of, where it is needed and could be cheaper
+
+    @property
+    def verdict(self) -> hlo.Verdict:
+        assert self.entry.judged is not None
+        return self.entry.judged
 
 
 _HANGS = "may hang"
@@ -46,7 +50,9 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
     ``strict`` also finds the verdicts that rest on declarations and not on proofs.
     """
     found = []
-    for verdict, entry in zip(judgement.verdicts, accounts.of(judgement).entries):
+    for entry in accounts.of(judgement):
+        verdict = entry.judged
+        assert verdict is not None
         kind, change = verdict.verdict, ""
         if verdict.divergent:
             kind = _HANGS
@@ -62,7 +68,7 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
                 "and strict takes proofs alone: let the audit prove the kernel (what needs no "
                 "registration is proven), or allow it with a reason"
             )
-        found.append(Finding(kind, verdict, entry, change or advice(verdict)))
+        found.append(Finding(kind, entry, change or advice(verdict)))
     return found
 
 

@@ -41,29 +41,26 @@ class Ledger:
 
     def __init__(
         self,
-        judgement: hlo.Judgement,
         account: accounts.Account,
         on: estimates.Target | None,  # the accelerator on which times are estimated
         measured: timings.Timings | None = None,  # what each collective took in a profile
     ):
-        self._numbers = {id(verdict): n for n, verdict in enumerate(judgement.verdicts)}
         self.entries = account.entries
         self.on = on
         self.measured = measured
         self.seconds = [0.0] * len(self.entries)
         """Of one run of each, which shares the latency of the collective that it is a part of."""
         parts: dict[tuple[str, str], list[int]] = {}
-        for n, verdict in enumerate(judgement.verdicts):
-            place = verdict.collective.computation, verdict.collective.name
-            parts.setdefault(place, []).append(n)
+        for entry in self.entries:
+            collective = _verdict(entry).collective
+            parts.setdefault((collective.computation, collective.name), []).append(entry.number)
         self._parts = {n: numbers for numbers in parts.values() for n in numbers}
         for numbers in parts.values():
             if on is None:
                 break
-            verdicts = [judgement.verdicts[n] for n in numbers]
-            wires = (self.entries[n].wire_bytes for n in numbers)
-            each = [estimates.transfer(v, wire, on) for v, wire in zip(verdicts, wires)]
-            whole = max(sum(each), estimates.latency(verdicts[0].collective, on))
+            entries = [self.entries[n] for n in numbers]
+            each = [estimates.transfer(_verdict(e), e.wire_bytes, on) for e in entries]
+            whole = max(sum(each), estimates.latency(_verdict(entries[0]).collective, on))
             for n, own in zip(numbers, each):
                 self.seconds[n] = whole * (own / sum(each) if sum(each) else 1 / len(numbers))
         self.total = functools.reduce(Worth.plus, map(self.cost, range(len(self.entries))), Worth())
@@ -81,7 +78,7 @@ class Ledger:
 
     def timing(self, about: Sequence[Finding | Hint]) -> timings.Timing | None:
         """Give what the collectives of findings or hints took in a step, if it was measured."""
-        numbers = dict.fromkeys(self._numbers[id(one.verdict)] for one in about)
+        numbers = dict.fromkeys(one.entry.number for one in about)
         return None if self.measured is None else self.measured.together(numbers)
 
     def exposed_seconds(self, about: Sequence[Finding | Hint]) -> float:
@@ -90,7 +87,7 @@ class Ledger:
         return timing.exposed_seconds if timing else 0.0
 
     def worth(self, one: Finding | Hint) -> Worth:
-        number = self._numbers[id(one.verdict)]
+        number = one.entry.number
         cost = self.cost(number)
         hint = one if isinstance(one, Hint) else one.hint
         if hint is not None:
@@ -162,3 +159,8 @@ class Ledger:
                 break
             count += 1
         return count
+
+
+def _verdict(entry: accounts.Entry) -> hlo.Verdict:
+    assert entry.judged is not None
+    return entry.judged

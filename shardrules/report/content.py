@@ -411,7 +411,7 @@ def content(
     unequal, unequal_allowed, unused_too = allow.split(outputs.find(judgement))
     account = accounts.of(judgement)
     on = None if target is None else estimates.target(target)
-    ledger = Ledger(judgement, account, on, timings)
+    ledger = Ledger(account, on, timings)
 
     def costliest(change: Finding | Hint) -> tuple[float, float, int]:
         worth = ledger.worth(change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import asdict
 from typing import Any
@@ -26,13 +27,12 @@ def as_json(content: Content) -> str:
 
 def as_dict(content: Content) -> dict[str, Any]:
     target, timings, ledger = content.target, content.timings, content.ledger
-    numbers = {id(verdict): n for n, verdict in enumerate(content.judgement.verdicts)}
     by_axes = content.account.by("over").items()
 
     def saves(change: Finding | Hint) -> dict[str, Any]:
         worth = ledger.worth(change)
         saved = {**worth._asdict(), "share": ledger.share(worth)}
-        return {"collective": numbers[id(change.verdict)], "saves": saved}
+        return {"collective": change.entry.number, "saves": saved}
 
     return {
         "schema": SCHEMA,
@@ -61,7 +61,7 @@ def as_dict(content: Content) -> dict[str, Any]:
         ],
         "total": asdict(content.account.total),
         "by_axes": {over: asdict(total) for (over,), total in by_axes},
-        "collectives": [_collective(content, n) for n in range(len(content.account.entries))],
+        "collectives": [_collective(content, entry) for entry in content.account],
         "findings": [{**_picked(f, "kind advice"), **saves(f)} for f in content.findings],
         "allowed": [
             {"kind": f.kind, "reason": reason, **saves(f)} for f, reason in content.allowed
@@ -80,11 +80,12 @@ def _picked(value: Any, names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names.split()}
 
 
-def _collective(content: Content, number: int) -> dict[str, Any]:
-    verdict = content.judgement.verdicts[number]
+def _collective(content: Content, entry: accounts.Entry) -> dict[str, Any]:
+    verdict, number = entry.judged, entry.number
+    assert verdict is not None
     part = verdict.range
     data = {
-        **asdict(content.account.entries[number]),
+        **asdict(dataclasses.replace(entry, judged=None)),
         "group_size": verdict.collective.group_size,
         "needed_axes": verdict.needed_axes,
         "range": [part.start, part.stop] if part else None,

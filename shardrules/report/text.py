@@ -140,18 +140,16 @@ def describe_finding(*same: Finding) -> str:
 
 
 @checked
-def listed(entries: Sequence[Entry], verdicts: Sequence[Verdict]) -> list[str]:
+def listed(entries: Sequence[Entry]) -> list[str]:
     """Return a few collectives as blocks, many as a line for each kind, axes, verdict and source.
 
     Args:
       entries: collectives of an account.
-      verdicts: the verifier's on them; of a logical account they say nothing.
     """
-    pairs = list(zip(entries, verdicts))
-    blocks = alike(pairs, lambda p: (p[0].what, p[0].verdict, p[0].source, p[1].reason))
-    if len(blocks) <= _BLOCKS and all(entry.verdict for entry in entries):
+    blocks = alike(entries, lambda e: (e.what, e.verdict, e.source, e.reason))
+    if len(blocks) <= _BLOCKS and all(entry.verdict and entry.judged for entry in entries):
         return [
-            describe_finding(*(Finding(v.verdict, v, e, advice(v)) for e, v in same))
+            describe_finding(*(Finding(e.verdict, e, advice(e.judged)) for e in same if e.judged))
             for same in blocks
         ]
     lines = []

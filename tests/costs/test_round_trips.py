@@ -201,14 +201,14 @@ def test_what_it_is_worth_in_time(cpu_mesh):
     judgement = judged(f, structs)
     found, account, on = after_loop(judgement), accounts.of(judgement), estimates.target("h100")
     latency = estimates.latency(judgement.verdicts[0].collective, on)
-    ledger = Ledger(judgement, account, on)
+    ledger = Ledger(account, on)
     saved = sum(ledger.worth(h).seconds for h in found)
     assert saved == pytest.approx((LAYERS - 1) * latency, rel=0.02)
 
     whole = timings.Timing(150.6e-3, 148e-3, 150e-3, LAYERS, "0", "1")
     share = [entry.bytes / sum(e.bytes for e in account) for entry in account]
     each = timings.Timings(1.0, tuple(map(whole.part, share)))
-    ledger = Ledger(judgement, account, None, each)
+    ledger = Ledger(account, None, each)
     saved = sum(ledger.worth(h).exposed_seconds for h in found)
     assert saved == pytest.approx(148e-3 * (LAYERS - 1) / LAYERS, rel=0.02)
     text = report.plain(report.content(judgement, timings=each))
@@ -229,7 +229,7 @@ def test_what_fewer_bytes_are_worth_in_a_profile(cpu_mesh):
     assert [v.bytes for v in judgement.verdicts] == [2**21, 4]
     for small, saved in ((1e-3, 5e-3), (8e-3, 2e-3)):
         each = [timings.Timing(s, s, s, 1, "0", "0") for s in (10e-3, small)]
-        ledger = Ledger(judgement, accounts.of(judgement), None, timings.Timings(0.1, tuple(each)))
+        ledger = Ledger(accounts.of(judgement), None, timings.Timings(0.1, tuple(each)))
         assert ledger.worth(hint).exposed_seconds == pytest.approx(saved)
 
 

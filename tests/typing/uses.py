@@ -235,7 +235,7 @@ pages += [report.github([content]), report.sarif([content])]
 pages += [report.plain(content), report.over(verdict)]
 pages += [report.table([("a", "b"), (1, 2)])]
 pages += [report.describe_finding(finding) for finding in content.findings]
-pages += report.listed(list(content.account), judged.verdicts)
+pages += report.listed(list(content.account))
 pages.append(report.DIFFS["markdown"](content, content, []))
 table_rows: tuple[report.Row, ...] = content.rows
 blocks: tuple[report.Block, ...] = content.changes

@@ -84,7 +84,7 @@ def dearer(found: list[Hint], worth_more_in: hlo.Judgement | None = None) -> lis
         least = _SHARE * sum(e.each * e.wire_bytes for e in accounts.of(worth_more_in))
         large = (hint for hint in taken if hint.entry.each * hint.entry.wire_bytes > least)
         taken = [hint for hint in large if hint.kind in _OF_LOOPS and _moves_fewer(hint)]
-    return [findings.Finding(h.kind, h.verdict, h.entry, h.advice, h) for h in taken]
+    return [findings.Finding(h.kind, h.entry, h.advice, h) for h in taken]
 
 
 def _moves_fewer(hint: Hint) -> bool:

@@ -37,7 +37,6 @@ class Hint:
     """A collective that is needed and could be cheaper."""
 
     kind: str  # one of ``KINDS``
-    verdict: hlo.Verdict  # the verifier's
     entry: accounts.Entry  # its line in the account
     # bytes_before, bytes_after: operand bytes on one device, over all runs of one execution;
     # ``bytes_before`` is None where a loop's trip count isn't known
@@ -52,6 +51,11 @@ class Hint:
     sent_before: int | None = None
     sent_after: int | None = None
     waited_for: bool = False  # nothing large in its computation can overlap with it
+
+    @property
+    def verdict(self) -> hlo.Verdict:
+        assert self.entry.judged is not None
+        return self.entry.judged
 
 
 class Program(Graph):
@@ -68,8 +72,7 @@ class Program(Graph):
             lambda name: {i.name: n for n, i in enumerate(computations[name].instructions)}
         )
         self._remembered: dict[tuple[Any, ...], Any] = {}
-        entries = accounts.of(judgement).entries
-        self.sites = [Site(self, *both) for both in zip(judgement.verdicts, entries)]
+        self.sites = [Site(self, entry) for entry in accounts.of(judgement)]
         self.collectives: dict[int, list[Site]] = {}
         for site in self.sites:
             self.collectives.setdefault(site.instruction.start, []).append(site)
@@ -121,8 +124,10 @@ def _overlaps(program: Program, computation: str, position: int) -> bool:
 class Site:
     """One verdict's place: a collective, a part of a combined one or a range of a flat one."""
 
-    def __init__(self, program: Program, verdict: hlo.Verdict, entry: accounts.Entry):
-        collective, module = verdict.collective, program.module
+    def __init__(self, program: Program, entry: accounts.Entry):
+        verdict, module = entry.judged, program.module
+        assert verdict is not None
+        collective = verdict.collective
         self.program = program
         self.verdict = verdict
         self.entry = entry
@@ -215,7 +220,6 @@ class Site:
             sent_after = -(-bytes_after * entry.wire_bytes // entry.bytes)
         return Hint(
             "",
-            self.verdict,
             entry,
             self.in_all(entry.bytes),
             bytes_after,

@@ -22,11 +22,15 @@ class Line:
     """One verdict, with what it took."""
 
     program: str  # its program's name
-    verdict: hlo.Verdict
     entry: accounts.Entry
     finding: findings.Finding | None
     timing: Timing | None  # of a step; None where the profile has no event of it
     avoidable_seconds: float  # exposed, of a step, that go if the finding's advice is followed
+
+    @property
+    def verdict(self) -> hlo.Verdict:
+        assert self.entry.judged is not None
+        return self.entry.judged
 
     @property
     def seconds(self) -> float:
@@ -58,14 +62,14 @@ class ProfiledProgram:
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        judgement, account = self.content.judgement, self.content.account
-        wrong = {id(finding.verdict): finding for finding in self.content.findings}
+        wrong = {finding.entry.number: finding for finding in self.content.findings}
         lines = []
-        for verdict, entry, timing in zip(judgement.verdicts, account.entries, self.timings.of):
-            finding, saved = wrong.get(id(verdict)), 0.0
+        for entry in self.content.account:
+            timing = self.timings.of[entry.number]
+            finding, saved = wrong.get(entry.number), 0.0
             if finding is not None and (worth := self.content.ledger.worth(finding)).is_sure:
                 saved = worth.exposed_seconds
-            lines.append(Line(self.name, verdict, entry, finding, timing, saved))
+            lines.append(Line(self.name, entry, finding, timing, saved))
         return tuple(lines)
 
 

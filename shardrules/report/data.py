@@ -84,8 +84,10 @@ def _collective(content: Content, entry: accounts.Entry) -> dict[str, Any]:
     verdict, number = entry.judged, entry.number
     assert verdict is not None
     part = verdict.range
+    own = asdict(dataclasses.replace(entry, judged=None))
+    del own["judged"], own["number"]  # its place is that in the list
     data = {
-        **asdict(dataclasses.replace(entry, judged=None)),
+        **own,
         "group_size": verdict.collective.group_size,
         "needed_axes": verdict.needed_axes,
         "range": [part.start, part.stop] if part else None,

@@ -137,6 +137,8 @@ def _wanted(hint: Any) -> _Wanted:
         name = " or ".join(option.name for option in options)
         by_type = all(option.by_type for option in options)
         return _Wanted(name, lambda v: any(option.fits(v) for option in options), by_type)
+    if root is typing.Literal:  # its function says which values there are
+        root = type(inner[0])
     if root in _KINDS:
         return _KINDS[root]
     is_mapping = issubclass(root, collections.abc.Mapping)

@@ -26,6 +26,7 @@ from shardrules.errors import HloError, ShardrulesError
 
 if TYPE_CHECKING:
     from shardrules.hooks.install import Handle
+    from shardrules.hooks.state import Unchecked
     from shardrules.report.several import Several
     from shardrules.watching.profiles.recording import Recorder
     from shardrules.watching.profiles.shown import Profile
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = _Report(seen, arguments, keep)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
-            unchecked = "check" if arguments.check else "leave"
+            unchecked: Unchecked = "check" if arguments.check else "leave"
             hooks = check_off.switching(report.handles, register, flags.say, unchecked)
             contexts.enter_context(hooks)
         if arguments.profile is not None:

@@ -17,7 +17,16 @@ from shardrules.door.patching import Patches
 from shardrules.door.places import leave_out_frames
 from shardrules.errors import ShardrulesError, UntestedJaxWarning
 from shardrules.hooks import selftest
-from shardrules.hooks.state import CASTS, POLICIES, UNCHECKED, Scope, State
+from shardrules.hooks.state import (
+    CASTS,
+    POLICIES,
+    UNCHECKED,
+    Casts,
+    Scope,
+    State,
+    Unchecked,
+    Unknown,
+)
 from shardrules.hooks.unchecked import UncheckedHooks, UncheckedSite, costliest
 from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
@@ -70,10 +79,10 @@ class Handle:
 @checked
 def install(
     *,
-    unknown: str = "error",
+    unknown: Unknown = "error",
     prove: bool = True,
-    casts: str | None = None,
-    unchecked: str = "leave",
+    casts: Casts | None = None,
+    unchecked: Unchecked = "leave",
 ) -> Handle:
     """Make shard_map's check follow the registry. For applications to call, once.
 

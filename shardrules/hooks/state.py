@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from shardrules.door import watching
 from shardrules.door.internals import Door
@@ -17,9 +17,10 @@ from shardrules.hooks.notes import Claims, NotedSum, Notes, Placement
 from shardrules.registry.binding import Binding
 from shardrules.registry.table import Overlay, Registry
 
-POLICIES = ("error", "warn", "varying")
-UNCHECKED = ("leave", "check")  # what happens to a shard_map whose check is off
-CASTS = ("late", "cheapest")  # where differentiated values are cast
+Unknown = Literal["error", "warn", "varying"]  # what an opaque call without rule or proof does
+Unchecked = Literal["leave", "check"]  # what happens to a shard_map whose check is off
+Casts = Literal["late", "cheapest"]  # where differentiated values are cast
+POLICIES, UNCHECKED, CASTS = map(get_args, (Unknown, Unchecked, Casts))
 _H = TypeVar("_H", bound="Hooks")
 COLLECT = "collect"  # internal: record an unknown call and assume that it does not communicate
 
@@ -35,7 +36,7 @@ class Scope:
     claims: Claims | None = None  # where the claims of ``already_summed`` are compared
     notes: Notes | None = None  # the records of a trace that is made only for them
     prove: bool = True  # whether a kernel's own jaxpr may prove its rule
-    casts: str = "late"  # ``late``, where JAX puts them, or ``cheapest``
+    casts: Casts = "late"  # ``late``, where JAX puts them, or ``cheapest``
     # For a shard_map whose check is off: ``leave`` it, or ``check``: switch it on if that is equal.
     # ``on`` and ``off`` hold inside a shard_map that is decided.
     unchecked: str = "leave"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.install import Handle, held, install, state
+from shardrules.hooks.state import Unchecked
 from shardrules.hooks.unchecked import Call, UncheckedHooks
 from shardrules.watching.compiling import WhenImported
 
@@ -49,7 +50,7 @@ def switching(
     handles: list[Handle],
     before: Callable[[], object],
     failed: Callable[[str], object],
-    unchecked: str = "check",
+    unchecked: Unchecked = "check",
 ) -> Iterator[None]:
     """Call ``before`` and install the hooks once JAX is imported; pass an error to ``failed``."""
 

@@ -116,6 +116,9 @@ sr.vary(1.0, axis_name=3)  # wrong
 placed: float = sr.place_casts(lambda a: 2.0 * a)(1.0)
 sr.place_casts(1.0)  # wrong
 sr.install(casts=1)  # wrong
+sr.install(casts="soon")  # wrong
+sr.install(unknown="ignore")  # wrong
+sr.install(unchecked="checked")  # wrong
 print(sr.explain(op, 1.0).calls, sr.scan_calls(op, 1.0, scale=2))
 sr.explain()  # wrong
 print(sr.explain(op, 1.0).kernels)  # wrong

@@ -50,6 +50,7 @@ def pasted(page, folder):
     return [(lines(out), lines(shown)) for out, (_, shown) in zip(printed, blocks)]
 
 
+@pytest.mark.one_lane
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.stem
 )

@@ -18,6 +18,8 @@ from shardrules import errors, report, testing
 from shardrules.costs import findings
 from shardrules.report import several
 
+pytestmark = pytest.mark.one_lane
+
 SCRIPT = """
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P

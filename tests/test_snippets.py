@@ -71,7 +71,7 @@ def wrong_lines(shown, printed):
             yield line
 
 
-@pytest.mark.slow
+@pytest.mark.one_lane
 @pytest.mark.parametrize("page, text", TRANSCRIPTS)
 def test_a_transcript_is_what_is_printed(page, text, tmp_path):
     """Commands that a page shows behind ``$``, run in a copy of what they name."""

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from core import versions
 
+pytestmark = pytest.mark.one_lane
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 EXAMPLES = ROOT / "examples"

@@ -9,6 +9,8 @@ from shardrules import hlo, testing
 from shardrules.costs import offloading
 from shardrules.errors import CostAssertionError, ShardrulesError
 
+pytestmark = pytest.mark.one_lane
+
 sys.path.insert(0, "examples")
 import offload_scan as report  # noqa: E402
 

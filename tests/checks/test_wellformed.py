@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from shardrules import errors, testing
 from shardrules.checks.rulecheck import check_well_formed
 
+pytestmark = pytest.mark.one_lane
+
 ROWS = (8, 128)
 X = jax.ShapeDtypeStruct((32, 128), jnp.float32)
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)

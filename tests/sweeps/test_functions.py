@@ -15,6 +15,8 @@ from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.lost_axes import LostAxesHooks
 from sweeps import arguments, collectives, functions, pinned
 
+pytestmark = pytest.mark.one_lane
+
 MODULES = [name for name in arguments.modules() if arguments.functions(arguments.modules()[name])]
 # How many functions of a module are called at least; of the others, one.
 LEAST = {

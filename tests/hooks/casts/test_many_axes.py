@@ -16,6 +16,8 @@ from hooks.casts import bodies, optimum, promise
 from shardrules.hooks import retrace
 from shardrules.hooks.casts import cheapest, placing
 
+pytestmark = pytest.mark.one_lane
+
 ONES = tuple(f"one{i}" for i in range(10))
 
 

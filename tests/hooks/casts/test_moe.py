@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import testing
 
+pytestmark = pytest.mark.one_lane
+
 EXPERTS, WIDTH, HIDDEN, ROWS, TOP = 4, 8, 16, 32, 2
 
 

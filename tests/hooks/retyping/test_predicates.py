@@ -14,6 +14,8 @@ import shardrules as sr
 from shardrules import errors, testing
 from shardrules.hooks.retyping.divergent import Divergent
 
+pytestmark = pytest.mark.one_lane
+
 lax = jax.lax
 COLUMNS = 4
 # As many rows as the data axis has devices: one each, and the predicates differ between them.

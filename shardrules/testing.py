@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from shardrules.checks.steady import steady_state
 from shardrules.checks.told import verify_flags
 from shardrules.checks.unchecked import assert_same_unchecked
 from shardrules.costs import accounts, findings, waste
+from shardrules.door import internals
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
 from shardrules.hooks.explain.residuals import named_values
 from shardrules.program import judge
@@ -178,7 +180,7 @@ def assert_no_defensive_psum(
             judgement=judgement,
         )
     if cheapest and programs.is_function(program):
-        text, placements = _wasted(program, *args, **kwargs)
+        text, placements, _ = _wasted(program, *args, **kwargs)
         if placements:
             raise CollectiveAssertionError(text, placements=placements, judgement=judgement)
     _no_unused(unused, judgement)
@@ -192,7 +194,8 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
     The program is traced, not compiled. ``assert_no_defensive_psum`` asks whether each reduction
     is needed where it stands; this one asks whether fewer bytes would do, had the value been cast
     elsewhere. Where casts can't be placed (on JAX to 0.5.3, or in a program that holds what can't
-    be rewritten), nothing can be said, and nothing is raised.
+    be rewritten), nothing can be said, and nothing is raised. A program without a cast or a psum
+    in a shard_map whose check is on is warned of: there, nothing was compared.
 
     Args:
       f: a gradient, jitted or not.
@@ -204,12 +207,20 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
       ShardrulesError: ``f`` is not a function.
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    text, placements = _wasted(f, *args, **kwargs)
+    text, placements, seen = _wasted(f, *args, **kwargs)
     if placements:
         raise CollectiveAssertionError(text, placements=placements)
+    if not seen:
+        warnings.warn(
+            "assert_cheapest_casts compared nothing: this program has no cast and no psum in a "
+            "shard_map whose check is on. Drop check_vma=False, or call it inside "
+            'shardrules.install(unchecked="check")',
+            stacklevel=3,
+        )
 
 
-def _wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...]]:
+def _wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...], bool]:
+    """Return the dearer casts, described and as they are, and whether any cast was seen."""
     from shardrules.hooks.explain.explain import explain
     from shardrules.hooks.explain.explanation import describe_placement
 
@@ -218,12 +229,15 @@ def _wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...]]:
             f"{type(f).__name__} has no casts to look at; pass the function that takes the "
             "gradient, with its arguments"
         )
+    explained = explain(f, *args, **kwargs)
     dearer = tuple(
         placement
-        for placement in explain(f, *args, **kwargs).placements
+        for placement in explained.placements
         if not placement.applied and placement.after_bytes < placement.before_bytes
     )
-    return "\n".join(map(describe_placement, dearer)), dearer
+    casts = explained.casts or explained.sums or explained.placements
+    seen = bool(casts) or not internals.load().typed  # JAX to 0.5.3 shows no casts
+    return "\n".join(map(describe_placement, dearer)), dearer, seen
 
 
 _LINES = 24  # the most differences of a budget in a failing test's message

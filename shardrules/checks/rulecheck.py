@@ -96,8 +96,10 @@ def check_rule(
             ruled.check_kernels(gradients)
             ruled.check_results(reference, gradients, seed + 1, rtol)
         except Exception as error:
-            text = "" if isinstance(error, ShardrulesError) else str(error)
-            if gradients and re.search("differentiat|autodiff|JVP", text):
+            # Of a kernel with scratch memory, JAX's derivative fails with a bare AssertionError.
+            theirs = not isinstance(error, ShardrulesError)
+            none = not str(error) or re.search("differentiat|autodiff|JVP", str(error))
+            if gradients and theirs and none:
                 error.add_note("check_rule compares gradients; an op without takes gradients=False")
             raise
 

@@ -29,12 +29,13 @@ from shardrules.registry.binding import caller_place
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# The lines whose ``vary`` needs no warning: it cast something, or the warning was given.
+# The lines that need no warning: their call cast something, or the warning was given.
 _settled: set[str] = set()
 
+_OUTSIDE = "no shard_map is around it. Call it in the function that jax.shard_map maps"
 _WHY = {
-    "outside": "no shard_map is around it. Call it in the function that jax.shard_map maps; under "
-    "jax.jit with shardings, jax.lax.with_sharding_constraint is what places an array",
+    "outside": f"{_OUTSIDE}; under jax.jit with shardings, jax.lax.with_sharding_constraint is "
+    "what places an array",
     "unchecked": "the check of this shard_map is off. Drop check_vma=False, or drop the call",
     "varying": "its arrays vary over these axes already. Drop the call",
 }
@@ -47,6 +48,9 @@ def vary(x: Any, *axes: str) -> Any:
     The cast moves nothing. Its transpose is a psum, over as many bytes as the value has at this
     place: of a replicated bias that is broadcast over the local batch, say, the row is fewer
     bytes than the block. Before a loop, the psum runs once and not in each step.
+    ``jax.lax.pcast(x, axes, to="varying")`` makes the same cast; it refuses what varies already
+    and exists from JAX 0.8.2 on, while a program with ``vary`` runs on any JAX, with its check on
+    or off.
 
     Args:
       x: arrays; those that vary over the axes already stay as they are.
@@ -73,7 +77,7 @@ def vary(x: Any, *axes: str) -> Any:
     named = _axes(door, "vary(x, ...)", axes)
     if not door.checking():
         if reason := door.why_casts_do_nothing():
-            _warn_of_no_effect(axes, reason)
+            _warn_of_no_effect("vary(x", axes, _WHY[reason])
         return x
     missing = []
 
@@ -89,19 +93,19 @@ def vary(x: Any, *axes: str) -> Any:
     if any(missing):
         _settled.add(caller_place())
     elif missing:
-        _warn_of_no_effect(axes, "varying")
+        _warn_of_no_effect("vary(x", axes, _WHY["varying"])
     return result
 
 
-def _warn_of_no_effect(axes: tuple[str, ...], reason: str) -> None:
-    """Warn once for a line whose ``vary`` has not cast anything, and say what to do instead."""
+def _warn_of_no_effect(call: str, axes: tuple[str, ...], why: str) -> None:
+    """Warn once for a line that has not cast anything, and say what to do instead."""
     scope, where = state().scope, caller_place()
     # Some traces are only looked at, and a shard_map may be traced with its check off and on.
     if where in _settled or scope.notes is not None or scope.unchecked != "leave":
         return
     _settled.add(where)
     file, _, line = where.rpartition(":")
-    text = f"shardrules.vary(x, {', '.join(map(repr, axes))}) does nothing here: {_WHY[reason]}"
+    text = f"shardrules.{call}, {', '.join(map(repr, axes))}) does nothing here: {why}"
     warnings.warn_explicit(text, UserWarning, file or where, int(line) if line.isdigit() else 1)
 
 
@@ -159,7 +163,8 @@ def already_summed(ct: Any, *axes: str) -> Any:
       *axes: the mesh axes over which they were summed.
 
     Returns:
-      The same values; ``ct`` itself outside ``shard_map(check_vma=True)``.
+      The same values; ``ct`` itself outside ``shard_map(check_vma=True)``. A line that calls it
+      outside of any shard_map is warned of once.
 
     Raises:
       AxisError: if an axis is not a manual mesh axis here, or a value is ``unreduced`` over it.
@@ -169,6 +174,9 @@ def already_summed(ct: Any, *axes: str) -> Any:
     named = _axes(door, "already_summed(ct, ...)", axes)
     door.need_types("already_summed (in its place, end bwd with the collective, jax.lax.psum)")
     if not door.checking():
+        # With the check off, a bwd that serves both ways claims nothing, and needs no warning.
+        if door.why_casts_do_nothing() == "outside":
+            _warn_of_no_effect("already_summed(ct", axes, _OUTSIDE)
         return ct
     claims = state().scope.claims
     where = caller_place()

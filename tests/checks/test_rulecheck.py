@@ -7,6 +7,8 @@ import programs
 import pytest
 from hooks.cotangents.test_custom_vjp import gather_p, my_slice, sum_p, with_bwd
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernels import opaque
@@ -164,6 +166,21 @@ def test_wrong_use(cpu_mesh, call, message):
 def test_an_op_without_a_derivative_is_told_what_to_pass(cpu_mesh):
     op = lambda x: jax.pure_callback(np.square, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # noqa: E731
     with pytest.raises(ValueError, match="callbacks do not support JVP") as caught:
+        testing.check_rule(op, cpu_mesh, X, in_specs=P("data"))
+    assert any("an op without takes gradients=False" in one for one in caught.value.__notes__)
+    testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), gradients=False)
+
+
+def test_a_kernel_with_scratch_memory_is_told_what_to_pass(cpu_mesh):
+    def kernel(x_ref, o_ref, scratch):
+        scratch[...] = x_ref[...] * 2
+        o_ref[...] = scratch[...]
+
+    def op(x):
+        scratch = [pltpu.VMEM(x.shape, x.dtype)]
+        return pl.pallas_call(kernel, x, scratch_shapes=scratch, interpret=True)(x)
+
+    with pytest.raises(AssertionError) as caught:
         testing.check_rule(op, cpu_mesh, X, in_specs=P("data"))
     assert any("an op without takes gradients=False" in one for one in caught.value.__notes__)
     testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), gradients=False)

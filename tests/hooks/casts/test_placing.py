@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -130,8 +131,9 @@ PROGRAMS = {
 }
 
 
-def sharded(body, mesh, outs=P()):
-    return jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=outs)
+def sharded(body, mesh, outs=P(), **kwargs):
+    specs = dict(in_specs=(P(), P("data")), out_specs=outs)
+    return jax.shard_map(body, mesh=mesh, **specs, **kwargs)
 
 
 def placements(body, mesh, *args, outs=P(), of=lambda f: f):
@@ -504,6 +506,13 @@ def test_an_assertion_for_the_fewest_bytes(cpu_mesh):
         testing.assert_cheapest_casts(gradient, W, X)
     early = jax.grad(sharded(lambda w, x: scan_constant(sr.vary(w, "data"), x), cpu_mesh))
     testing.assert_cheapest_casts(early, W, X)
+    unchecked = jax.grad(sharded(scan_constant, cpu_mesh, check_vma=False))
+    with pytest.warns(UserWarning, match="compared nothing: .* Drop check_vma=False, or") as warned:
+        testing.assert_cheapest_casts(unchecked, W, X)
+    assert [w.filename for w in warned] == [__file__]
+    with sr.install(unchecked="check"), warnings.catch_warnings():  # as it says
+        warnings.simplefilter("error")
+        testing.assert_cheapest_casts(unchecked, W, X)
 
 
 def test_what_cannot_be_rewritten_stays(cpu_mesh, monkeypatch):

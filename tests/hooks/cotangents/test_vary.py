@@ -71,6 +71,19 @@ def test_vary_that_does_nothing_is_warned_of_once(why, cpu_mesh, monkeypatch):
         NO_EFFECT[why](cpu_mesh, jnp.ones(ROWS))
 
 
+def test_a_claim_outside_of_a_shard_map_is_warned_of(cpu_mesh, monkeypatch):
+    monkeypatch.setattr(user_casts, "_settled", set())
+    claim = lambda ct: sr.already_summed(ct, "data")  # noqa: E731
+    with pytest.warns(
+        UserWarning, match="already_summed\\(ct, 'data'\\) does nothing here: no shard"
+    ):
+        claim(jnp.ones(ROWS))
+    monkeypatch.setattr(user_casts, "_settled", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inside(cpu_mesh, claim, jnp.ones(ROWS), check_vma=False)
+
+
 def test_vary_that_casts_for_some_callers_is_not_warned_of(cpu_mesh, monkeypatch):
     monkeypatch.setattr(user_casts, "_settled", set())
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from shardrules import errors, hlo, testing
 from shardrules.costs import waste
 from shardrules.hlo.reader import module
+from shardrules.program import judge
 
 # The loss is one float; two weights and two biases.
 PHASES = {
@@ -55,6 +56,24 @@ def test_phases_without_the_combiner_are_the_same(cpu_mesh):
     program = step(cpu_mesh).compile(compiler_options={"xla_disable_hlo_passes": passes})
     judgement = testing.assert_collectives(program, expect=PHASES)
     assert len({v.collective.name for v in judgement.verdicts}) == 5
+
+
+def test_what_a_recomputation_gathers_again(cpu_mesh):
+    """JAX 0.12 names that after its checkpoint, which stands in the backward pass."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(x @ lax.with_sharding_constraint(w, NamedSharding(cpu_mesh, P())))
+
+    def loss(w, x):
+        return (lax.scan(lambda x, w: (layer(x, w), None), x, w)[0] ** 2).sum()
+
+    sizes = ((4, 64, 64), P(None, "data")), ((64, 64), P("data"))
+    program = jax.jit(jax.grad(loss)).lower(*programs.structs(cpu_mesh, *sizes)).compile()
+    phases = [
+        v.collective.phase for v in judge(program).verdicts if v.collective.kind == "all-gather"
+    ]
+    assert sorted(phases) == ["forward", "recompute"]
 
 
 def sharded_step(mesh):

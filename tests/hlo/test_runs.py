@@ -195,3 +195,22 @@ def test_a_condition_that_is_computed_in_many_steps_each_used_twice():
     calls = ENTRY.replace("CALLS", "condition=%condition, body=%body")
     (loop,) = launches.read(hlo.judge(T.module(calls, condition)).module)
     assert loop.unknown == "its condition reads what each trip computes: s32[]"
+
+
+def test_the_trips_of_many_nested_loops_are_bounds_that_are_not_reached():
+    """Forty loops, each with a bound of 2**31: their product is more than a float holds."""
+    told = ', backend_config={"known_trip_count":{"n":"2147483647"}}'
+    loops, calls = LOOP, f"condition=%condition, body=%body{told}"
+    for n in range(39):
+        outer = LOOP.replace("%condition", f"%c{n}").replace("%body", f"%b{n}")
+        inner = (
+            "%bz = s32[] constant(0)\n  %bu = (s32[], s32[8]) tuple(%bz, %bx)\n"
+            f"  %bw = (s32[], s32[8]) while(%bu), {calls}\n"
+            "  %br = s32[8] get-tuple-element(%bw), index=1"
+        )
+        outer = outer.replace(f"%br = s32[8] all-reduce(%bx), {ADD}", inner)
+        loops += outer.replace(f"all-reduce(%ci), {ADD}", "copy(%ci)")
+        calls = f"condition=%c{n}, body=%b{n}{told}"
+    judgement = hlo.judge(T.module(ENTRY.replace("CALLS", calls), loops), mesh=T.MESH)
+    assert [v.collective.trip_count for v in judgement.verdicts] == [None, None]
+    assert "2 in loops of unknown length" in content(judgement).headline

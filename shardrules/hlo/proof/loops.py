@@ -26,6 +26,9 @@ class Run:
     each: int = 1  # runs if each loop of unknown count makes one trip
 
 
+# No computation runs more often in one execution: where the trips of nested loops make more, they
+# are bounds that the program leaves early, and its count is unknown.
+_MOST = 2**63
 _MAX_STEPS = 1000  # copies and fusions to follow from a number to what computes it
 # Opcodes that run each computation they name once; others may run it any number of times.
 _ONCE = frozenset("call call-start fusion fusion-start async-start conditional".split())
@@ -71,6 +74,8 @@ def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, 
         times = trips if trips is None or place else trips + 1
         count = None if times is None or outer.count is None else outer.count * times
         each = outer.each * (1 if times is None else times)
+        if each > _MOST:
+            count, each = None, 1
         yield callee, Run(outer.depth + 1, count, outer.at_most, each)
 
 

@@ -34,7 +34,9 @@ def phase_of(op_name: str) -> str:
         return "unknown"
     phases = set()
     for part in re.split(r";|\s(?=\w+\()|:(?=\w+[/(])", op_name):
-        if "rematted_computation" in part:
+        # JAX 0.12 names what its checkpoint's recomputation reads after the checkpoint itself.
+        again = "transpose(" in part and operation(part) == "remat2"
+        if again or "rematted_computation" in part:
             phases.add("recompute")
         elif "transpose(" in part:
             phases.add("backward")

@@ -5,12 +5,12 @@ import re
 import jax
 import numpy as np
 import pytest
+from core import versions
 from kernels import holes
 from kernels.case import REFUSED, Fails
 
-pytestmark = pytest.mark.skipif(
-    jax.__version__ != "0.10.2", reason="the table of holes was taken on JAX 0.10.2"
-)
+# The table of holes was taken there.
+pytestmark = versions.where(lambda: jax.__version__ == "0.10.2")
 
 
 def same(got, want):

@@ -27,8 +27,8 @@ _KNOWN = frozenset({_ZERO, _FIXED})
 # are positions; collectives that are, too; those that are linear in one operand while the other is
 # fixed; and in the first one.
 _TOGETHER = frozenset(
-    "add_any sub add neg reduce_sum broadcast_in_dim reshape transpose squeeze expand_dims slice "
-    "concatenate copy copy_p rev cumsum real imag reduce_precision pad split stack unstack tile "
+    "add_any sub add neg reduce_sum broadcast_in_dim reshape transpose squeeze slice "
+    "concatenate copy rev cumsum real imag reduce_precision pad split stack unstack tile "
     "dynamic_update_slice scatter scatter-add reduce_window_sum roll repeat name "
     "with_memory_space_constraint sharding_constraint layout_constraint".split()
 )

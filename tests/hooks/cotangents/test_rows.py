@@ -1,0 +1,190 @@
+"""Every row of the linearity's tables, executed: what it claims is held against numbers.
+
+A case is a function of one array. Its jaxpr is asked whether it is linear, and the answer compared
+with f(ax + by) = a f(x) + b f(y) and f(0) = 0 on random numbers. A row that no case makes fails by
+its name; so does a parameter of a row's primitive to which no two cases give different values, so
+that one that a new JAX adds is noticed.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core import versions
+from jax import lax
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
+
+from shardrules.door.jaxprs import CALLS, CASTS, SUMS, inner_jaxprs, name_of, opened
+from shardrules.hooks.cotangents import linearity, steps
+
+from .rows import CASES, FIXED, Mapped, mesh
+
+pytestmark = versions.where(versions.types_values)
+
+# What is linear, and isn't called so: the proof doesn't look there, or numbers decide.
+CAUTIOUS = {
+    ("psum", 3): "over groups of an axis",
+    ("real", 1): "the sum with 1j isn't, though its real part is",
+}
+
+# The names that one primitive has had.
+NAMES = {
+    "psum": SUMS,
+    "pvary": tuple(CASTS),
+    "checkpoint": ("checkpoint", "remat2"),
+    "jit": ("jit", "pjit"),
+    "new_ref": tuple(linearity._NEW_REFS),
+}
+
+
+def every_equation(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn.params):
+            yield from every_equation(inner)
+
+
+def read(case):
+    """Return a case as a function of one array, the array's size, and the jaxpr that is asked."""
+    if not isinstance(case, Mapped):
+        return case, 8, jax.make_jaxpr(case)(FIXED).jaxpr
+    f = case.on(mesh())
+    size = 8 * (4 if case.specs == P("data") else 1)
+    traced = jax.make_jaxpr(f)(jnp.zeros(size)).jaxpr
+    (eqn,) = (e for e in traced.eqns if name_of(e) == "shard_map")
+    return f, size, opened(eqn.params["jaxpr"])
+
+
+def off_by(f, size):
+    """Return how far a function is from linear, relative to its results."""
+    random = np.random.default_rng(0)
+    worst = float(jnp.abs(f(jnp.zeros(size))).max())
+    for _ in range(3):
+        x, y = (jnp.array(random.normal(size=size) * s, jnp.float32) for s in (1, 30))
+        a, b = map(float, random.normal(size=2))
+        together, apart = f(a * x + b * y), a * f(x) + b * f(y)
+        worst = max(worst, float(jnp.abs(together - apart).max() / (jnp.abs(apart).max() + 1e-6)))
+    return worst
+
+
+def wrong(name, number, case):
+    """Say what is wrong with the answer for a case; empty if nothing is."""
+    f, size, jaxpr = read(case)
+    made = {name_of(eqn) for eqn in every_equation(jaxpr)}
+    assert made.intersection(NAMES.get(name, (name,))), f"the case makes {sorted(made)}"
+    claim = linearity.linear_in(jaxpr, jaxpr.invars, kernels=True) is not None
+    coarse = steps.rounds(jaxpr, jaxpr.invars)
+    off = off_by(f, size)
+    near = 100 * float(jnp.finfo(jax.eval_shape(f, jnp.zeros(size)).dtype).eps)
+    if claim and off > (1.0 if coarse else near):
+        return f"called linear, off by {off:.2g}"
+    if not claim and off < near and (name, number) not in CAUTIOUS:
+        return "linear, and not called so"
+    return ""
+
+
+@pytest.mark.one_lane
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, n) for name, cases in CASES.items() for n in range(len(cases))]
+)
+def test_the_answer_is_that_of_the_numbers(name, number):
+    assert not wrong(name, number, CASES[name][number])
+
+
+ROWS = (
+    linearity._TOGETHER
+    | linearity._MOVES
+    | linearity._BILINEAR
+    | linearity._IN_FIRST
+    | linearity._STORES
+    | linearity._NEW_REFS
+    | linearity._COPIES
+    | CASTS
+    | {*SUMS, *CALLS, *linearity._MORE_CALLS}
+    | set("select_n convert_element_type triangular_solve optimization_barrier".split())
+    | set("cond scan while run_scoped".split())
+)
+UNMADE = {
+    "preduced pbroadcast reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
+    "vary_unreduced_cast_p": "a cast gives each device what it has; types alone differ",
+    "load": "of kernels for GPUs, which no interpreter runs",
+    "closed_call core_call eval_jaxpr": "JAX makes these for its own transformations",
+}
+# Parameters that no two cases vary: they change nothing of what an equation computes.
+SAME = {
+    "sharding out_sharding out_shardings out_layouts layout memory_space context_mesh ctx_mesh "
+    "unconstrained_dims": "where a result lies",
+    "prevent_cse differentiated policy keep_unused inline compiler_options_kvs unroll priority "
+    "cache_modifier eviction_policy is_volatile device_id_type insert_dummy_device is_wait_send "
+    "collective_axes pin": "how it runs",
+    "tree args_tree ref_transforms num_consts": "how operands are nested",
+    "fwd_jaxpr_thunk jvp_jaxpr_fun bwd symbolic_zeros": "the derivative's rule",
+    "reshape.dimensions new_ref.kind mul.out_dtype": "JAX gives None",
+    "scatter.update_consts scatter-add.update_consts scatter-add.update_jaxpr": "always the same",
+    "triangular_solve.conjugate_a": "of the matrix, which is fixed; that of floats is itself",
+    "roll.stride roll.stride_axis": "how far each row is moved",
+    "dma_start.add": "what the target held counts in any case",
+}
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """From each primitive that a case makes to its parameters, with the values of each."""
+    found = collections.defaultdict(lambda: collections.defaultdict(set))
+    for case in (case for cases in CASES.values() for case in cases):
+        for eqn in every_equation(read(case)[2]):
+            for key, value in eqn.params.items():
+                found[name_of(eqn)][key].add(str(value))
+            found[name_of(eqn)]["operands"].update(("one", "two"))
+    return found
+
+
+def words(reasons):
+    return {word for names in reasons for word in names.split()}
+
+
+def test_every_row_is_executed(seen):
+    """Also fails for a row that stands in the list of exceptions, and is made."""
+    exist = {p.name for p in gc.get_objects() if isinstance(p, Primitive)}
+    assert sorted((ROWS & exist) - set(seen) - words(UNMADE)) == []
+    assert sorted(words(UNMADE) & set(seen)) == []
+
+
+def test_every_parameter_is_varied(seen):
+    once = {
+        f"{name}.{key}"
+        for name in ROWS & set(seen)
+        for key, values in seen[name].items()
+        if len(values) == 1 and key not in words(SAME)
+    }
+    assert sorted(once - words(SAME)) == []
+
+
+@pytest.mark.parametrize("name", ["sin", "max", "sort", "cumprod", "exp"])
+def test_a_row_that_is_too_generous_is_found(name, monkeypatch):
+    case = {"max": lambda g: jnp.maximum(g, 0)}.get(name) or getattr(lax, name)
+    assert not wrong(name, 0, case)
+    monkeypatch.setattr(linearity, "_TOGETHER", linearity._TOGETHER | {name})
+    assert wrong(name, 0, case).startswith("called linear, off by ")
+
+
+def test_a_parameter_that_is_not_asked_is_found(monkeypatch):
+    """Both were holes once: the function that updates, and what fills."""
+    asks = linearity._Run._result
+    ignored = {"update_jaxpr": None, "fill_value": None}
+
+    def answer(run, eqn, name, given):
+        return asks(run, eqn.replace(params={**eqn.params, **ignored}), name, given)
+
+    monkeypatch.setattr(linearity._Run, "_result", answer)
+    found = {
+        name: [n for n, case in enumerate(CASES[name]) if wrong(name, n, case)]
+        for name in ("scatter", "gather")
+    }
+    assert found == {"scatter": [5, 6], "gather": [3]}

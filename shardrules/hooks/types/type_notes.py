@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardrules.door.patching import Patches
@@ -57,6 +58,18 @@ def _of_outputs(axes: list[frozenset[str]], count: int) -> list[frozenset[str]] 
     return next((part for part in parts if sum(map(bool, part)) == failing), None)
 
 
+def _named(spec: Any) -> frozenset[str]:
+    """Return the mesh axes that an out_spec names."""
+    if hasattr(spec, "to_lo") and not isinstance(spec, PartitionSpec):
+        return frozenset().union(
+            *map(_named, spec.to_lo())
+        )  # a hijax type's, for each of its arrays
+    names: set[str] = set()
+    for entry in getattr(spec, "partitions", spec) or ():
+        names.update(entry if isinstance(entry, tuple) else (entry,))
+    return frozenset(names)
+
+
 class TypeNoteHooks(Hooks):
     """The hook around shard_map that adds causes to JAX's errors."""
 
@@ -88,10 +101,7 @@ class TypeNoteHooks(Hooks):
     def _returned(self, outputs: Any) -> _Returned:
         wide, (flat, specs) = [], outputs.unpack_aux()
         for value, spec in zip(flat, specs):
-            names: set[str] = set()
-            for entry in getattr(spec, "partitions", spec) or ():
-                names.update(entry if isinstance(entry, tuple) else (entry,))
-            wide.append(self.door.axis_type(self.door.typeof(value)).varying - names)
+            wide.append(self.door.axis_type(self.door.typeof(value)).varying - _named(spec))
         return _Returned(flat.tree, wide)
 
     def _specs_error(self, f, mesh, tree, specs, fails):

@@ -171,6 +171,9 @@ class Bwd:
         used = self._used(ct.path)
         for i in used:
             whole = axes - axes_of(self.arriving[i])
+            part = next((n for n in used if whole <= axes_of(self.arriving[n])), None)
+            if whole and part is not None:
+                raise self.refusals.mixed(ct, whole, part, i)
             if whole:
                 raise self.refusals.undecided(
                     ct,

@@ -84,6 +84,24 @@ class Refusals:
             f"here{share if self.has_casts else ''}.",
         )
 
+    def mixed(self, ct: Cotangent, axes: frozenset[str], part: int, whole: int) -> CotangentError:
+        """Return the error for a sum of a share with what may be a full sum."""
+        names, claim = quoted(axes), "shardrules.already_summed" if self.has_casts else "a pmean"
+        if is_library(self.parts.place):
+            why = f"the cotangent of output {part} varies over them, and that of {whole} doesn't"
+            return self.undecided(ct, axes, why)
+        return self._error(
+            ct,
+            axes,
+            f"is {ct.have}, for a primal that needs {ct.want}. It depends on the cotangent of "
+            f"output {part}, which varies over {{{names}}}, and on that of output {whole}, which "
+            "is invariant. Give each part its own reduction in bwd, before they are added: of "
+            f"output {part}, jax.lax.psum(part, ({names},)), since it is this device's share; of "
+            f"output {whole}, none where it is computed from values that are equal over "
+            f"{{{names}}}, and the same psum where it is not. One psum of both would count such a "
+            f"part once for each device, and {claim} would not add up the shares.",
+        )
+
     def unmoved(
         self, ct: Cotangent, axis: str, output: int, why: str, averaged: bool
     ) -> CotangentError:

@@ -20,7 +20,6 @@ TWO = AT[:2]
 FIXED = jnp.linspace(0.5, 2.0, 8)
 SQUARE = jnp.eye(8) * 2 + jnp.tri(8)
 WEIGHTS = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
-MODES = lax.GatherScatterMode
 
 
 def rows(g):

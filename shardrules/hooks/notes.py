@@ -46,6 +46,7 @@ class Placement:
     why: str  # why they stand where they stood, if that could not be told to be the cheapest
     unchecked_bytes: int = 0  # what these cotangents' psums sum with the check off
     exceptions: tuple[str, ...] = ()  # why the fewest bytes are more than that
+    at_borders: bool = False  # whether casts stand earlier at the price of JAX's own
 
     def beyond(self, subject: str) -> str:
         """Say why the subject's psums sum more than with the check off; empty if they don't."""

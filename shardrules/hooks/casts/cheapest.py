@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from shardrules.hooks.casts.cuts import Count, Cut, Labels, Limits, Prices
-from shardrules.hooks.casts.linear import NONE, Axes, Graph
+from shardrules.hooks.casts.linear import NONE, Axes, Graph, Value
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -48,7 +48,13 @@ def cheapest(graph: Graph) -> Labels:
         tried.append((not costs.within(bound), costs, labels))
         if costs.bytes == fewest and costs.within(bound):
             break
-    return search.together(min(tried, key=lambda each: each[:2])[2])
+    best = min(tried, key=lambda each: each[:2])[2]
+    return search.together(search.at_borders(best))
+
+
+def cast_at(values: Iterable[Value], labels: Labels) -> list[Axes]:
+    """Return the axes over which each of these is cast under these labels."""
+    return [labels[value.use] - labels[value] for value in values]
 
 
 # The work of one search: how many labels its cuts choose, all together. A label takes about 10 us.
@@ -84,6 +90,26 @@ class _Search:
         for start in (best, limits.low):
             yield self._descend(start, on_the_wire)
 
+    def at_borders(self, labels: Labels) -> Labels:
+        """Cast at the shard_map's inputs rather than behind what reorders them, at no price."""
+        # No bwd that somebody wrote is passed for this: among equals, as few proofs as possible.
+        graph, limits = self.limits.graph, self.limits
+        borders = graph.borders()
+        if not borders:
+            return labels
+        most = limits.below(labels, [step for step in graph.steps if step.bwd is not None])
+        casts = NONE.union(*cast_at((value for value in limits.values if value.live), labels))
+        prices = Prices(graph, graph.every)
+        for axes in dict.fromkeys([casts, *limits.groups]):
+            self._left -= len(limits.free)
+            high = limits.mixed(labels, axes, most)
+            early = Cut(limits, labels, high, prices).earliest()
+            before, after = cast_at(borders, labels), cast_at(borders, early)
+            gains = any(graph.counts(new - old) for old, new in zip(before, after))
+            if gains and cost(graph, early).within(cost(graph, labels)):
+                labels = early
+        return labels
+
     def together(self, labels: Labels) -> Labels:
         """Cast over the axes of one device beside other casts, where that saves a psum."""
         axes = self.limits.uncounted
@@ -99,7 +125,7 @@ class _Search:
 
         def total(labels: Labels) -> int:
             sums = _sums(self.limits.graph, labels)
-            return sum(prices.of(None, count, runs, (axes,))[0] for count, axes, runs in sums)
+            return sum(prices.of(None, count, runs, (axes,))[0] for count, axes, runs, _ in sums)
 
         now, improved = total(labels), True
         while improved:
@@ -166,31 +192,37 @@ def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
     return total
 
 
-def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int]]:
-    """Yield the bytes, the axes and the runs of each psum under these labels."""
+def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int, bool]]:
+    """Yield each psum's bytes, axes and runs, and whether its result is sliced at once."""
     for value in graph.values.values():
         axes = labels[value.use] - labels[value]
         if axes:
-            yield (value.cast_bytes if value.live else 0), axes, value.runs
+            size_bytes = value.cast_bytes if value.live else 0
+            yield size_bytes, axes, value.runs, axes == value.sliced
     for step in graph.steps:
         for count, axes in step.left(labels[step]):
-            yield count, axes, 1
+            yield count, axes, 1, False
     for residual in graph.residuals.values():
         if axes := residual.casts(labels):
-            yield residual.cast_bytes, axes, 1
+            yield residual.cast_bytes, axes, 1, False
 
 
 def cost(graph: Graph, labels: Labels) -> Cost:
     """Return what the cotangents' psums move under these labels."""
-    return _cost(graph, ((count, axes) for count, axes, _ in _sums(graph, labels)))
+    sums = _sums(graph, labels)
+    return _cost(graph, ((count, axes, sliced) for count, axes, _, sliced in sums))
 
 
 def cost_as_traced(graph: Graph) -> Cost:
     """Return what the cotangents' psums move with the casts of the program as traced."""
     casts = [
-        (value.cast_bytes, made.varying - value.varying) for value, made in graph.casts if made.live
+        (value.cast_bytes, axes, axes == value.sliced)
+        for value, made in graph.casts
+        if made.live
+        for axes in [made.varying - value.varying]
     ]
-    return _cost(graph, [*casts, *(own for step in graph.steps for own in step.left(NONE))])
+    own = ((*each, False) for step in graph.steps for each in step.left(NONE))
+    return _cost(graph, [*casts, *own])
 
 
 def cost_unchecked(graph: Graph) -> Cost:
@@ -198,19 +230,22 @@ def cost_unchecked(graph: Graph) -> Cost:
     # JAX then sums each input's cotangent over every manual axis over which the input is invariant,
     # and transposes a psum to a psum.
     inputs = [
-        (value.cast_bytes, graph.every - value.varying) for value in graph.inputs if value.live
+        (value.cast_bytes, graph.every - value.varying, False)
+        for value in graph.inputs
+        if value.live
     ]
-    sums = [(value.cast_bytes, axes) for value, axes in graph.summed if value.live]
+    sums = [(value.cast_bytes, axes, False) for value, axes in graph.summed if value.live]
     return _cost(graph, [*inputs, *sums])
 
 
-def _cost(graph: Graph, sums: Iterable[tuple[int, Axes]]) -> Cost:
+def _cost(graph: Graph, sums: Iterable[tuple[int, Axes, bool]]) -> Cost:
     size_bytes, wire = 0, fractions.Fraction(0)
-    for count, axes in sums:
+    for count, axes, sliced in sums:
         n = graph.device_count(axes)
         if n > 1:
             size_bytes += count
-            wire += fractions.Fraction(2 * (n - 1) * count, n)
+            # In a ring, a reduce-scatter sends half of what an all-reduce does.
+            wire += fractions.Fraction((1 if sliced else 2) * (n - 1) * count, n)
     return Cost(size_bytes, wire)
 
 

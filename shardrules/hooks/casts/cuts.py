@@ -47,6 +47,11 @@ class Limits:
             mixed[key] = (labels[key] - axes) | (other[key] & axes)
         return mixed
 
+    def below(self, labels: Labels, fixed: Iterable[Any]) -> Labels:
+        """Return the most that labels can be if the ``fixed`` ones are as in ``labels``."""
+        most = {**self.high, **{key: labels[key] for key in fixed}}
+        return self._settled(most, grow=False)
+
     def _alike(self, axes: Iterable[str]) -> list[Axes]:
         """Group the axes that only occur together, so that one choice is the best for all."""
         # A batch that is split over seven axes varies over all of them or over none.
@@ -183,8 +188,15 @@ class Cut:
     def labels(self) -> Labels:
         """Return the cheapest choice; among equals, the one with the latest casts."""
         varies = self.net.sink_side()
-        chosen = (key for key, node in self._nodes.items() if node in varies)
-        return {**self._low, **{key: self._high[key] for key in chosen}}
+        return self._chosen(key for key, node in self._nodes.items() if node in varies)
+
+    def earliest(self) -> Labels:
+        """Return the cheapest choice; among equals, the one with the earliest casts."""
+        invariant = self.net.source_side()
+        return self._chosen(key for key, node in self._nodes.items() if node not in invariant)
+
+    def _chosen(self, keys: Iterable[Any]) -> Labels:
+        return {**self._low, **{key: self._high[key] for key in keys}}
 
     def _pay(self, key: Any, always: int, edges: list[tuple[int, int, int]]) -> None:
         self.always += always

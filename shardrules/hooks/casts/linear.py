@@ -29,6 +29,15 @@ from shardrules.hooks.types.identities import MARK
 # The primitives that return their operand with another type: the cast to varying, and the mark.
 CAST = "pvary"
 IDENTITIES = (CAST, MARK)
+# The primitives that reorder or select elements. A psum behind one stands apart from the border,
+# where a sharded array is gathered and its cotangent sliced: XLA makes one reduce-scatter of a psum
+# and the slice beside it, through reshapes and conversions, but not through these.
+REORDERS = frozenset(
+    "concatenate dynamic_slice dynamic_update_slice gather pad rev scatter scatter-add select_n "
+    "slice split".split()
+)
+# Gathers whose result is invariant: the transpose slices.
+GATHERS = ("all_gather_invariant",)
 # The primitives that read, store or add, and so return no new ref.
 REFS = ("get", "swap", "addupdate")
 
@@ -55,6 +64,9 @@ class Value:
     stays: Axes = NONE
     # The axes over which it must not be cast, since what is cast earlier is more precise.
     narrow: Axes = NONE
+    # The axes along which its cotangent is sliced at once, as a gather's transpose does: XLA makes
+    # a reduce-scatter of a psum over these.
+    sliced: Axes = NONE
     use: object = dataclasses.field(default_factory=object)  # where it is used, as a key of labels
 
     @property
@@ -101,6 +113,7 @@ class Step:
     moves: Axes = NONE
     ties: bool = False  # whether operand and result are one value: a scan's carry and last state
     bwd: Bwd | None = None  # of a custom_vjp
+    reorders: bool = False  # whether it is one of ``REORDERS``
 
     def left(self, over: Axes) -> Iterator[tuple[int, Axes]]:
         """Yield the bytes and axes of the sums that remain if the step varies over ``over``."""
@@ -284,7 +297,7 @@ class Graph:
         # A read from a ref varies as the writes to it do, and cotangents flow from reads to writes.
         taken = [value for value in tangents if self.is_ref(value)]
         has_refs = any(map(self.is_ref, (*taken, *outputs)))
-        step = Step(tangents, [*outputs, *taken])
+        step = Step(tangents, [*outputs, *taken], reorders=name_of(eqn) in REORDERS)
         self.steps.append(step)
         self.at[inside] = step
         if self.again:
@@ -296,6 +309,9 @@ class Graph:
         named = strings(eqn.params)
         if name_of(eqn) in SUMS:
             self.summed += [(value, named) for value in outputs]
+        elif name_of(eqn) in GATHERS:
+            for value in outputs:
+                value.sliced = named & self.every
         joined = self._axes(*eqn.invars)
         types = [*map(self._axes, eqn.invars), *(value.varying for value in outputs)]
         differing = NONE.union(*(joined ^ axes for axes in types))
@@ -369,6 +385,41 @@ class Graph:
                     seen.add((linked, of_site))
                     queue.append((linked, of_site))
         return less_precise
+
+    def borders(self) -> list[Value]:
+        """Return the inputs, and gathers' invariant results, that are reordered before a cast."""
+        makers: dict[Value, list[Step]] = {}
+        for step in self.steps:
+            if step.bwd is None and step.fixed is not None:
+                for value in step.outputs:
+                    makers.setdefault(value, []).append(step)
+        inputs, found = set(self.inputs), dict[Value, None]()
+        queue = [
+            (value, False)
+            for value, made in self.casts
+            if value.live and self.counts(made.varying - value.varying)
+        ]
+        seen = set(queue)
+        while queue:
+            value, is_behind = queue.pop()
+            if value in inputs or value.sliced:
+                if is_behind:
+                    found[value] = None
+                continue
+            for step in makers.get(value, ()):
+                for operand in step.inputs:
+                    each = operand, is_behind or step.reorders
+                    if each not in seen:
+                        seen.add(each)
+                        queue.append(each)
+        return list(found)
+
+    def cast_as_traced(self, values: Iterable[Value]) -> list[Axes]:
+        """Return the axes over which each of these is cast in the program as traced."""
+        axes: dict[Value, Axes] = {}
+        for value, made in self.casts:
+            axes[value] = axes.get(value, NONE) | (made.varying - value.varying)
+        return [axes.get(value, NONE) for value in values]
 
     def barriers(self) -> str:
         """Describe a bwd that needs whole cotangents; empty if none does."""

@@ -53,6 +53,18 @@ class Network:
                     queue.append(tail)
         return side
 
+    def source_side(self) -> set[int]:
+        """Return the nodes at the source's side of the minimum cut nearest to the source."""
+        self.flow()
+        side, queue = {self.source}, [self.source]
+        while queue:
+            for edge in self._edges[queue.pop()]:
+                head = self._heads[edge]
+                if self._left[edge] and head not in side:
+                    side.add(head)
+                    queue.append(head)
+        return side
+
     def _levels(self) -> dict[int, int] | None:
         """Return each node's distance from the source, or None if the sink can't be reached."""
         level, queue = {self.source: 0}, collections.deque([self.source])

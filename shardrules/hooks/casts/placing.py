@@ -18,6 +18,7 @@ from shardrules.door.jaxprs import equations, gradient_sums, is_differentiated, 
 from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import (
     Cost,
+    cast_at,
     cheapest,
     cost,
     cost_as_traced,
@@ -146,8 +147,10 @@ class CastHooks(Hooks):
             is_watched = bool(watching.cast_listeners) and not before.within(off)
             if not before.bytes and not is_explained:
                 return jaxpr
-            if not (is_explained or is_watched) and _saves_little(before, least_bytes(graph), off):
-                return jaxpr  # the case of most programs
+            borders = graph.borders()
+            if not (is_explained or is_watched or borders):
+                if _saves_little(before, least_bytes(graph), off):
+                    return jaxpr  # the case of most programs
             graph.settle(self._sums)
             before = cost_as_traced(graph)
             before_bytes = before.bytes
@@ -157,11 +160,21 @@ class CastHooks(Hooks):
             beyond = exceptions(settled, least) if is_explained or is_watched else ()
             placed, after_bytes, casts = jaxpr, before_bytes, list[PlacedCast]()
             is_better = after < before and after.within(before)
-            if is_better and not _saves_little(before, after.bytes, off):
+            saves = is_better and not _saves_little(before, after.bytes, off)
+            # Among equals, casts stand at the border.
+            nearer = [
+                graph.counts(new - old)
+                for new, old in zip(cast_at(borders, labels), graph.cast_as_traced(borders))
+            ]
+            at_borders = any(nearer) and after.within(before)
+            if saves or at_borders:
                 writer = Writer(self, graph, labels)
                 placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
                 after_bytes, casts = after.bytes, graph.placed(labels)
-            note = Placement(before_bytes, after_bytes, tuple(casts), asked, "", off.bytes, beyond)
+            reached = casts if saves or at_borders else ()
+            note = Placement(
+                before_bytes, after_bytes, tuple(reached), asked, "", off.bytes, beyond, at_borders
+            )
         except Exception as error:  # the program as traced is correct, so its casts stay
             text = str(error).splitlines()[0] if str(error) else ""
             why = text if isinstance(error, Unplaceable) else f"{type(error).__name__}: {text}"

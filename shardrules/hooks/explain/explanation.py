@@ -219,17 +219,24 @@ def describe_placement(placement: Placement) -> str:
     if placement.why:
         return _wrap(f"the casts stay where JAX puts them: {placement.why}")
     beyond = _wrap(placement.beyond("the psums of these cotangents"))
-    if placement.after_bytes >= placement.before_bytes:
+    saves = placement.after_bytes < placement.before_bytes
+    if not saves and not placement.at_borders:
         return beyond
     done = (
         "placed by shardrules.install()"
         if placement.applied
         else 'placed by hand, or all by shardrules.install(casts="cheapest")'
     )
+    said = (
+        f"and {placement.after_bytes:,} B where that is the fewest ({done}):"
+        if saves
+        else "and as many where no reorder parts them from the border: XLA can make one "
+        f"reduce-scatter of a psum and the slice of its result beside it ({done}):"
+    )
     lines = [
         _wrap(
             f"the casts' psums sum {placement.before_bytes:,} B on each device where JAX casts, "
-            f"and {placement.after_bytes:,} B where that is the fewest ({done}):"
+            f"{said}"
         )
     ]
     for cast in placement.casts:

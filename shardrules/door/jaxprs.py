@@ -29,6 +29,9 @@ SUMS = ("psum", "psum_invariant", "psum2")
 # Primitives whose jaxpr is a kernel's: their rule speaks for it.
 KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
 
+# Primitives that make a ref of a value, by JAX's names (0.4.28 to 0.12).
+NEW_REFS = frozenset("new_ref ref mutable_array array_ref".split())
+
 # JAX's effects of reading and writing a ref (0.4.28 to 0.12). What else a kernel's jaxpr has, mesh
 # axes and communication say, is free to ask for: JAX keeps the set.
 _OF_REFS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
@@ -96,6 +99,16 @@ def is_inexact(aval: Any) -> bool:
 def read(env: dict[Any, Any], atom: Any) -> Any:
     """Return what a variable has become; a literal stays."""
     return atom if hasattr(atom, "val") else env.get(atom, atom)
+
+
+def renamed_effects(effects: Iterable[Any], env: dict[Any, Any]) -> set[Any]:
+    """Return effects on what variables have become; before JAX 0.10 an effect has an index."""
+    return {
+        type(effect)(env[effect.input])
+        if hasattr(effect, "input") and effect.input in env
+        else effect
+        for effect in effects
+    }
 
 
 def variable(like: Any, aval: Any) -> Any:

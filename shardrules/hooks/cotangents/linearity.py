@@ -10,6 +10,7 @@ from shardrules.door.jaxprs import (
     CALLS,
     CASTS,
     KERNELS,
+    NEW_REFS,
     SUMS,
     equations,
     inner_jaxprs,
@@ -42,7 +43,6 @@ _MORE_CALLS = {
 }
 # Primitives that only read and store, by the names of JAX 0.6 to 0.12.
 _STORES = frozenset("get swap addupdate masked_load masked_swap load freeze".split())
-_NEW_REFS = frozenset("new_ref ref mutable_array array_ref".split())
 _COPIES = frozenset("dma_start dma_wait".split())
 
 
@@ -121,7 +121,7 @@ class _Run:
             # The same cells in each pass: a loop around them ends when none of them changes.
             refs = [self._cell(eqn, n) for n in range(len(body.invars))]
             return self.jaxpr(body, refs, given)
-        if name in _NEW_REFS:
+        if name in NEW_REFS:
             return [self._cell(eqn, 0, _join(given))]
         if any(isinstance(x, _Cell) for x in given):  # also a loop or a branch that is unknown
             return [self._on_refs(eqn, name, given)] * len(eqn.outvars)

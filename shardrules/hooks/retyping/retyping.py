@@ -17,14 +17,17 @@ from jax.interpreters import ad
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
+    NEW_REFS,
     TO_VARYING,
     callable_of,
     gained,
     gradient_sums,
     inner_jaxprs,
     is_inexact,
+    name_of,
     opened,
     read,
+    renamed_effects,
     union,
     variable,
     widened,
@@ -121,13 +124,19 @@ class Retyping(Hooks):
     def _retyped(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
         inner = opened(jaxpr)
         env: dict[Any, Any] = {}
+        old = [var.aval for var in inner.invars]
         invars = [self.retype_variable(*each, env) for each in zip(inner.invars, types)]
         if not env:
             return jaxpr
         eqns: list[Any] = []
+        over = frozenset() if what is None else gained(types, self.door.axis_types(old))
         for eqn in inner.eqns:
             operands = [read(env, atom) for atom in eqn.invars]
-            if all(new is old for new, old in zip(operands, eqn.invars)):
+            if over and name_of(eqn) in NEW_REFS:
+                # What some devices store there varies, whatever it was made of.
+                with eqn.ctx.manager:
+                    eqns += _Equation(self, eqn, operands, env, what).made(over)
+            elif all(new is old for new, old in zip(operands, eqn.invars)):
                 eqns.append(eqn)
             elif all(new.aval == old.aval for new, old in zip(operands, eqn.invars)):
                 eqns.append(eqn.replace(invars=operands))  # only a cast was removed
@@ -136,12 +145,16 @@ class Retyping(Hooks):
                     eqns += _Equation(self, eqn, operands, env, what).retyped()
         outvars = [read(env, atom) for atom in inner.outvars]
         # Keep debug_info: it holds the arguments' names.
-        new = inner.replace(invars=invars, eqns=eqns, outvars=outvars, debug_info=inner.debug_info)
+        effects = renamed_effects(inner.effects, env)
+        new = inner.replace(
+            invars=invars, eqns=eqns, outvars=outvars, effects=effects, debug_info=inner.debug_info
+        )
         return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
     def retype_variable(self, var: Any, axis_type: AxisType, env: dict[Any, Any]) -> Any:
         """Return a variable of this type, recorded as the replacement of ``var``."""
-        if not self.door.can_cast(var.aval) or self.door.axis_type(var.aval) == axis_type:
+        has_type = self.door.can_cast(var.aval) or isinstance(var.aval, self.door.AbstractRef)
+        if not has_type or self.door.axis_type(var.aval) == axis_type:
             return var
         env[var] = variable(var, self.door.with_axis_type(var.aval, axis_type))
         return env[var]
@@ -189,6 +202,11 @@ class _Equation:
         self._cast(retyped.operands)
         return self._done(retyped.changes, retyped.results)
 
+    def made(self, over: frozenset[str]) -> list[Any]:
+        """Return the equations that make this one's ref vary over ``over`` too."""
+        self._cast([widened(self.types[0], over)])
+        return self._done({}, self.types)
+
     def _operation(self) -> list[Any]:
         """Retype by the abstract eval; the operands vary alike, as JAX requires."""
         eqn = self.eqn
@@ -204,6 +222,9 @@ class _Equation:
         if all(map(self.door.can_cast, (atom.aval for atom in self.operands))):
             axes = self._gained() & union(self.types)
             self._cast([widened(have, axes) for have in self.types])
+        elif eqn.primitive in (self.door.swap_p, self.door.addupdate_p):
+            ref, value, *indices = self.types  # JAX 0.12 stores only what has the ref's type
+            self._cast([ref, widened(value, ref.varying), *indices])
         called = hijax_object(self.door, eqn.primitive, eqn.params)
         changes: dict[str, Any] = {}
         if is_typed_by_hand(called):
@@ -250,7 +271,11 @@ class _Equation:
         pairs = zip(self.eqn.outvars, types)
         outvars = [self.retyping.retype_variable(*pair, self.env) for pair in pairs]
         params = {**self.eqn.params, **changes}
-        return [*self.eqns, self.eqn.replace(invars=self.operands, outvars=outvars, params=params)]
+        effects = renamed_effects(self.eqn.effects, self.env)
+        eqn = self.eqn.replace(
+            invars=self.operands, outvars=outvars, params=params, effects=effects
+        )
+        return [*self.eqns, eqn]
 
     def _error(self, why: str) -> AxisError:
         axes, at = self._gained(), self.door.source_line(self.eqn.source_info)

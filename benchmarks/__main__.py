@@ -21,6 +21,7 @@ PROGRAMS = {
     "tracing": ["--rounds=1", "--calls=2"],
     "hlo_speed": ["--sizes_mb=0.1", "--layers=1", "--platforms=cpu", "--devices=8", "--rounds=1"],
     "scale": ["--platforms=cpu", "--large_mesh=4,2,1", "--arms=late casts", "--layers=1"],
+    "models": ["--platforms=cpu", "--only=ZeRO-1 with a clip"],
     "casts": None,  # None: it has no smaller run
     "watching": ["--rounds=1", "--layers=1"],
     "kernels": ["--only=example_double_fwd", "--arms=rules"],

@@ -33,14 +33,17 @@ def pytest_addoption(parser):
     parser.addoption(
         "--lane",
         choices=("1/2", "2/2"),
-        help="of the tests marked one_lane, tpu or gpu, and of random seeds, the half that one of "
-        "the two lanes of .ci/run takes",
+        help="of the tests marked one_lane, slow, tpu or gpu, and of random seeds, the half that "
+        "one of the two lanes of .ci/run takes",
     )
 
 
 def _of_other_lane(item, lane):
     """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
     shared = any(map(item.get_closest_marker, ("one_lane", "tpu", "gpu")))
+    # tests/core is what each JAX runs, and what shares its seeds runs half of them in each lane.
+    if item.get_closest_marker("slow") and "share" not in item.fixturenames:
+        shared = shared or not item.nodeid.startswith("tests/core/")
     if not lane or not shared or any(map(item.get_closest_marker, _IN_NO_LANE)):
         return False
     return lane != f"{1 + zlib.crc32(item.nodeid.encode()) % 2}/2"
@@ -67,7 +70,7 @@ def _for_other_versions(item):
 
 def pytest_collection_modifyitems(config, items):
     lane = config.getoption("--lane")
-    marks = ("where", "one_lane", "tpu", "gpu") if lane else ("where",)
+    marks = ("where", "one_lane", "slow", "tpu", "gpu") if lane else ("where",)
     if any(item.get_closest_marker(mark) for item in items for mark in marks):
         from core import versions
 

@@ -34,18 +34,20 @@ ASSUMPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction (or one operand of a combined one).
+    """One collective instruction, or one operand of a combined one.
+
+    An all-to-all of several operands is one collective: they are the pieces of one array.
 
     Attributes:
       kind: ``"all-reduce"`` and so on, without ``-start``.
       opcode: as printed.
       name: the instruction's name.
       computation: the name of the computation that holds it.
-      operand: number of the operand.
+      operand: number of the operand; 0 for an all-to-all of several.
       axes: the mesh axes it runs over; None if the mesh isn't known or no axes give its groups.
       connections: the devices that it connects.
       reduction: ``"add"`` and so on; ``""`` for none.
-      operand_bytes: bytes of this operand on one device.
+      operand_bytes: bytes of this operand on one device; of an all-to-all's operands together.
       element_type: of the operand.
       phase: ``forward``, ``backward``, ``recompute``, ``mixed`` or ``unknown``.
       loop_depth: number of while loops around it.

@@ -178,9 +178,12 @@ class _Judge:
         together = in_place or channel.kind == "ragged-all-to-all"
         if together or instruction.opcode not in hc.OPCODES:
             shapes = shapes[:1]  # the rest are the target, offsets, sizes or a token
+        if channel.kind == "all-to-all" and len(shapes) > 1:
+            # One array, cut into the pieces for the group's members.
+            shapes, together = [hm.Shape("tuple", elements=tuple(shapes))], True
         operands = record.operands
-        if together or channel.kind == "all-to-all" and len(operands) > 1:
-            operands, together = [self.proof.values.collapse(tuple(operands))] * len(shapes), True
+        if together:
+            operands = [self.proof.values.collapse(tuple(operands))]
         base = self._fields(computation, position, channel)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from shardrules import errors
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import partitioned
 
 VERDICTS = ("redundant", "overwide", "unproven", "needed", "internal")
 
@@ -291,6 +293,11 @@ class Judgement:
 
     def _of(self, verdict: str) -> tuple[Verdict, ...]:
         return tuple(v for v in self.verdicts if v.verdict == verdict)
+
+    @functools.cached_property
+    def is_compiled(self) -> bool:
+        """Tell a compiled program from a text that XLA has not fused and scheduled."""
+        return partitioned.is_compiled(self.module)
 
     @property
     def redundant(self) -> tuple[Verdict, ...]:

@@ -151,10 +151,18 @@ def _applier(proof: Proof, computation, position, instruction, operands, guard):
 
 def _evening(proof: Proof, computation, position, instruction, operands, guard):
     """Evaluate an elementwise op that may make different operands equal."""
-    value = proof.values.general(computation, instruction, operands)
-    if not value or isinstance(value, Exact) or not hs.cancels(computation, instruction):
+    values = proof.values
+    for operand in operands:
+        if type(operand) is not int:
+            value = values.general(computation, instruction, operands)
+            break
+    else:
+        value = values.merged(operands)
+    if not value or isinstance(value, Exact):
         return value
-    return proof.values.evened(value)
+    if type(value) is int and values.states[value].apart == hd.EQUAL:
+        return value  # as it would be
+    return values.evened(value) if hs.cancels(computation, instruction) else value
 
 
 def _strange(proof: Proof, computation, position, instruction, operands, guard) -> int:

@@ -7,6 +7,7 @@ An ``Instruction`` keeps offsets into the text instead of parsed attributes: mos
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Collection, Iterator
@@ -87,6 +88,8 @@ class Shape(NamedTuple):
     @property
     def bytes(self) -> int:
         """Count the bytes of all leaves, without padding."""
+        if self.elements is None:
+            return (math.prod(self.dimensions) * self.bits + 7) // 8
         return sum((leaf.element_count * leaf.bits + 7) // 8 for leaf in self.leaves())
 
     @property
@@ -230,7 +233,8 @@ class Users(list[list[int]]):
         self._elements: dict[int, dict[str | None, list[int]]] = {}
         super().__init__([] for _ in self._instructions)
         for position, instruction in enumerate(self._instructions):
-            for operand in dict.fromkeys(instruction.operands):
+            operands = instruction.operands
+            for operand in operands if len(operands) < 2 else dict.fromkeys(operands):
                 self[operand].append(position)
 
     def taking(self, position: int, element: int) -> list[int]:
@@ -274,6 +278,14 @@ class Module:
     frames: FrameTable
     strange: dict[int, str]
 
+    @functools.cached_property
+    def opcodes(self) -> dict[str, frozenset[str]]:
+        """Give the opcodes of each computation: most hold a few, and nothing else is to look at."""
+        return {
+            name: frozenset([i.opcode for i in computation.instructions])
+            for name, computation in self.computations.items()
+        }
+
     def metadata(self, instruction: Instruction) -> Metadata:
         """Read an instruction's metadata; empty if it has none."""
         if instruction.text is not self.text:  # the reader added it
@@ -304,6 +316,7 @@ class FrameTable:
         self.by_start: dict[int, Metadata] = {}  # by the instruction's offset
         self._texts = tables
         self._rows: dict[str, dict[int, str]] = {}
+        self._read: dict[tuple[str, int], dict[str, int]] = {}  # rows' fields
         self._frames: dict[int, tuple[Frame, ...]] = {}
 
     def _row(self, table: str, key: int) -> str:
@@ -313,8 +326,12 @@ class FrameTable:
         return self._rows[table].get(key, "")
 
     def _fields(self, table: str, key: int) -> dict[str, int]:
-        row = self._row(table, key)
-        return {name: int(value) for name, value in self._LOCATION.findall(row)}
+        fields = self._read.get((table, key))
+        if fields is None:
+            row = self._row(table, key)
+            fields = {name: int(value) for name, value in self._LOCATION.findall(row)}
+            self._read[table, key] = fields
+        return fields
 
     def _string(self, table: str, key: int) -> str:
         return _unescape(self._row(table, key).strip().removeprefix('"').removesuffix('"'))

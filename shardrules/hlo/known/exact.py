@@ -172,10 +172,9 @@ def _elementwise(instruction, arrays, shapes):
     opcode, shape = instruction.opcode, instruction.shape
     if any(s.dimensions not in ((), shape.dimensions) for s in shapes):
         return None
-    # A predicate or a bound may be a scalar.
-    arrays = [
-        rows if s.dimensions else rows.reshape(_ones(shape)) for rows, s in zip(arrays, shapes)
-    ]
+    if shape.dimensions:  # a predicate or a bound may be a scalar
+        ones = _ones(shape)
+        arrays = [rows if s.dimensions else rows.reshape(ones) for rows, s in zip(arrays, shapes)]
     alike = len({rows.dtype for rows in arrays[opcode == "select" :]}) == 1
     if not alike or len(arrays) != _COUNTS.get(opcode, 2):
         return None

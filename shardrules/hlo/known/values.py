@@ -64,9 +64,11 @@ class Values:
         return self.merged(value if isinstance(value, tuple) else (value.operand, value.result))
 
     def merged(self, values) -> int:
-        state = 0
+        state, refine = 0, self.states.refine
         for value in values:
-            state = self.states.refine(state, self.collapse(value))
+            own = value if type(value) is int else self.collapse(value)
+            if own != state:
+                state = refine(state, own)
         return state
 
     def vary_alike(self, values) -> bool:
@@ -158,10 +160,13 @@ class Values:
     def general(self, computation, instruction, operands) -> Any:
         """Evaluate a deterministic op whose operands or result need more than one state."""
         opcode = instruction.opcode
-        shapes = [computation.instructions[o].shape for o in instruction.operands]
-        exactly = opcode in exact.OPCODES and bool(operands)
+        exactly, ranged = opcode in exact.OPCODES and bool(operands), False
         for operand in operands:
             exactly = exactly and type(operand) is Exact
+            ranged = ranged or type(operand) is Ranged
+        if opcode in ELEMENTWISE and opcode != "select" and not (exactly or ranged):
+            return self.merged(operands)
+        shapes = [computation.instructions[o].shape for o in instruction.operands]
         if exactly:
             rows = exact.evaluate(instruction, [o.array for o in operands], shapes)
             if rows is not None:
@@ -170,7 +175,7 @@ class Values:
             if operands[0].array[0].size == 1:
                 return self.choose(operands[0], [operands[2], operands[1]])
         if opcode in ELEMENTWISE:
-            if any(isinstance(o, Ranged) for o in operands):
+            if ranged:
                 return self._elementwise_ranges(computation, instruction, operands, shapes)
             return self.merged(operands)
         if opcode in ("dynamic-slice", "dynamic-update-slice"):
@@ -178,9 +183,9 @@ class Values:
             if opcode == "dynamic-update-slice":
                 self._note_piece((computation.name, instruction.name), operands, shapes)
         if opcode in _RANGED:
-            ranged = self._ranges(instruction, operands, shapes)
-            if ranged is not None:
-                return ranged
+            parts = self._ranges(instruction, operands, shapes)
+            if parts is not None:
+                return parts
         return self.merged(operands)
 
     def _clamped(self, instruction, operands, shapes) -> list[Any]:

@@ -41,7 +41,7 @@ _QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 # The most common attributes: the value is a string, a word, or in braces.
 _PLAIN = rf'[^{{}}()\[\]"]++|{_QUOTED}|\[[^{{}}()\[\]"]*+\]|\([^{{}}()\[\]"]*+\)'
 _BRACED = rf"\{{(?:{_PLAIN})*+\}}"
-_PRINTED = re.compile(
+PRINTED = re.compile(
     rf", ([\w\-]+)=(\{{[^{{}}\"]*+\}}|\{{(?:{_PLAIN}|{_BRACED})*+\}}|{_QUOTED}"
     r"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$))",
     re.DOTALL,
@@ -168,7 +168,7 @@ def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int,
     """Yield ``(key, value_start, value_end)`` for ``, key=value, key=value``."""
     position = start
     while True:
-        printed = _PRINTED.match(text, position, end)
+        printed = PRINTED.match(text, position, end)
         if printed:
             key, (value, position) = printed[1], printed.span(2)
             yield key, value, position

@@ -27,6 +27,7 @@ PROGRAMS = {
     "kernels": ["--only=example_double_fwd", "--arms=rules"],
     "third_party": None,
     "on_a_gpu": [],
+    "verdicts": ["--compilers=cpu", "--programs=remat"],
 }
 
 

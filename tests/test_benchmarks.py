@@ -14,7 +14,7 @@ import paired  # noqa: E402
 pytestmark = pytest.mark.one_lane
 
 # kernels.py compiles for TPU and GPU; tests/kernels runs its measure().
-HERE = "saved transformer cost tracing hlo_speed models watching on_a_gpu".split()
+HERE = "saved transformer cost tracing hlo_speed models watching on_a_gpu verdicts".split()
 
 
 def run(*arguments):

@@ -30,6 +30,10 @@ _MEASURED_NOTE = (
     "runs at all sites; exposed: the part of it in which that device ran nothing else; "
     "bandwidth: wire bytes over the measured time"
 )
+_NOT_COMPILED = (
+    "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
+    "other bytes (pass the file that ends in after_optimizations.txt)"
+)
 _LISTED = 3  # of the findings that are folded into one line
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
@@ -190,7 +194,8 @@ class Content:
                 shown += f", {size(total.wire_bytes)} on the wire per device"
         else:
             shown += f", no collectives{self._unseen(devices)}"
-        return "; ".join(filter(None, (self.worth, shown, self.kinds or "no findings")))
+        stage = "" if self.judgement.is_compiled else _NOT_COMPILED
+        return "; ".join(filter(None, (stage, self.worth, shown, self.kinds or "no findings")))
 
     def _unseen(self, devices: int) -> str:
         """Name the calls without a rule, which may communicate."""

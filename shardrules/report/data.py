@@ -42,6 +42,7 @@ def as_dict(content: Content) -> dict[str, Any]:
         "device_count": content.account.device_count,
         "convention": accounts.CONVENTION,
         "estimated_on": target and _picked(target, "name source"),
+        "compiled": content.judgement.is_compiled,
         "clean": content.clean,
         "avoidable": {
             **content.avoidable._asdict(),

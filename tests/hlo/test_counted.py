@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardrules import errors, hlo, report
-from shardrules.costs import accounts
+from shardrules import errors, hlo, report, testing
+from shardrules.costs import accounts, waste
 
 from . import text as T
 
@@ -122,6 +122,58 @@ replica_groups={T.ALL}"""
         )
     )
     assert str(accounts.of(judgement).total) == "1, 32 B"
+
+
+PIECES = """%a = (f32[8], f32[8]) all-to-all(%x, %y), channel_id=1, \
+replica_groups={{0,1},{2,3},{4,5},{6,7}}"""
+
+
+def test_an_all_to_all_of_several_operands_is_one_collective():
+    """XLA for CPUs cuts its operand into one for each member of a group."""
+    text = T.module(f"{T.parameter(T.BOTH)}\n%y = f32[8] negate(%x)\n{PIECES}")
+    judgement = hlo.judge(text, mesh=T.MESH)
+    total = accounts.of(judgement).total
+    assert (total.sites, total.count, total.bytes, total.wire_bytes) == (1, 1, 64, 32)
+    testing.assert_collectives(text, expect={"all-to-all(model)": 1}, mesh=T.MESH)
+    assert "1 collective runs once" in report.plain(report.content(judgement))
+
+
+LOOP = """%body (carry: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {
+  %carry = (s32[], f32[8], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %x = f32[8] get-tuple-element(%carry), index=1
+  %z = f32[8] get-tuple-element(%carry), index=2
+  %y = f32[8] MADE
+  PIECES
+  %first = f32[8] get-tuple-element(%a), index=0
+  %second = f32[8] get-tuple-element(%a), index=1
+  %both = f32[8] add(%first, %second)
+  %more = f32[8] multiply(%z, %both)
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %out = (s32[], f32[8], f32[8]) tuple(%next, %x, %more)
+}
+
+%condition (state: (s32[], f32[8], f32[8])) -> pred[] {
+  %state = (s32[], f32[8], f32[8]) parameter(0)
+  %n = s32[] get-tuple-element(%state), index=0
+  %most = s32[] constant(5)
+  ROOT %again = pred[] compare(%n, %most), direction=LT
+}
+
+""".replace("PIECES", PIECES)
+
+
+@pytest.mark.parametrize("made, kinds", [("negate(%x)", ["repeated"]), ("negate(%z)", [])])
+def test_it_is_the_same_on_every_trip_if_all_of_its_operands_are(made, kinds):
+    entry = f"""{T.parameter(T.BOTH)}
+        %zero = s32[] constant(0)
+        %start = (s32[], f32[8], f32[8]) tuple(%zero, %x, %x)
+        %w = (s32[], f32[8], f32[8]) while(%start), condition=%condition, body=%body"""
+    text = T.module(entry, LOOP.replace("MADE", made)).replace("f32[8]", "f32[262144]")
+    judgement = hlo.judge(text, mesh=T.MESH)
+    assert accounts.of(judgement).total.count == 5
+    assert [hint.kind for hint in waste.hints(judgement)] == kinds
 
 
 @pytest.mark.parametrize(

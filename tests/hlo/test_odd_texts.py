@@ -1,7 +1,12 @@
 """Texts that no compiler wrote: what is called again and again, and what is left out."""
 
-from shardrules import hlo
+import gzip
+
+import pytest
+
+from shardrules import errors, hlo
 from shardrules.costs import launches, transfers, waste
+from shardrules.hlo.reader import files
 
 from . import text as T
 
@@ -94,3 +99,14 @@ def test_an_array_of_more_dimensions_than_numpy_has():
     entry = f"%c = s32[{ones}] constant(5)\n%i = s32[{ones}] iota(), iota_dimension=0\n"
     (output,) = hlo.judge(T.module(f"{entry}%s = s32[{ones}] add(%c, %i)")).outputs
     assert output.equal
+
+
+def test_a_gzip_file_that_holds_too_much(monkeypatch):
+    monkeypatch.setattr(files, "_MOST_UNPACKED", 2)
+    most = b" " * (2 << 20)
+    assert files.decode(gzip.compress(most), "a.gz") == most.decode()
+    # Several streams in one file are read as one, and are as long as all of them.
+    for data in (gzip.compress(most + b" "), gzip.compress(most) + gzip.compress(b" ")):
+        with pytest.raises(errors.HloError, match="a.gz holds more than 2 MiB of text, the limit"):
+            files.decode(data, "a.gz")
+    assert len(files.decode(most + b" ", "a.hlo")) == len(most) + 1

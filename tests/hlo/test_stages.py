@@ -1,10 +1,11 @@
 """Text that no partitioner has seen is refused: it would count no collective where there are many."""
 
+import json
 import pathlib
 
 import pytest
 
-from shardrules import errors, hlo
+from shardrules import errors, hlo, report
 
 from . import text as T
 
@@ -62,5 +63,32 @@ def test_real_programs(path):
     if "before" in path.stem:
         with pytest.raises(errors.HloError, match="is not partitioned yet"):
             hlo.judge(path.read_text())
+        assert not hlo.judge(path.read_text(), unpartitioned=True).is_compiled
     else:
-        assert hlo.judge(path.read_text()).verdicts
+        judgement = hlo.judge(path.read_text())
+        assert judgement.verdicts and judgement.is_compiled
+
+
+SUMMED = f"{SHARDED}\n{T.all_reduce('%x')}"
+TWO = f"{SUMMED}\n%t = f32[8] tanh(%r)\n%n = f32[8] negate(%t)"
+
+
+@pytest.mark.parametrize(
+    "entry, header, compiled",
+    [
+        (TWO, "num_partitions=8", False),
+        (f"{SUMMED}\n%n = f32[4,2] reshape(%r)", "num_partitions=8", False),
+        (TWO, "is_scheduled=true, num_partitions=8", True),
+        # What JAX 0.4.28 compiles for CPU has no schedule, and may have nothing to fuse.
+        (SUMMED, "num_partitions=8", True),
+        (f"{SUMMED}\n%n = f32[8] negate(%r)", "num_partitions=8", True),
+        (f"{TWO}\n%m = f32[8] sine(%t)", "num_partitions=8", True),
+        (TWO.replace("f32[8]", "f32[]"), "num_partitions=8", True),
+        (f"{TWO}\n%b = f32[4,2] bitcast(%n)", "num_partitions=8", True),
+    ],
+)
+def test_a_text_that_is_not_compiled_says_so_once(entry, header, compiled):
+    content = report.content(hlo.judge(T.module(entry, header=header), mesh=T.MESH))
+    for write in (report.plain, report.markdown):
+        assert write(content).count("not compiled: XLA has not fused") == (not compiled)
+    assert json.loads(report.as_json(content))["compiled"] == compiled

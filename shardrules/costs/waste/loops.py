@@ -19,7 +19,7 @@ def repeated(site: Site) -> Hint | None:
     if not site.in_loop:
         return None
     stays = site.program.remembered(_invariant, site.computation.name)
-    if site.source not in stays:
+    if not stays.issuperset(site.sources):
         return None
     times = site.runs_of(site.program.loops[site.computation.name].home.name)
     before, after = site.in_all(site.entry.bytes), site.entry.bytes * times

@@ -164,6 +164,13 @@ class Site:
     def source(self) -> Node:
         return self.node.operands[self.operand]
 
+    @property
+    def sources(self) -> list[Node]:
+        """List all that it takes: its operand, or all of a collective that has one verdict."""
+        kind = self.collective.kind
+        together = kind.endswith("all-to-all") or self.collective.in_place
+        return [*self.node.operands] if together else [self.source]
+
     def made_by(self, through: frozenset[str]) -> Node:
         return made_by(self.source, through)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,14 @@ _TYPES: dict[str, type] = {
     **{f"u{bits}": np.dtype(f"uint{bits}").type for bits in (8, 16, 32, 64)},
 }
 _BOOLEANS = {"false": 0, "true": 1}
+# The smallest and the largest number of each type: numpy's iinfo is slow.
+_LIMITS: dict[np.dtype[Any], tuple[int, int]] = {
+    np.dtype(kind): (int(np.iinfo(kind).min), int(np.iinfo(kind).max))
+    for kind in _TYPES.values()
+    if kind is not np.bool_
+}
+_LIMITS[np.dtype(np.bool_)] = (0, 1)
+_INT32 = _LIMITS[np.dtype(np.int32)]
 _MOST = 8 * ranges.MAX_ELEMENTS  # elements in the rows of all devices together, if these differ
 
 
@@ -45,7 +54,7 @@ def literal(text: str, shape: Shape):
     if not all(word in _BOOLEANS or re.fullmatch(r"-?\d{1,24}", word) for word in words):
         return None
     numbers = [_BOOLEANS[word] if word in _BOOLEANS else int(word) for word in words]
-    low, high = (0, 1) if kind == np.bool_ else (np.iinfo(kind).min, np.iinfo(kind).max)
+    low, high = _LIMITS[np.dtype(kind)]
     if any(not low <= n <= high for n in numbers):
         return None
     return np.array(numbers, dtype=kind).reshape((1,) + shape.dimensions)
@@ -55,7 +64,7 @@ def _remainder(a, b):
     """Give the remainder of truncated division, which has the dividend's sign, as in C."""
     if (b == 0).any():
         return None
-    if a.dtype.kind == "i" and (a == np.iinfo(a.dtype).min).any():
+    if a.dtype.kind == "i" and (a == _LIMITS[a.dtype][0]).any():
         return None  # its quotient by -1 does not fit
     return np.fmod(a, b)
 
@@ -129,13 +138,15 @@ def evaluate(
 ) -> np.ndarray | None:
     """Compute an instruction's rows from those of its operands; None if they are not certain."""
     shape, kind = instruction.shape, dtype(instruction.shape)
-    if kind is None or not all(s.element_count for s in (*shapes, shape)):
+    if kind is None or 0 in shape.dimensions:
         return None
-    # In damaged text, arguments may have other shapes than the parameters.
-    if not all(_fits(rows, s) for rows, s in zip(arrays, shapes)):
-        return None
-    spread = instruction.opcode == "concatenate" or any(rows[0].size > 1 for rows in arrays)
-    devices = max(map(len, arrays), default=1)
+    spread, devices = instruction.opcode == "concatenate", 1
+    for rows, own in zip(arrays, shapes):
+        # In damaged text, arguments may have other shapes than the parameters.
+        if 0 in own.dimensions or not _fits(rows, own):
+            return None
+        spread = spread or rows[0].size > 1
+        devices = max(devices, len(rows))
     # Check the size first: the rows of many devices may exceed the machine's memory.
     if spread and shape.element_count * max(devices, 8) > _MOST:
         return None
@@ -154,17 +165,16 @@ def _ones(shape: Shape) -> tuple[int, ...]:
 
 
 def _fits(rows: np.ndarray, shape: Shape) -> bool:
-    return rows.shape[1:] in (shape.dimensions, _ones(shape)[1:])
+    return rows.shape[1:] == shape.dimensions or rows.shape[1:] == _ones(shape)[1:]
 
 
 def _elementwise(instruction, arrays, shapes):
     opcode, shape = instruction.opcode, instruction.shape
     if any(s.dimensions not in ((), shape.dimensions) for s in shapes):
         return None
-    # A predicate or a bound may be a scalar.
-    arrays = [
-        rows if s.dimensions else rows.reshape(_ones(shape)) for rows, s in zip(arrays, shapes)
-    ]
+    if shape.dimensions:  # a predicate or a bound may be a scalar
+        ones = _ones(shape)
+        arrays = [rows if s.dimensions else rows.reshape(ones) for rows, s in zip(arrays, shapes)]
     alike = len({rows.dtype for rows in arrays[opcode == "select" :]}) == 1
     if not alike or len(arrays) != _COUNTS.get(opcode, 2):
         return None
@@ -225,14 +235,21 @@ def clamped_index(rows: np.ndarray, last: int) -> np.ndarray | None:
     """Clamp each device's slice start to 0 and ``last``; None if the result isn't certain."""
     # Backends truncate an index to their own width before they clamp it: a number beyond 32 signed
     # bits may change, and an unsigned number with its highest bit set may become negative.
-    if rows.dtype == np.bool_ or rows[0].size != 1 or not 0 <= last < 2**31:
+    kind = rows.dtype.kind
+    if kind == "b" or rows[0].size != 1 or not 0 <= last < 2**31:
         return None
     rows = rows.reshape(-1)
-    most = min(np.iinfo(np.int32).max, np.iinfo(rows.dtype).max)
-    if rows.dtype.kind == "u":
-        most = min(most, np.iinfo(rows.dtype).max >> 1)
-    if rows.size and (int(rows.max()) > most or int(rows.min()) < np.iinfo(np.int32).min):
+    largest = _LIMITS[rows.dtype][1]
+    most = min(_INT32[1], largest >> 1 if kind == "u" else largest)
+    if len(rows) == 1:  # as most are; numpy takes ten times as long
+        number = int(rows[0])
+        low, high = number, number
+    else:
+        low, high = int(rows.min()), int(rows.max())
+    if high > most or low < _INT32[0]:
         return None
+    if len(rows) == 1:
+        return np.array([min(max(number, 0), last)], np.int64)
     return np.clip(rows.astype(np.int64), 0, last)
 
 

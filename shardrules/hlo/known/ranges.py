@@ -32,20 +32,26 @@ class Ranged:
 class Exact:
     """Integers or booleans known on every device."""
 
-    __slots__ = ("state", "array", "_key")
+    __slots__ = ("state", "array", "_key", "_hash")
 
     def __init__(self, state: int, array: np.ndarray):
         self.state = state
         # One row per device, or one row for all. A row has the value's shape; or as many dimensions
         # of size 1, and its one number is the value of all elements.
         self.array = array
-        self._key = (state, array.dtype.str, array.shape, array.tobytes())
+        self._hash: int | None = None  # with the key made when it is first compared
 
     def __eq__(self, other: Any) -> bool:
-        return self is other or isinstance(other, Exact) and self._key == other._key
+        if self is other:
+            return True
+        return type(other) is Exact and hash(self) == hash(other) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        if self._hash is None:
+            array = self.array
+            self._key = (self.state, array.dtype.str, array.shape, array.tobytes())
+            self._hash = hash(self._key)
+        return self._hash
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)

@@ -49,6 +49,10 @@ class Values:
         # How many more instructions may be evaluated; large arrays and many ranges count as
         # several.
         self.budget = budget
+        # States of computed numbers, by those of their operands and the devices that differ; and
+        # the clamped starts of slices, by the start and its limit.
+        self._of_numbers: dict[tuple[int, int], int] = {}
+        self._clamps: dict[tuple[Exact, int], Any] = {}
 
     def collapse(self, value: Any) -> int:
         if type(value) is int:
@@ -60,9 +64,11 @@ class Values:
         return self.merged(value if isinstance(value, tuple) else (value.operand, value.result))
 
     def merged(self, values) -> int:
-        state = 0
+        state, refine = 0, self.states.refine
         for value in values:
-            state = self.states.refine(state, self.collapse(value))
+            own = value if type(value) is int else self.collapse(value)
+            if own != state:
+                state = refine(state, own)
         return state
 
     def vary_alike(self, values) -> bool:
@@ -134,26 +140,34 @@ class Values:
             relation = hd.EQUAL
         if relation == hd.EQUAL:
             rows = rows[:1]
-        merged = self.states[self.merged(operands)]
-        causes = (
-            self.states.causes(
-                [(relation, c) for _, c in merged.causes[:1]]
-                or [(relation, hs.Cause("a computed number", "differs"))]
-            )
-            if relation
-            else ()
-        )
-        constant = merged.constant and relation == hd.EQUAL
-        state = self.states.intern(
-            hs.State(relation, relation, causes, (), merged.supports, constant, relation)
-        )
+        merged = self.merged(operands)
+        state = self._of_numbers.get((merged, relation))
+        if state is None:
+            state = self._of_numbers[merged, relation] = self._number_state(merged, relation)
         return Exact(state, np.ascontiguousarray(rows))
+
+    def _number_state(self, operands: int, relation: int) -> int:
+        fields = self.states[operands]
+        causes: tuple[tuple[int, hs.Cause], ...] = ()
+        if relation:
+            cause = next((c for _, c in fields.causes), hs.Cause("a computed number", "differs"))
+            causes = self.states.causes([(relation, cause)])
+        constant = fields.constant and relation == hd.EQUAL
+        return self.states.intern(
+            hs.State(relation, relation, causes, (), fields.supports, constant, relation)
+        )
 
     def general(self, computation, instruction, operands) -> Any:
         """Evaluate a deterministic op whose operands or result need more than one state."""
         opcode = instruction.opcode
+        exactly, ranged = opcode in exact.OPCODES and bool(operands), False
+        for operand in operands:
+            exactly = exactly and type(operand) is Exact
+            ranged = ranged or type(operand) is Ranged
+        if opcode in ELEMENTWISE and opcode != "select" and not (exactly or ranged):
+            return self.merged(operands)
         shapes = [computation.instructions[o].shape for o in instruction.operands]
-        if opcode in exact.OPCODES and operands and all(isinstance(o, Exact) for o in operands):
+        if exactly:
             rows = exact.evaluate(instruction, [o.array for o in operands], shapes)
             if rows is not None:
                 return self.computed(rows, operands)
@@ -161,7 +175,7 @@ class Values:
             if operands[0].array[0].size == 1:
                 return self.choose(operands[0], [operands[2], operands[1]])
         if opcode in ELEMENTWISE:
-            if any(isinstance(o, Ranged) for o in operands):
+            if ranged:
                 return self._elementwise_ranges(computation, instruction, operands, shapes)
             return self.merged(operands)
         if opcode in ("dynamic-slice", "dynamic-update-slice"):
@@ -169,9 +183,9 @@ class Values:
             if opcode == "dynamic-update-slice":
                 self._note_piece((computation.name, instruction.name), operands, shapes)
         if opcode in _RANGED:
-            ranged = self._ranges(instruction, operands, shapes)
-            if ranged is not None:
-                return ranged
+            parts = self._ranges(instruction, operands, shapes)
+            if parts is not None:
+                return parts
         return self.merged(operands)
 
     def _clamped(self, instruction, operands, shapes) -> list[Any]:
@@ -185,8 +199,12 @@ class Values:
         clamped = list(operands[:first])
         for index, whole, size in zip(operands[first:], full, block):
             if isinstance(index, Exact):
-                rows = exact.clamped_index(index.array, whole - size)
-                index = index.state if rows is None else self.computed(rows, [index])
+                key = index, whole - size
+                if key not in self._clamps:
+                    rows = exact.clamped_index(index.array, whole - size)
+                    clamped_at = index.state if rows is None else self.computed(rows, [index])
+                    self._clamps[key] = clamped_at
+                index = self._clamps[key]
             clamped.append(index)
         return clamped
 

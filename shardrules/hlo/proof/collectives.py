@@ -44,7 +44,9 @@ KINDS = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
+_SENDS = ("send", "send-start")
 OPCODES = {k + suffix: k for k in KINDS for suffix in ("", "-start")}
+COMMUNICATE = frozenset([*OPCODES, *_SENDS])
 _HOW = {
     "all-reduce": "join",
     "all-gather": "join",
@@ -291,7 +293,7 @@ _TYPE = re.compile(r'_xla_megascale_transfer_type\s*=\s*"?(\w+)')
 
 def is_send(instruction: hm.Instruction) -> bool:
     """Tell whether a send goes to other devices, not to the host as callbacks on TPU do."""
-    if instruction.opcode not in ("send", "send-start"):
+    if instruction.opcode not in _SENDS:
         return False
     hints = instruction.attribute("frontend_attributes") or ""
     return instruction.attribute("is_host_transfer") != "true" or "megascale" in hints

@@ -60,6 +60,8 @@ class Reach:
         self.talking: set[str] = set()  # computations with a collective, directly or through calls
         self._impure: set[str] = set()
         for name, computation in module.computations.items():  # callees first
+            if module.opcodes[name] <= _PLAIN and not (module.strange or computation.calling):
+                continue
             for instruction in computation.instructions:
                 opcode, calls = instruction.opcode, instruction.calls
                 speaks = opcode in hc.OPCODES or opcode == "custom-call"
@@ -99,7 +101,12 @@ class Reach:
         """Abandon the computations of instructions whose handlers don't evaluate them."""
         handled = frozenset(handled)
         strange = self.module.strange
-        for computation in self.module.computations.values():
+        for name, computation in self.module.computations.items():
+            if not strange and self.module.opcodes[name] <= _PLAIN:
+                # Most computations: only operands may be missing.
+                alone = [i for i in computation.instructions if not i.operands]
+                if not any(i.opcode in _TAKES for i in alone):
+                    continue
             for instruction in computation.instructions:
                 opcode = instruction.opcode
                 understood = instruction.start not in strange
@@ -218,7 +225,7 @@ class Proof:
             )
         self._depth += 1
         values: list[Any] = []
-        append = values.append
+        append, value_of = values.append, values.__getitem__
         refine, general = self.values.states.refine, self.values.general
         by_opcode, unusual, on_strange = self.handlers
         handler_of = by_opcode.get
@@ -233,20 +240,21 @@ class Proof:
                 for operand in operands:
                     value = values[operand]
                     if type(value) is not int:
-                        state = general(computation, instruction, [values[o] for o in operands])
+                        state = general(computation, instruction, list(map(value_of, operands)))
                         break
                     if value != state:
                         state = refine(state, value)
                 append(state)
             elif handler is PARAMETER:
-                number = int(instruction.literal)
+                begin, end = instruction.inner
+                number = int(instruction.text[begin:end])
                 if number >= len(arguments):
                     why = f"parameter {number} of computation {name!r} has no argument"
                     append(self.values.blocked(hs.Blocker(why), ()))
                 else:
                     append(arguments[number])
             else:
-                given = [values[o] for o in operands]
+                given = list(map(value_of, operands))
                 append(handler(self, computation, position, instruction, given, guard))
         self._depth -= 1
         result = values[computation.root]

@@ -124,6 +124,7 @@ def parameter_values(
             parameters=len(parameters),
         )
     state = _state_reader(states)
+    replication_stated = "parameter_replication=" in module.text
     values: list[Any] = []
     for number, instruction in enumerate(parameters):
         attributes = {k: instruction.text[a:b] for k, a, b in instruction.attributes()}
@@ -134,7 +135,7 @@ def parameter_values(
         what = f"parameter {number}" + (f" ({op_name})" if op_name else "")
         leaves = len(instruction.shape.leaves())
         shared = re.findall(r"true|false", attributes.get("parameter_replication", replicas))
-        sure = bool(shared) or "parameter_replication=" in module.text
+        sure = bool(shared) or replication_stated
         if len(shared) != leaves:
             shared = ["false"] * leaves
         if text is None and states.relations.all_partitions == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from shardrules import errors
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import partitioned
 
 VERDICTS = ("redundant", "overwide", "unproven", "needed", "internal")
 
@@ -34,18 +36,20 @@ ASSUMPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction (or one operand of a combined one).
+    """One collective instruction, or one operand of a combined one.
+
+    An all-to-all of several operands is one collective: they are the pieces of one array.
 
     Attributes:
       kind: ``"all-reduce"`` and so on, without ``-start``.
       opcode: as printed.
       name: the instruction's name.
       computation: the name of the computation that holds it.
-      operand: number of the operand.
+      operand: number of the operand; 0 for an all-to-all of several.
       axes: the mesh axes it runs over; None if the mesh isn't known or no axes give its groups.
       connections: the devices that it connects.
       reduction: ``"add"`` and so on; ``""`` for none.
-      operand_bytes: bytes of this operand on one device.
+      operand_bytes: bytes of this operand on one device; of an all-to-all's operands together.
       element_type: of the operand.
       phase: ``forward``, ``backward``, ``recompute``, ``mixed`` or ``unknown``.
       loop_depth: number of while loops around it.
@@ -289,6 +293,11 @@ class Judgement:
 
     def _of(self, verdict: str) -> tuple[Verdict, ...]:
         return tuple(v for v in self.verdicts if v.verdict == verdict)
+
+    @functools.cached_property
+    def is_compiled(self) -> bool:
+        """Tell a compiled program from a text that XLA has not fused and scheduled."""
+        return partitioned.is_compiled(self.module)
 
     @property
     def redundant(self) -> tuple[Verdict, ...]:

@@ -31,6 +31,7 @@ class Run:
 _MOST = 2**63
 _MAX_STEPS = 1000  # copies and fusions to follow from a number to what computes it
 # Opcodes that run each computation they name once; others may run it any number of times.
+_FUSED = ("fusion", "call")
 _ONCE = frozenset("call call-start fusion fusion-start async-start conditional".split())
 
 
@@ -45,6 +46,10 @@ def executions(module: hm.Module) -> dict[str, Run]:
             instruction = computation.instructions[position]
             if instruction.opcode.endswith(("-update", "-done")):
                 continue
+            if instruction.opcode in _FUSED and len(instruction.calls) == 1:
+                if instruction.calls[0] not in runs:  # as nearly all
+                    runs[instruction.calls[0]] = runs[name]
+                    continue
             for callee, run in _calls(module, computation, instruction, runs[name]):
                 before = runs.get(callee)
                 if before is None:

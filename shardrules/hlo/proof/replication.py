@@ -56,14 +56,17 @@ def budget_for(size: int) -> int:
 
 
 def _constant(proof: Proof, computation, position, instruction, operands, guard):
-    shape = instruction.shape
+    cache, shape = proof.cache, instruction.shape
     if exact.dtype(shape) is None:
         return 0
-    key = (shape, instruction.literal)
-    if key not in proof.cache:
-        rows = exact.literal(instruction.literal, shape)
-        proof.cache[key] = 0 if rows is None else Exact(0, rows)
-    return proof.cache[key]
+    value = cache.get(instruction.start)  # in a loop
+    if value is None:
+        key = (shape, instruction.literal)
+        if key not in cache:
+            rows = exact.literal(instruction.literal, shape)
+            cache[key] = 0 if rows is None else Exact(0, rows)
+        value = cache[instruction.start] = cache[key]
+    return value
 
 
 def _device_id(proof: Proof, computation, position, instruction, operands, guard):
@@ -103,6 +106,9 @@ def _tuple(proof: Proof, computation, position, instruction, operands, guard):
 
 def _element(proof: Proof, computation, position, instruction, operands, guard):
     (value,) = operands[:1]
+    known = proof.cache.get(instruction.start)  # in a loop
+    if known is not None and isinstance(value, tuple) and known < len(value):
+        return value[known]
     match = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
     text = match[1] if match else instruction.attribute("index")
     if text is None or not match and not re.fullmatch(r"\d{1,9}", text):
@@ -111,6 +117,8 @@ def _element(proof: Proof, computation, position, instruction, operands, guard):
     if isinstance(value, tuple):
         if index >= len(value):
             raise proof.reach.error(instruction, f"takes element {index} of {len(value)}")
+        if instruction.text is proof.module.text:
+            proof.cache[instruction.start] = index
         return value[index]
     if isinstance(value, Started) and index < 2:
         return value.result if index else value.operand
@@ -151,10 +159,18 @@ def _applier(proof: Proof, computation, position, instruction, operands, guard):
 
 def _evening(proof: Proof, computation, position, instruction, operands, guard):
     """Evaluate an elementwise op that may make different operands equal."""
-    value = proof.values.general(computation, instruction, operands)
-    if not value or isinstance(value, Exact) or not hs.cancels(computation, instruction):
+    values = proof.values
+    for operand in operands:
+        if type(operand) is not int:
+            value = values.general(computation, instruction, operands)
+            break
+    else:
+        value = values.merged(operands)
+    if not value or isinstance(value, Exact):
         return value
-    return proof.values.evened(value)
+    if type(value) is int and values.states[value].apart == hd.EQUAL:
+        return value  # as it would be
+    return values.evened(value) if hs.cancels(computation, instruction) else value
 
 
 def _strange(proof: Proof, computation, position, instruction, operands, guard) -> int:

@@ -30,8 +30,8 @@ from shardrules.hlo.proof.judgement import (
     why_varying,
 )
 from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.reader import garbage, parser, partitioned
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader import parser, partitioned
 
 _WINDOWED = ("dot_general", "conv_general_dilated")  # what XLA computes in a ring of permutes
 _MOVES_NOTHING = "it moves nothing: each device is its own source"
@@ -100,7 +100,7 @@ def judge(
     if named is None and axes is not None:
         named = hd.Mesh(axes, relations)
     try:
-        with parser.uncollected():
+        with garbage.uncollected():
             values = inputs.parameter_values(module, states, parameter_shardings)
             proof = replication.prove(module, registry, values, states, axes)
             promises = inputs.promises(module, output_shardings)
@@ -134,7 +134,9 @@ class _Judge:
     def judgement(self, promises: Any) -> Judgement:
         verdicts: list[Verdict] = []
         steps = customcalls.spread_steps(self.module)
-        for computation in self.module.computations.values():
+        for name, computation in self.module.computations.items():
+            if self.module.opcodes[name].isdisjoint(hc.COMMUNICATE):
+                continue
             for position, instruction in enumerate(computation.instructions):
                 if hc.is_send(instruction) or (
                     instruction.opcode in hc.OPCODES and (computation.name, position) not in steps
@@ -178,9 +180,12 @@ class _Judge:
         together = in_place or channel.kind == "ragged-all-to-all"
         if together or instruction.opcode not in hc.OPCODES:
             shapes = shapes[:1]  # the rest are the target, offsets, sizes or a token
+        if channel.kind == "all-to-all" and len(shapes) > 1:
+            # One array, cut into the pieces for the group's members.
+            shapes, together = [hm.Shape("tuple", elements=tuple(shapes))], True
         operands = record.operands
-        if together or channel.kind == "all-to-all" and len(operands) > 1:
-            operands, together = [self.proof.values.collapse(tuple(operands))] * len(shapes), True
+        if together:
+            operands = [self.proof.values.collapse(tuple(operands))]
         base = self._fields(computation, position, channel)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):

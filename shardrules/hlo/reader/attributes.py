@@ -41,13 +41,17 @@ _QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 # The most common attributes: the value is a string, a word, or in braces.
 _PLAIN = rf'[^{{}}()\[\]"]++|{_QUOTED}|\[[^{{}}()\[\]"]*+\]|\([^{{}}()\[\]"]*+\)'
 _BRACED = rf"\{{(?:{_PLAIN})*+\}}"
-_PRINTED = re.compile(
+PRINTED = re.compile(
     rf", ([\w\-]+)=(\{{[^{{}}\"]*+\}}|\{{(?:{_PLAIN}|{_BRACED})*+\}}|{_QUOTED}"
     r"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$))",
     re.DOTALL,
 )
 _BRACKET = re.compile(rf'{_QUOTED}|[{{}}()\[\]"]', re.DOTALL)
 _BRACE = re.compile(rf'{_QUOTED}|[{{}}"]', re.DOTALL)
+_DICTIONARY = r"\{(?:INNER)*+\}"  # nested as XLA's backends nest theirs, and deeper
+for _ in range(8):
+    _DICTIONARY = _DICTIONARY.replace("INNER", rf'[^{{}}"]++|{_QUOTED}|\{{(?:INNER)*+\}}')
+_DICTIONARY_AT = re.compile(_DICTIONARY.replace("INNER", rf'[^{{}}"]++|{_QUOTED}'), re.DOTALL)
 _SPACES = re.compile(r"\s*")
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 _WORD = re.compile(r"[^\s\"{}()\[\],]+")
@@ -59,6 +63,8 @@ _MESH_MORE = re.compile(r"\s*,\s*device_ids=\s*(?=\()|\s*(?:,\s*)?(?=\{)")
 # XLA prints only this comment. Its parser takes others too, even inside a parameter's number.
 _PRINTED_COMMENT = re.compile(r", /\*index=\d+\*/")
 _BEGINS_COMMENT = re.compile(r"/[/*]")
+# Up to the first comment that is not in a string: a kernel's bytecode in base64 has // in it.
+_WITHOUT_COMMENTS = re.compile(r'(?:[^"/]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"|/(?![/*]))*+', re.DOTALL)
 _COMMENT = re.compile(rf"({_QUOTED})|/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*", re.DOTALL)
 
 
@@ -79,6 +85,9 @@ def blanked(text: str) -> str:
     """Replace comments by spaces, so that no offset changes."""
     printed = _PRINTED_COMMENT.sub(lambda match: ", " + " " * (len(match[0]) - 2), text)
     if not _BEGINS_COMMENT.search(printed):
+        return printed
+    plain = _WITHOUT_COMMENTS.match(printed)
+    if plain and plain.end() == len(printed):
         return printed
     # From the text as it was: what looks like a printed comment may end another one.
     return _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
@@ -113,6 +122,9 @@ def match_bracket(text: str, start: int, end: int) -> int:
 
 def _dictionary_end(text: str, start: int, end: int) -> int:
     """Find the end of a JSON dictionary as XLA does, which counts only ``{`` and ``}``."""
+    printed = _DICTIONARY_AT.match(text, start, end)
+    if printed:
+        return printed.end()
     depth = 0
     for match in _BRACE.finditer(text, start, end):
         depth += (match[0] == "{") - (match[0] == "}")
@@ -156,7 +168,7 @@ def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int,
     """Yield ``(key, value_start, value_end)`` for ``, key=value, key=value``."""
     position = start
     while True:
-        printed = _PRINTED.match(text, position, end)
+        printed = PRINTED.match(text, position, end)
         if printed:
             key, (value, position) = printed[1], printed.span(2)
             yield key, value, position

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 import pathlib
 import re
 import zlib
@@ -20,6 +21,10 @@ _WIDE = {
 # Bytes that no text has; a protocol buffer has some among its first bytes.
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f]")
 _LOOKED_AT = 1 << 16  # bytes
+# A small file may hold gigabytes. This is five times the longest text in the benchmarks; reading
+# and judging take several times as much memory.
+_MOST_UNPACKED = 512  # MiB
+_CHUNK = 1 << 20  # bytes, a MiB
 _INSTEAD = (
     "pass text: compiled.as_text(), or of --xla_dump_to with --xla_dump_hlo_as_text the file that "
     "ends in after_optimizations.txt"
@@ -47,7 +52,7 @@ def before_optimizations(path: pathlib.Path) -> pathlib.Path | None:
 def decode(data: bytes, name: str) -> str:
     if data.startswith(_GZIP):
         try:
-            data = gzip.decompress(data)
+            data = _unpacked(data, name)
         except EOFError:
             raise HloError(f"{name} is cut off: its gzip data has no end", name=name) from None
         except (OSError, zlib.error) as error:
@@ -76,6 +81,22 @@ def decode(data: bytes, name: str) -> str:
             name=name,
             line=line,
         ) from error
+
+
+def _unpacked(data: bytes, name: str) -> bytes:
+    """Decompress; raise as soon as it gets too long, before it fills the memory."""
+    parts, count = [], 0
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
+        while part := packed.read(_CHUNK):
+            count += len(part)
+            if count > _MOST_UNPACKED << 20:
+                raise HloError(
+                    f"{name} holds more than {_MOST_UNPACKED} MiB of text, the limit for gzip "
+                    "data; if it is one module, decompress it (gunzip) and pass the text",
+                    name=name,
+                )
+            parts.append(part)
+    return b"".join(parts)
 
 
 def _decodes(data: bytes, encoding: str) -> bool:

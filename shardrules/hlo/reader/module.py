@@ -7,13 +7,14 @@ An ``Instruction`` keeps offsets into the text instead of parsed attributes: mos
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from shardrules import errors
-from shardrules.hlo.reader.attributes import iter_attributes
+from shardrules.hlo.reader.attributes import PRINTED, iter_attributes
 
 # Sizes in bits, by the names in XLA's primitive_util. `token` and `opaque` hold no data.
 _ELEMENT_BITS = {
@@ -87,6 +88,8 @@ class Shape(NamedTuple):
     @property
     def bytes(self) -> int:
         """Count the bytes of all leaves, without padding."""
+        if self.elements is None:
+            return (math.prod(self.dimensions) * self.bits + 7) // 8
         return sum((leaf.element_count * leaf.bits + 7) // 8 for leaf in self.leaves())
 
     @property
@@ -161,11 +164,16 @@ class Instruction(NamedTuple):
 
     def attribute(self, key: str) -> str | None:
         """Give the text of an attribute's value; None if it is absent."""
-        if self.text.find(key, self.attributes_start, self.end) < 0:
+        text, position, end = self.text, self.attributes_start, self.end
+        if text.find(key, position, end) < 0:
             return None  # fast: skips long device groups
-        for name, start, end in self.attributes():
+        while printed := PRINTED.match(text, position, end):
+            if printed[1] == key:
+                return printed[2]
+            position = printed.end()
+        for name, start, stop in iter_attributes(text, position, end):
             if name == key:
-                return self.text[start:end]
+                return text[start:stop]
         return None
 
     @property
@@ -230,7 +238,8 @@ class Users(list[list[int]]):
         self._elements: dict[int, dict[str | None, list[int]]] = {}
         super().__init__([] for _ in self._instructions)
         for position, instruction in enumerate(self._instructions):
-            for operand in dict.fromkeys(instruction.operands):
+            operands = instruction.operands
+            for operand in operands if len(operands) < 2 else dict.fromkeys(operands):
                 self[operand].append(position)
 
     def taking(self, position: int, element: int) -> list[int]:
@@ -274,6 +283,14 @@ class Module:
     frames: FrameTable
     strange: dict[int, str]
 
+    @functools.cached_property
+    def opcodes(self) -> dict[str, frozenset[str]]:
+        """Give the opcodes of each computation: most hold a few, and nothing else is to look at."""
+        return {
+            name: frozenset([i.opcode for i in computation.instructions])
+            for name, computation in self.computations.items()
+        }
+
     def metadata(self, instruction: Instruction) -> Metadata:
         """Read an instruction's metadata; empty if it has none."""
         if instruction.text is not self.text:  # the reader added it
@@ -304,6 +321,7 @@ class FrameTable:
         self.by_start: dict[int, Metadata] = {}  # by the instruction's offset
         self._texts = tables
         self._rows: dict[str, dict[int, str]] = {}
+        self._own: dict[int, tuple[Frame, int] | None] = {}  # a frame, and its parent's id
         self._frames: dict[int, tuple[Frame, ...]] = {}
 
     def _row(self, table: str, key: int) -> str:
@@ -331,20 +349,27 @@ class FrameTable:
         current = frame_id
         while current > 0 and current not in seen:
             seen.add(current)
-            row = self._fields("StackFrames", current)
-            location = self._fields("FileLocations", row.get("file_location_id", 0))
-            if not location:
+            own = self._frame(current)
+            if own is None:
                 break
+            frame, parent = own
+            if frame not in frames[-1:]:  # frames that differ only in the column
+                frames.append(frame)
+            current = parent - shift
+        self._frames[frame_id] = tuple(frames)
+        return self._frames[frame_id]
+
+    def _frame(self, frame_id: int) -> tuple[Frame, int] | None:
+        if frame_id not in self._own:
+            row = self._fields("StackFrames", frame_id)
+            location = self._fields("FileLocations", row.get("file_location_id", 0))
             frame = Frame(
                 self._string("FileNames", location.get("file_name_id", 0)),
                 location.get("line", 0),
                 self._string("FunctionNames", location.get("function_name_id", 0)),
             )
-            if frame not in frames[-1:]:  # frames that differ only in the column
-                frames.append(frame)
-            current = row.get("parent_frame_id", 0) - shift
-        self._frames[frame_id] = tuple(frames)
-        return self._frames[frame_id]
+            self._own[frame_id] = (frame, row.get("parent_frame_id", 0)) if location else None
+        return self._own[frame_id]
 
     def metadata(self, text: str) -> Metadata:
         """Read the inside of ``metadata={...}``."""

@@ -8,13 +8,11 @@ Nothing is skipped silently: unreadable text is an ``HloSyntaxError`` with its p
 from __future__ import annotations
 
 import bisect
-import contextlib
-import gc
 import re
 
 from shardrules.arguments import checked
 from shardrules.errors import ArgumentError, HloSyntaxError
-from shardrules.hlo.reader import attributes, shapes
+from shardrules.hlo.reader import attributes, garbage, shapes
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import skip
 
@@ -57,6 +55,7 @@ _CALL_KEYS = (
     "called_computations select scatter".split()
 )
 _LITERAL = ("parameter", "constant")  # their parentheses hold no operands
+_NUMBERS = {str(number): number for number in range(1000)}  # of most parameters
 _MAX_DEPTH = 100  # nesting of operands
 
 _MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
@@ -68,7 +67,7 @@ _OPCODE = re.compile(r"\s*([A-Za-z][\w\-]*)\s*\(")
 _NAME = re.compile(r"%?([\w.\-]+(?:#\d+)*)")
 _NAMES = re.compile(r"\s*%?[\w.\-]+\s*(?:,\s*%?[\w.\-]+\s*)*(?=\))")
 _CALLEES = re.compile(r"%?[\w.\-]+|\{\s*(?:%?[\w.\-]+\s*(?:,\s*%?[\w.\-]+\s*)*)?\}")
-_KEY = re.compile(r",\s*([\w\-]++)\s*=")
+_KEY = re.compile(r",\s*+([\w\-]++)\s*+=")
 _CUT = ": is the text cut?"
 _make = tuple.__new__
 
@@ -109,14 +108,15 @@ class _Reader:
             raise self._not_hlo(position)
         entry: hm.Computation | None = None
         while (position := skip(text, position)) < len(text):
-            table = _TABLE.match(text, position)
-            if table:
+            printed = _PRINTED_HEADER.match(text, position)
+            if printed:
+                is_entry, name, body = bool(printed[1]), printed[2], printed.end()
+            elif table := _TABLE.match(text, position):
                 position = table.end()
                 tables[table[1]] = tables.get(table[1], "") + table[2]
                 continue
-            if text.startswith("HloModule", position):
-                raise self.error(position, "a second module begins here; pass one module at a time")
-            is_entry, name, body = self._header(position)
+            else:
+                is_entry, name, body = self._header(position)
             if name in self.computations:
                 raise self.error(position, f"computation {name!r} is defined twice")
             if is_entry and entry is not None:
@@ -166,9 +166,8 @@ class _Reader:
     def _header(self, position: int) -> tuple[bool, str, int]:
         """Read a computation up to its opening brace: is it ENTRY, its name, where its body is."""
         text = self.text
-        printed = _PRINTED_HEADER.match(text, position)
-        if printed:
-            return bool(printed[1]), printed[2], printed.end()
+        if text.startswith("HloModule", position):
+            raise self.error(position, "a second module begins here; pass one module at a time")
         head = _HEADER.match(text, position)
         if not head:
             raise self.error(
@@ -197,7 +196,8 @@ class _Reader:
         """Find attributes that the proof does not know, by the offset of their instruction."""
         strange: dict[int, str] = {}
         first = min(c.instructions[0].start for c in self.computations.values())
-        if not set(_KEY.findall(self.text, first)) - attributes.KNOWN:
+        unknown = set(_KEY.findall(self.text, first)) - attributes.KNOWN
+        if not unknown:
             return strange
         own = (i for c in self.computations.values() for i in c.instructions)
         # One that is written as an operand has none, but lies before those of its user.
@@ -205,9 +205,10 @@ class _Reader:
         instructions = sorted(having, key=lambda i: i.start)
         starts = [i.start for i in instructions]
         read, names = -1, {}
-        for key in _KEY.finditer(self.text, first):
+        pattern = re.compile(rf",\s*+({'|'.join(map(re.escape, unknown))})\s*+=")
+        for key in pattern.finditer(self.text, first):
             place = bisect.bisect_right(starts, key.start()) - 1
-            if key[1] not in attributes.KNOWN and place >= 0:
+            if place >= 0:
                 if place != read:  # read its attributes: strings may hold what looks like a key
                     read = place
                     names = {value: name for name, value, _ in instructions[place].attributes()}
@@ -223,8 +224,9 @@ class _Reader:
         self._name, self._instructions, self._places = name, [], {}
         self._parameters, self._root = {}, -1
         match, add = _LINE.match, self._add
-        intern, shape_of = self._opcodes.setdefault, self._shapes.get
-        place_of = self._places.__getitem__
+        opcodes, known_shapes = self._opcodes, self._shapes
+        instructions, places, parameters = self._instructions, self._places, self._parameters
+        append, place_of = instructions.append, places.__getitem__
         if text.startswith("\n", position):
             position += 1
         while True:
@@ -242,25 +244,40 @@ class _Reader:
                     position += 1
                 continue
             is_root, label, shape_text, opcode, inside, callee = line.groups()
-            shape = shape_of(shape_text) or self._shape(shape_text, line.start(3))
+            if shape_text not in known_shapes:
+                self._shape(shape_text, line.start(3))
+            if opcode not in opcodes:
+                opcodes[opcode] = opcode
             inner = line.span(5)
             start, position = position, line.end()
             operands: tuple[int, ...] = ()
-            if inside and opcode not in _LITERAL:
-                printed = inside[0] == "%"  # %a, %b, as XLA does now
-                try:
-                    operands = tuple(map(place_of, inside[1:].split(", %"))) if printed else ()
+            usual = not is_root
+            if opcode == "parameter":
+                usual = usual and inside in _NUMBERS and _NUMBERS[inside] not in parameters
+                if usual and label not in places:
+                    parameters[_NUMBERS[inside]] = start
+            elif inside and opcode != "constant":
+                try:  # %a, %b, as XLA does now
+                    if inside[0] != "%":
+                        operands = self._operands(inner[0], label, start)[0]
+                    elif "," in inside:
+                        operands = tuple(map(place_of, inside[1:].split(", %")))
+                    else:
+                        operands = (places[inside[1:]],)
                 except KeyError:
-                    printed = False
-                if not printed:
                     operands = self._operands(inner[0], label, start)[0]
             calls: tuple[str, ...] = ()
             if callee and opcode in _FAST_CALLERS:
                 calls = (callee,)
             elif opcode in _CALLERS:
                 calls = self._calls(attributes.iter_attributes(text, inner[1] + 1, position - 1))
-            opcode = intern(opcode, opcode)
-            add(label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
+            shape, opcode = known_shapes[shape_text], opcodes[opcode]
+            if usual and not calls and label not in places:
+                places[label] = len(instructions)
+                fields = label, opcode, shape, operands, calls, text, start, inner
+                append(_make(hm.Instruction, (*fields, inner[1] + 1, position - 1)))
+            else:  # it calls, is ROOT, or is wrong
+                add(label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
         self._finish(is_entry, opening)
         return position + 1
 
@@ -299,12 +316,11 @@ class _Reader:
         calling = tuple([place for place, i in enumerate(instructions) if i.calls])
         self.computations[name] = hm.Computation(name, instructions, root, is_entry, calling)
 
-    def _shape(self, text: str, offset: int) -> hm.Shape:
+    def _shape(self, text: str, offset: int) -> None:
         shape, end = shapes.read(self.text, offset)
         if end != offset + len(text):
             raise self.error(end, "expected an opcode after the shape")
         self._shapes[text] = shape
-        return shape
 
     def _parameter(self, start: int, inner: tuple[int, int]) -> None:
         number = self.text[inner[0] : inner[1]].strip()
@@ -437,23 +453,6 @@ class _Reader:
             place = self._places[name]
 
 
-@contextlib.contextmanager
-def uncollected():
-    """Keep the cycle collector from scanning a module's tuples again and again."""
-    # About 100,000 tuples stay alive and the collector would free nothing, yet take a third of the
-    # time for 4 MB of text. Freezing moves the tuples into the oldest generation.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting and not gc.get_freeze_count():  # keep what others froze
-            gc.freeze()
-            gc.unfreeze()  # into the oldest generation
-        if collecting:
-            gc.enable()
-
-
 @checked(own=("text",))
 def parse(text: str, *, name: str = "<text>") -> hm.Module:
     """Read HLO text.
@@ -477,7 +476,7 @@ def parse(text: str, *, name: str = "<text>") -> hm.Module:
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     reader = _Reader(attributes.blanked(text), name)
-    with uncollected():
+    with garbage.uncollected():
         try:
             return reader.module()
         except HloSyntaxError as error:

@@ -1,4 +1,4 @@
-"""Tells whether XLA has partitioned a module: only then does the text hold its collectives.
+"""Tells how far XLA has compiled a module: only once it is partitioned has it its collectives.
 
 Before XLA's SPMD partitioner, instructions and custom calls have shardings, and the collectives
 that these will cost are missing. After it, only parameters keep their shardings (JAX 0.4.28 to
@@ -6,6 +6,8 @@ that these will cost are missing. After it, only parameters keep their shardings
 """
 
 from __future__ import annotations
+
+import collections
 
 from shardrules import errors
 from shardrules.hlo.reader import module as hm
@@ -17,6 +19,40 @@ _LATE = frozenset("fusion bitcast copy copy-start async-start".split())
 # Instructions whose shardings say where they run, not how a value is cut.
 _PLACED = frozenset("parameter infeed outfeed send recv send-done recv-done".split())
 _COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "partition-id")
+
+# What only XLA's later passes make: they fuse, assign layouts and start operations early.
+_COMPILED = frozenset("fusion bitcast".split())
+# Of arrays, XLA fuses two of these in a row if nothing else takes the first one's result.
+_FUSED = frozenset(
+    "add subtract multiply divide maximum minimum negate abs exponential log power rsqrt sqrt tanh "
+    "convert select compare".split()
+)
+
+
+def is_compiled(module: hm.Module) -> bool:
+    """Tell a compiled text from one that shows that XLA's passes have not run to the end."""
+    # XLA schedules last, but for CPU not up to JAX 0.4.28. There, a text may be too small to show
+    # any pass: that one counts as compiled.
+    if module.header.get("is_scheduled") == "true":
+        return True
+    early = False
+    for computation in module.computations.values():
+        instructions, taken = computation.instructions, collections.Counter[int]()
+        for i in instructions:
+            if i.opcode in _COMPILED or i.opcode.endswith("-start"):
+                return True
+            taken.update(i.operands)
+        early = early or any(
+            i.opcode == "reshape"
+            or _is_fused(i)
+            and any(taken[o] == 1 and _is_fused(instructions[o]) for o in i.operands)
+            for i in instructions
+        )
+    return not early
+
+
+def _is_fused(instruction: hm.Instruction) -> bool:
+    return instruction.opcode in _FUSED and bool(instruction.shape.dimensions)
 
 
 def check(module: hm.Module) -> None:

@@ -1,0 +1,24 @@
+"""Spares the tuples of a module from Python's cycle collector."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the cycle collector from scanning a module's tuples again and again."""
+    # About 100,000 tuples stay alive and the collector would free nothing, yet take a third of the
+    # time for 4 MB of text. Freezing moves the tuples into the oldest generation.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting and not gc.get_freeze_count():  # keep what others froze
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
+        if collecting:
+            gc.enable()

@@ -133,6 +133,8 @@ def only_a_slice(site: Site) -> Hint | None:
             "XLA's partitioner made it: under jax.shard_map, jax.lax.psum_scatter of each "
             "device's own sum"
         )
+        if site.is_unnamed:
+            change = "a reduce-scatter instead of it (jax.lax.psum_scatter of the same operand)"
     elif entry.phase != "forward":
         change = (
             "where it is the gradient of an array that the shard_map takes whole, give it that "
@@ -180,7 +182,7 @@ def one_part(site: Site) -> Hint | None:
         )
     else:
         return None
-    if not site.in_shard_map:
+    if not site.in_shard_map and not site.is_unnamed:
         change += (
             " (XLA's partitioner gathered it: give both sides one layout, or write a shard_map)"
         )

@@ -4,14 +4,13 @@ import re
 
 import jax
 import pytest
-from costs.test_waste import CASES, JITS, program, structs
 from jax.sharding import NamedSharding
 
+from costs.test_waste import CASES, JITS, program, structs
 from shardrules import hlo
 from shardrules.costs import waste
 from shardrules.door.compiled import placements
 from shardrules.program import matching
-
 
 # -- text without metadata ------------------------------------------------------------------------
 

@@ -3,10 +3,13 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from costs.test_waste import CASES, JITS, program, structs
+from costs.test_waste import CASES, JITS, follow, hints, program, structs
 from shardrules import hlo
 from shardrules.costs import waste
 from shardrules.door.compiled import placements
@@ -55,3 +58,81 @@ def test_before_xla_s_last_passes_there_is_no_hint(cpu_mesh):
     compiled = program(cpu_mesh, body, args).lower(*structs(cpu_mesh, args)).compile()
     assert len(found_in(compiled)) == 1
     assert found_in(compiled, lambda text: text.replace("is_scheduled=true, ", "")) == []
+
+
+# -- a reduction that gathers ---------------------------------------------------------------------
+
+SIDE = ((64, 64), P(None, "data"))  # of which a reshape to one dimension can't stay sharded
+NORMS = {
+    "vdot": (
+        lambda g: jnp.sqrt(jnp.vdot(g, g)),
+        lambda g: jnp.sqrt(jnp.sum(g * g)),
+        (12288, 6),
+        "jnp.sum(a * b) of what is sharded, not jnp.vdot or a reshape",
+    ),
+    "two": (
+        lambda g: jnp.vdot(jnp.tanh(g), jnp.cos(g)),
+        lambda g: jnp.sum(jnp.tanh(g) * jnp.cos(g)),
+        (24576, 6),
+        "jnp.sum(a * b) of what is sharded",
+    ),
+    "norm": (
+        lambda g: jnp.linalg.norm(g.ravel()),
+        lambda g: jnp.sqrt(jnp.sum(g * g)),
+        (12288, 6),
+        "jnp.sum(a * b) of what is sharded",
+    ),
+    "sum": (lambda g: g.ravel().sum(), jnp.sum, (12288, 6), "jnp.sum(a) of what is sharded"),
+    "max": (lambda g: jnp.max(jnp.sin(g).ravel()), lambda g: jnp.max(jnp.sin(g)), (12288, 6), ""),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_reduction_to_one_number_that_gathers(cpu_mesh, name):
+    before, after, sent, change = NORMS[name]
+    given = structs(cpu_mesh, [SIDE])
+    f, g = jax.jit(before), jax.jit(after)
+    found = follow(("cpu", cpu_mesh), f, g, given, "reduce instead", sent)
+    assert all(change in hint.advice for hint in found)
+    assert sum(h.round_trips_before - h.round_trips_after for h in found) == len(found) - 1
+
+
+@pytest.mark.gpu
+def test_a_reduction_to_one_number_on_a_gpu(gpu_mesh):
+    """XLA multiplies before it gathers, and reduces in two steps."""
+    given = structs(gpu_mesh, [SIDE])
+    f, g = (jax.jit(NORMS["vdot"][n]) for n in (0, 1))
+    follow(("gpu", gpu_mesh), f, g, given, "reduce instead", (12288, 6))
+
+
+def test_a_gradient_norm_in_a_shard_map(cpu_mesh):
+    def body(g):
+        whole = lax.all_gather(g, "data", axis=1, tiled=True).ravel()
+        return jnp.vdot(whole, whole)
+
+    f, g = (
+        program(cpu_mesh, b, [SIDE], P()) for b in (body, lambda g: lax.psum((g * g).sum(), "data"))
+    )
+    (found,) = follow(
+        ("cpu", cpu_mesh), f, g, structs(cpu_mesh, [SIDE]), "reduce instead", (12288, 6)
+    )
+    assert "reduce on each device and psum that" in found.advice
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda g: (jnp.vdot(g, g), g.ravel()),  # gathered all the same
+        lambda g: (g.ravel() * jnp.arange(4096.0)).sum(),  # each device would need its own numbers
+        lambda g: (g.ravel() * jnp.roll(g.ravel(), 1)).sum(),  # each element with the next one
+        lambda g: jnp.tensordot(lax.with_sharding_constraint(g, P()), g.T, 2),  # in another order
+        lambda g: lax.reduce(g.ravel(), 1.0, lax.add, [0]),  # each device would add 1
+        lambda g: g.ravel().reshape(32, 128).sum(1),  # not one number
+        lambda g: jnp.sum((g.ravel() * g.ravel()) * jnp.arange(4096.0)),
+    ],
+    ids="returned weighted shifted transposed started rows weighted_squares".split(),
+)
+def test_what_a_psum_of_one_number_does_not_replace(cpu_mesh, f):
+    with jax.set_mesh(cpu_mesh):
+        found = hints(jax.jit(f), structs(cpu_mesh, [SIDE]))
+    assert "reduce instead" not in [h.kind for h in found]

@@ -4,12 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from costs.test_waste import CASES, JITS, follow, hints, program, structs
+from costs.test_waste import CASES, JITS, follow, hints, program, random_like, structs
 from shardrules import hlo
 from shardrules.costs import waste
 from shardrules.door.compiled import placements
@@ -136,3 +137,70 @@ def test_what_a_psum_of_one_number_does_not_replace(cpu_mesh, f):
     with jax.set_mesh(cpu_mesh):
         found = hints(jax.jit(f), structs(cpu_mesh, [SIDE]))
     assert "reduce instead" not in [h.kind for h in found]
+
+
+# -- a reduce-scatter that became an all-reduce ---------------------------------------------------
+
+COLUMNS = ((4096, 2048), P(None, "data"), jnp.bfloat16)
+
+
+def scattered(x):
+    """Each device's sum has 512 columns, of which each keeps 128: less than a tile of bf16."""
+    return lax.psum_scatter(jnp.tanh(x), "data", scatter_dimension=1, tiled=True)
+
+
+def scattered_rows(x):
+    p = jnp.moveaxis(jnp.tanh(x).reshape(x.shape[0], 4, x.shape[1] // 4), 1, 0)
+    rows = lax.psum_scatter(p.reshape(-1, 128), "data", scatter_dimension=0, tiled=True)
+    return rows.reshape(p.shape[1:])
+
+
+def in_a_loop(scatter):
+    """The place of a slice comes from a table that XLA brings into faster memory."""
+
+    def body(x):
+        layer = lambda h, _: (scatter(lax.all_gather(h, "model", axis=1, tiled=True)), None)  # noqa: E731
+        return lax.scan(layer, x, None, length=4)[0]
+
+    return body
+
+
+def ranked(x):
+    return jnp.tanh(x * (1 + lax.axis_index("model")).astype(x.dtype))
+
+
+def over_model(x):
+    return lax.psum_scatter(ranked(x), "model", scatter_dimension=1, tiled=True)
+
+
+def rows_over_model(x):
+    p = jnp.moveaxis(ranked(x).reshape(4096, 2, 128), 1, 0)
+    return lax.psum_scatter(
+        p.reshape(-1, 128), "model", scatter_dimension=0, tiled=True
+    ).reshape(p.shape[1:])  # fmt: skip
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_psum_scatter_of_which_xla_made_an_all_reduce(tpu_mesh, loop):
+    args, outs, sent = [COLUMNS], P(None, "data"), (6291456, 3145728)
+    f, g = scattered, scattered_rows
+    said = "x.reshape(4096, 4, 128), 1, 0), jax.lax.psum_scatter(p.reshape(-1, 128), 'data', scatte"
+    if loop:
+        args, outs = [((4096, 256), P(None, "model"), jnp.bfloat16)], P(None, "model")
+        f, g, sent = in_a_loop(over_model), in_a_loop(rows_over_model), (8388608, 4194304)
+        said = "x.reshape(4096, 2, 128), 1, 0), jax.lax.psum_scatter(p.reshape(-1, 128), 'model', s"
+    f, g = (program(tpu_mesh, body, args, outs) for body in (f, g))
+    (found,) = follow(("tpu", tpu_mesh), f, g, structs(tpu_mesh, args), "only a slice", sent)
+    assert found.advice.startswith("XLA for TPU made it, and a slice of its result, of a jax.lax")
+    assert said in found.advice
+
+
+def test_rows_are_scattered_to_equal_values(cpu_mesh):
+    args = [((64, 2048), P(None, "data"))]
+    given = random_like(structs(cpu_mesh, args))
+    one, other = (
+        program(cpu_mesh, body, args, P(None, "data"))(*given)
+        for body in (scattered, scattered_rows)
+    )
+    np.testing.assert_array_equal(one, other)

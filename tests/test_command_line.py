@@ -594,6 +594,7 @@ def test_report_as_json(tmp_path):
         "wire_bytes": 9088,
         "unknown": 0,
         "unknown_bytes": 0,
+        "unknown_wire_bytes": 0,
         "at_most": 0,
     }
     assert found["by_axes"]["model"]["bytes"] == 8192

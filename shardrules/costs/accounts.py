@@ -94,7 +94,10 @@ class Totals:
     unknown: int = 0  # sites in loops whose trip count isn't known
     # Sites in branches; the sums count every branch, though only one of them runs.
     at_most: int = dataclasses.field(default=0, compare=False)
-    unknown_bytes: int = 0  # of these sites, if each of those loops makes one trip
+    # unknown_bytes, unknown_wire_bytes: of the sites of unknown runs, if each of those loops makes
+    # one trip
+    unknown_bytes: int = 0
+    unknown_wire_bytes: int = dataclasses.field(default=0, compare=False)
 
     def plus(self, entry: Entry) -> Totals:
         runs, unknown = entry.runs or 0, entry.runs is None
@@ -106,6 +109,7 @@ class Totals:
             self.unknown + unknown,
             self.at_most + (entry.at_most and not unknown),
             self.unknown_bytes + unknown * entry.each * entry.bytes,
+            self.unknown_wire_bytes + unknown * entry.each * entry.wire_bytes,
         )
 
     def __str__(self) -> str:

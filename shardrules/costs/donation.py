@@ -9,11 +9,13 @@ compiling, nor, before JAX 0.8, a donated argument that no output fits.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardrules import hlo
+from shardrules.costs import accounts
 from shardrules.errors import HloError
 
 # Each status of a donated leaf that is not "aliased", and what to type next.
@@ -21,6 +23,10 @@ ADVICE = {
     "dtype": "return it in the argument's dtype, or don't donate it",
     "shape": "return it in the argument's shape, or don't donate it",
     "sharding": "give that output the argument's sharding (out_shardings= of jax.jit)",
+    "split": (
+        "give the argument that output's sharding (in_shardings= of jax.jit, or jax.device_put), "
+        "or don't donate it"
+    ),
     "layout": "give that output the argument's layout, or leave both to XLA",
     "taken": "donate one argument for each output",
     "no output": "don't donate it, or return what is computed from it",
@@ -128,7 +134,8 @@ def read(
                 status, donated = "aliased", True
                 why = (named[aliased[place] - skip_out].path, "", "")
             elif donated:
-                status, why = "donor", _why(argument, shape, named, outputs, taken)
+                why = _why(argument, shape, named, outputs, taken, _device_count(module))
+                status = "donor"
             elif only_text:
                 donated = None
         leaves.append(Leaf(argument.path, what, size, donated, status, *why))
@@ -179,6 +186,30 @@ def _bytes(shape: str) -> int:
         return 0
 
 
+def _device_count(module: hlo.Module) -> int:
+    counts = (module.header.get(name, "1") for name in ("num_partitions", "replica_count"))
+    return math.prod(int(count) if count.isdecimal() else 1 for count in counts)
+
+
+def _parts(whole: hlo.Shape, part: hlo.Shape, device_count: int) -> int:
+    """Count the parts of one shape that another one may be a device's shard of; 0 if it isn't."""
+    sizes = [*zip(whole.dimensions, part.dimensions)]
+    if whole.element_type != part.element_type or len(whole.dimensions) != len(part.dimensions):
+        return 0
+    if not all(own and size % own == 0 for size, own in sizes):
+        return 0
+    count = math.prod(size // own for size, own in sizes)
+    return 0 if device_count % count else count
+
+
+def _of_shardings(text: str, output: hlo.Shape, ratio: int) -> tuple[str, str]:
+    """Give the cause where an output is sharded over more devices than an argument, or fewer."""
+    if ratio < 2:
+        return "sharding", text
+    sent = accounts.wire_bytes("all-gather", output.bytes, ratio)
+    return "split", f"{text}; an output sharded as the argument would cost a gather, {sent} B sent"
+
+
 def _leading_tokens(shapes: Sequence[hlo.Shape]) -> int:
     return len([*itertools.takewhile(lambda shape: shape.element_type == "token", shapes)])
 
@@ -189,6 +220,7 @@ def _why(
     named: Sequence[Result],
     outputs: Sequence[hlo.Shape],
     taken: dict[int, str],
+    device_count: int,
 ) -> tuple[str, str, str]:
     """Find the output that comes nearest; give its path, what differs, and that in words."""
     keys = re.findall(r"\w+", argument.path)
@@ -215,14 +247,28 @@ def _why(
                 return "sharding", sharded
             return "unknown", "has its shape, and XLA wrote it elsewhere all the same"
         if result.shape and result.shape == argument.shape:
-            return "sharding", sharded
+            ratio = shape.element_count // max(1, output.element_count)
+            return _of_shardings(sharded, output, ratio)
         if output.dimensions == shape.dimensions:
             return "dtype", f"is {output}"
         if output[0] == shape[0] and output.element_count == shape.element_count:
             return "shape", f"is {output}"
+        if result.shape:
+            return None
+        # Text gives the shapes on each device alone.
+        ratio, inverse = _parts(shape, output, device_count), _parts(output, shape, device_count)
+        if ratio > 1:
+            text = f"is {output} on each device, 1/{ratio} of it"
+            return _of_shardings(f"{text}: if it is the same array, it is sharded", output, ratio)
+        if inverse > 1:
+            text = f"is {output} on each device, {inverse} times it"
+            return "sharding", f"{text}: if it is the same array, it is sharded less"
         return None
 
-    order = ("layout", "unknown", "sharding", "taken", "dtype", "shape")
+    # What the shapes on each device suggest comes last.
+    order = ("layout", "unknown", "sharding", "split", "taken", "dtype", "shape")
+    if not any(result.shape for result in named):
+        order = ("layout", "unknown", "taken", "dtype", "shape", "split", "sharding")
     near = [(n, why) for n in range(len(outputs)) if (why := differs(n)) is not None]
     if not near:
         return "", "no output", f"no output is {shape}, nor that in another dtype or shape"

@@ -81,6 +81,23 @@ class Placements:
             for sharding, rank in zip(self._inputs, ranks)
         ]
 
+    def details(self) -> list[tuple[str, str]] | None:
+        """Return each parameter's memory, and whether it is typed weakly; None if unknown.
+
+        JAX compiles a function once for each of these; HLO's types don't show them on each backend.
+        """
+        if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):
+            return None
+        kinds = [getattr(sharding, "memory_kind", None) for sharding in self._inputs]
+        weak = [getattr(aval, "weak_type", False) for aval in self._avals]
+        return [
+            (
+                f"in {kind} memory" if kind else "in memory of no given kind",
+                "weakly typed" if is_weak else "strongly typed",
+            )
+            for kind, is_weak in zip(kinds, weak)
+        ]
+
     def results(
         self, paths: Sequence[str] | None, shapes: list[str]
     ) -> list[tuple[str, str] | None] | None:

@@ -186,12 +186,16 @@ class Content:
         mesh = self.axes or " (mesh not known: pass --mesh or mesh=)"
         shown = f"{devices} devices{mesh}" if devices != 1 or self.axes else "1 device"
         if total.sites:
-            shown += f", {counted(total.sites, 'collective')} run{'s' if total.sites == 1 else ''}"
-            shown += " at most" if total.at_most else ""
-            shown += " once" if total.count == 1 else f" {total.count} times"
-            shown += f", {total.unknown} in loops of unknown length" if total.unknown else ""
+            shown += f", {counted(total.sites, 'collective')}"
+            if total.unknown == total.sites:
+                shown += " in loops of unknown length"
+            else:
+                shown += f" run{'s' if total.sites == 1 else ''}"
+                shown += " at most" if total.at_most else ""
+                shown += " once" if total.count == 1 else f" {total.count} times"
+                shown += f", {total.unknown} in loops of unknown length" if total.unknown else ""
             if not self.worth:
-                shown += f", {size(total.wire_bytes)} on the wire per device"
+                shown += f", {grouping.sent(total)} on the wire per device"
         else:
             shown += f", no collectives{self._unseen(devices)}"
         stage = "" if self.judgement.is_compiled else _NOT_COMPILED

@@ -11,7 +11,7 @@ from shardrules.costs.comparing import Change
 from shardrules.report.content import Content
 from shardrules.report.data import SCHEMA
 from shardrules.report.drawn import escaped
-from shardrules.report.grouping import size
+from shardrules.report.grouping import sent, size
 from shardrules.report.page import (
     badge,
     dim,
@@ -37,7 +37,7 @@ _COLOURS = {
 
 def _total(content: Content) -> str:
     total = content.account.total
-    return f"{total}, {size(total.wire_bytes)} on the wire"
+    return f"{total}, {sent(total)} on the wire"
 
 
 @checked
@@ -81,7 +81,7 @@ def compared(before: Content, after: Content, changes: Sequence[Change]) -> str:
     totals = [content.account.total for content in named.values()]
     figures = (
         ("collectives run", [f"{total.count:,}" for total in totals]),
-        ("on the wire, per device", [size(total.wire_bytes) for total in totals]),
+        ("on the wire, per device", [sent(total) for total in totals]),
         ("findings", [str(len(content.findings)) for content in named.values()]),
     )
     head = [

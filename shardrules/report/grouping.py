@@ -30,6 +30,14 @@ def size(count: float) -> str:
     return f"{value:.0f} TB"
 
 
+def sent(total: accounts.Totals) -> str:
+    """Write what one device sends; of loops of unknown length, what it sends on each trip."""
+    a_trip = f"{size(total.unknown_wire_bytes)} each trip"
+    if total.unknown == total.sites and total.sites:
+        return a_trip
+    return size(total.wire_bytes) + (f" and {a_trip}" if total.unknown else "")
+
+
 def sizes(counts: Sequence[int]) -> str:
     """Write the bytes of one, or of each of several with their sum where they differ."""
     low, high = min(counts), max(counts)

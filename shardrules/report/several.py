@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from shardrules.report import data
 from shardrules.report.content import Content
-from shardrules.report.grouping import counted, duration, of_step, percent, size
+from shardrules.report.grouping import counted, duration, of_step, percent, sent, size
 from shardrules.report.sections import LOOPS, Block, filled, listed
 
 
@@ -122,7 +122,7 @@ def _row(content: Content, count: int | None) -> dict[str, str]:
         "devices": f"{content.account.device_count}{content.axes}",
         "collectives": str(total.sites),
         "runs": f"{'at most ' if total.at_most else ''}{total.count}{loops}",
-        "wire bytes": size(total.wire_bytes),
+        "wire bytes": sent(total),
         "avoidable": saved,
         "findings": content.kinds or "none",
         "other": ", ".join(_costs(content)).lower(),

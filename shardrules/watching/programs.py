@@ -37,6 +37,7 @@ class WatchedProgram:
         self.name = "a program"  # the module's, ``jit_step``
         self.where = where  # the test that was running, under ``pytest --shardrules``
         self.count = 1  # of programs that share this text, from several jits for example
+        self.same_text: list[WatchedProgram] = []  # the others of these
         self._traced, self._owner = traced, owner
         # The executable itself is not kept.
         self._placements = compiled.Placements(executable)
@@ -79,6 +80,11 @@ class WatchedProgram:
         if shardings is None:
             return shapes
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
+
+    @property
+    def details(self) -> list[tuple[str, str]]:
+        """Give each parameter's memory, and whether it is typed weakly, where JAX has it."""
+        return self._placements.details() or []
 
     def annotated_text(self) -> str:
         """Return its compiled HLO, with mesh and shardings where ``hlo.judge`` reads them.
@@ -225,7 +231,7 @@ class Watched:
             for number, program in enumerate(programs):
                 if progress is not None:
                     progress(number, len(programs))
-                program.count = 1
+                program.count, program.same_text = 1, []
                 try:
                     first = by_text.setdefault(program.text, program)
                     if first is program:
@@ -233,6 +239,7 @@ class Watched:
                         judges.append(program)
                     else:
                         first.count += 1
+                        first.same_text.append(program)
                 except ShardrulesError as error:
                     failures.append((program.name, str(error)))
                 judged = number + 1
@@ -316,6 +323,12 @@ def _why_again(programs: list[WatchedProgram]) -> str:
         for number, (before, after) in enumerate(zip(first, other.arguments)):
             if before != after:
                 return f"{made}: argument {number} is {before}, then {after}"
+    known = [p.details for program in programs for p in (program, *program.same_text)]
+    for others in known[1:]:
+        for number, pairs in enumerate(zip(known[0], others)):
+            for before, after in zip(*pairs):
+                if before != after:
+                    return f"{made}: argument {number} is {before}, then {after}"
     return (
         f"{made} for arguments of the same shapes and shardings: a jit that is made anew, a static "
         "argument, or an array that was not placed on the devices before"

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules import hlo, testing
-from shardrules.costs import transfers
+from shardrules.costs import accounts, transfers
 from shardrules.errors import CostAssertionError, HloError, ShardrulesError
 
 F32 = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -81,6 +81,56 @@ def test_another_sharding(cpu_mesh):
     error = lost(f, jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=one))
     assert "output (all of it) is sharded as P(), it as P('data')" in str(error)
     assert "out_shardings= of jax.jit" in str(error)
+
+
+def test_a_whole_argument_beside_a_sharded_output(cpu_mesh):
+    split, whole = (NamedSharding(cpu_mesh, s) for s in (P("data"), P()))
+
+    def arrays(spec):
+        shape = (128, 64)
+        return [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s) for s in (spec, split)]
+
+    f = jax.jit(lambda w, g: w - g, donate_argnums=0, out_shardings=split)
+    error = lost(f, *arrays(whole))
+    assert [leaf.cause for leaf in error.lost] == ["split"]
+    assert "is sharded as P('data'), it as P(); an output sharded as the argument would cost" in (
+        str(error)
+    )
+    assert "a gather, 24576 B sent\n    to do: give the argument that output's" in str(error)
+    by_xla = jax.jit(lambda w, g: w - g, donate_argnums=0)  # JAX itself drops the donation else
+    (leaf,) = lost(by_xla.lower(*arrays(whole)).compile().as_text(), paths=["w"]).lost
+    assert (leaf.cause, leaf.output) == ("split", "0")
+    assert leaf.reason.startswith(
+        "output 0 is f32[32,64] on each device, 1/4 of it: if it is the same array, it is sharded"
+    )
+    # Followed, the memory is reused; where the output is replicated, the gather is that large.
+    testing.assert_donated(f, *arrays(split))
+    gathering = jax.jit(lambda w, g: w - g, donate_argnums=0, out_shardings=whole)
+    testing.assert_donated(gathering, *arrays(whole))
+    assert accounts.of(testing.judge(gathering, *arrays(whole))).total.wire_bytes == 24576
+
+
+@pytest.mark.parametrize(
+    "shape, cause, text",
+    [
+        ("f32[16,64]", "split", "output 0 is f32[16,64] on each device, 1/8 of it: if it is"),
+        ("f32[512,64]", "sharding", "output 0 is f32[512,64] on each device, 4 times it: if it is"),
+        ("f32[128]", "no output", "no output is f32[128,64], nor that"),
+        ("f32[1,64]", "no output", "no output is f32[128,64], nor that"),  # of 8 devices
+        ("f32[48,64]", "no output", "no output is f32[128,64], nor that"),
+        ("s32[16,64]", "no output", "no output is f32[128,64], nor that"),
+    ],
+)
+def test_an_output_that_may_be_sharded_otherwise(shape, cause, text):
+    module = f"""HloModule m, num_partitions=8, buffer_donor={{ (0, {{}}) }}
+
+    ENTRY %main (w: f32[128,64]) -> {shape} {{
+      %w = f32[128,64]{{1,0}} parameter(0), sharding={{replicated}}, metadata={{op_name="w"}}
+      ROOT %c = {shape} custom-call(%w), custom_call_target="f"
+    }}
+    """
+    (leaf,) = lost(module, paths=["w"]).lost
+    assert (leaf.cause, leaf.reason[: len(text)]) == (cause, text)
 
 
 def test_memory_that_is_passed_twice():

@@ -10,9 +10,10 @@ import pytest
 from hlo import text as T
 from jax.sharding import PartitionSpec as P
 
-from shardrules import errors, hlo, testing
+from shardrules import errors, hlo, report, testing
 from shardrules.costs import accounts, comparing, findings, waste
 from shardrules.registry.table import PROVEN
+from shardrules.report import several
 
 TRIPS = 32
 
@@ -282,6 +283,10 @@ def test_a_loop_of_unknown_length_is_said():
     assert str(account) == (
         "forward all-reduce(data): 0, 0 B and 1 in loops of unknown length, 32 B a trip"
     )
+    said = "1 collective in loops of unknown length, 48 B each trip on the wire per device; 1 repea"
+    content = report.content(testing.judge(text, mesh=T.MESH))
+    assert said in content.headline
+    assert several.gather([content], [1]).programs.rows[0][-4] == "48 B each trip"
     with pytest.raises(errors.CollectiveAssertionError) as caught:
         testing.assert_collectives(text, mesh=T.MESH, expect={"all-reduce(data)": 0})
     assert (

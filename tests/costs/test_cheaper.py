@@ -213,7 +213,7 @@ ENTRY %main (x: s32[8]) -> f32[8] {{
 
 def test_a_sum_that_starts_from_an_argument_stays():
     """Each device would add it once more; parameter(0) is not a zero."""
-    text = """HloModule m, num_partitions=4
+    text = """HloModule m, is_scheduled=true, num_partitions=4
 add {{
   a = f32[] parameter(0)
   b = f32[] parameter(1)
@@ -223,7 +223,7 @@ ENTRY main {{
   start = f32[] {0}
   x = f32[64]{{0}} parameter({1}), sharding={{devices=[4]<=[4]}}
   sum = f32[64]{{0}} all-reduce(x), channel_id=1, replica_groups={{{{0,1,2,3}}}}, \
-use_global_device_ids=true, to_apply=add
+use_global_device_ids=true, to_apply=add, metadata={{op_name="jit(f)/shard_map/psum"}}
   ROOT total = f32[] reduce(sum, start), dimensions={{0}}, to_apply=add
 }}"""
     for start, number, kinds in (("constant(0)", 0, ["reduce first"]), ("parameter(0)", 1, [])):

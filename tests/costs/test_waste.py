@@ -605,7 +605,7 @@ def test_another_array_is_moved(cpu_mesh):
 
 
 BARRIER = """\
-HloModule m, num_partitions=4
+HloModule m, is_scheduled=true, num_partitions=4
 
 copies {
   p0 = f32[8]{0} parameter(0)

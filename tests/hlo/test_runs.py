@@ -213,4 +213,4 @@ def test_the_trips_of_many_nested_loops_are_bounds_that_are_not_reached():
         calls = f"condition=%c{n}, body=%b{n}{told}"
     judgement = hlo.judge(T.module(ENTRY.replace("CALLS", calls), loops), mesh=T.MESH)
     assert [v.collective.trip_count for v in judgement.verdicts] == [None, None]
-    assert "2 in loops of unknown length" in content(judgement).headline
+    assert "2 collectives in loops of unknown length" in content(judgement).headline

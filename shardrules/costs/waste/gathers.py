@@ -25,6 +25,8 @@ def only_returned(site: Site) -> Hint | None:
     change = "with the axis in its out_specs instead of the all_gather"
     if not site.in_shard_map:
         change = "with the axis in its out_shardings"
+    if site.is_unnamed:
+        change = "with the axis in its out_specs, or in its out_shardings under jit"
     advice = (
         f"its result is only returned: leave that output sharded{over}, {change}, and "
         f"{site.entry.bytes} B become 0 B (the array is the same; a device then holds its shard "
@@ -51,7 +53,7 @@ def gathered_too(site: Site) -> Hint | None:
             "devices: take this one's result out of the gathered array, and "
             f"{site.entry.bytes} B become 0 B"
         )
-        if not site.in_shard_map:
+        if not site.in_shard_map and not site.is_unnamed:
             advice += f" ({'constrain the array once to the whole layout, and slice that'})"
         return site.hint(advice)
     return None

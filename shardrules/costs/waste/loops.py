@@ -33,7 +33,7 @@ def repeated(site: Site) -> Hint | None:
     change = "run it before the loop"
     if site.in_inner_shard_map:
         change += ", in a shard_map of its own, and give the loop's shard_map its result"
-    elif not site.in_shard_map:
+    elif not site.in_shard_map and not site.is_unnamed:
         change = "compute what it makes before the loop"
         if site.collective.kind == "all-gather":
             change = (

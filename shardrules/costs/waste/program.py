@@ -88,6 +88,17 @@ class Program(Graph):
         return self._remembered[key]
 
     @functools.cached_property
+    def is_compiled(self) -> bool:
+        """Tell whether no pass of XLA's follows that could make collectives cheaper itself."""
+        return self.module.header.get("is_scheduled") == "true"
+
+    @functools.cached_property
+    def op_names(self) -> str:
+        """Give what the text's op_names say of a collective that has none; empty without any."""
+        text = self.module.text
+        return next((what for what in ("shard_map/", "pmap", "op_name=") if what in text), "")
+
+    @functools.cached_property
     def platform(self) -> str | None:
         return launches.platform(self.module)
 
@@ -148,7 +159,10 @@ class Site:
         # XLA leaves some without a name.
         self.op_name = name = collective.op_name or module.metadata(maker).op_name
         # Else XLA's partitioner made it.
-        self.in_shard_map = not name or "shard_map/" in name or "pmap" in name
+        called = name or self.program.op_names
+        self.in_shard_map = "shard_map/" in called or "pmap" in called
+        # Nothing in the text says whether a shard_map or XLA's partitioner made it.
+        self.is_unnamed = not called
         # A loop holds the shard_map that holds it.
         self.in_inner_shard_map = self.in_shard_map and bool(re.search("while.*shard_map", name))
         self.where = entry.source or collective.name  # for people

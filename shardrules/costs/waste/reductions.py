@@ -7,7 +7,16 @@ import re
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import slices
-from shardrules.costs.waste.graph import WHOLE, Node, Use, is_constant, is_zero, made_by
+from shardrules.costs.waste.graph import (
+    BARRIERS,
+    UNARY,
+    WHOLE,
+    Node,
+    Use,
+    is_constant,
+    is_zero,
+    made_by,
+)
 from shardrules.costs.waste.program import WITHIN_SHARDS, Hint, Site
 
 # -- a sum on each device -------------------------------------------------------------------------
@@ -61,6 +70,10 @@ _NAMES = {"add": "psum", "maximum": "pmax", "minimum": "pmin"}
 
 
 def reduce_instead(site: Site) -> Hint | None:
+    return _over_shards(site) or _to_one_number(site)
+
+
+def _over_shards(site: Site) -> Hint | None:
     entry, size = site.entry, site.collective.group_size
     along = site.collective.dimension
     if site.collective.kind != "all-gather" or size < 2 or not along.isdecimal():
@@ -94,6 +107,90 @@ def reduce_instead(site: Site) -> Hint | None:
         f"where it sends {entry.wire_bytes} B{note}"
     )
     return site.smaller(advice, after, sent)
+
+
+# What gives each element its own image, somewhere.
+_EACH = WHOLE | BARRIERS | UNARY | {"all-gather-done"}
+
+
+def _to_one_number(site: Site) -> Hint | None:
+    """Find what is reduced over all elements: the dot product of vdot, a norm of a reshape."""
+    entry, size = site.entry, site.collective.group_size
+    if site.collective.kind != "all-gather" or size < 2 or not site.whole:
+        return None
+    uses = site.uses(_EACH)
+    if len(uses) != 1:
+        return None
+    taker = uses[0].user
+    gathers = _multiplied(site, taker) if taker.opcode in ("multiply", "dot") else [site]
+    if taker.opcode == "multiply":
+        uses = site.program.uses(taker, 0, _EACH)
+    end = (taker, "add") if taker.opcode == "dot" else _reduced(site, uses)
+    if not gathers or end is None or end[0].shape.leaves()[0].element_count != 1:
+        return None
+    (number, name), first = end, min(gathers, key=lambda s: s.position)
+    after = number.shape.bytes
+    sent = accounts.wire_bytes("all-reduce", after, size)
+    if sent >= entry.wire_bytes:
+        return None
+    whole = "jnp.sum(a * b)" if len(gathers) > 1 or taker.opcode != "reduce" else "jnp.sum(a)"
+    whole = whole if name == "add" else f"jnp.{name[:3]}(a)"
+    change = (
+        f"{whole} of what is sharded, not jnp.vdot or a reshape to one dimension, reduces each "
+        "shard on its device"
+    )
+    if site.in_shard_map:
+        change = f"reduce on each device and {_NAMES[name]} that"
+    note = " (equal up to rounding)" if name == "add" else ""
+    advice = (
+        f"its result is only reduced to one number: {change}, and a device sends "
+        f"{sent if site is first else 0} B where it sends {entry.wire_bytes} B{note}"
+    )
+    return site.smaller(advice, after, sent) if site is first else site.hint(advice)
+
+
+def _multiplied(site: Site, product: Node) -> list[Site]:
+    """List the gathers whose elements are multiplied, each with its own counterpart; else none."""
+    contracted = [product.instruction.attribute(f"{s}_contracting_dims") for s in ("lhs", "rhs")]
+    if contracted[0] != contracted[1]:
+        return []
+    found: dict[Node, Site] = {}
+    ways = set()
+    for operand in product.operands:
+        way, node = [], operand
+        while node.opcode in _EACH and node.operands:
+            if node.opcode in WHOLE:
+                shape, dimensions = node.shape, node.instruction.attribute("dimensions")
+                way.append((node.opcode, shape.dimensions, shape.layout, dimensions))
+            node = node.operands[0]
+        parts = [] if node.fused else site.program.parts(node.instruction)
+        if len(parts) != 1 or not parts[0].needed or not parts[0].whole:
+            return []
+        (other,) = parts
+        if [use.user for use in other.uses(_EACH)] != [product] or other.result is None:
+            return []
+        c, result = other.collective, other.result
+        ways.add((*way, c.kind, c.dimension, c.notation, result.dimensions, result.layout))
+        found[node] = other
+    return [*found.values()] if len(ways) == 1 else []
+
+
+def _reduced(site: Site, uses: list[Use]) -> tuple[Node, str] | None:
+    """Give the last of some reductions that follow each other, and what they all apply."""
+    names, last = set(), None
+    while len(uses) == 1 and uses[0].user.opcode == "reduce":
+        ((reduce, taken),) = uses
+        if len(reduce.operands) != 2 or reduce.operands[0] is not taken:
+            return None
+        name, start = walk.applied(site.program.module, reduce.instruction), reduce.operands[1]
+        if start.opcode != "constant" or (name == "add" and not walk.is_zero(start.instruction)):
+            return None
+        names.add(name)
+        last = reduce
+        if last.shape.leaves()[0].element_count == 1:
+            break
+        uses = site.program.uses(reduce, 0, WHOLE | BARRIERS)
+    return (last, names.pop()) if last and len(names) == 1 and names <= _NAMES.keys() else None
 
 
 # -- two sums that are added ----------------------------------------------------------------------

@@ -94,6 +94,8 @@ def _device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | N
     if node.opcode == "get-tuple-element":
         before = program.before_loop(node)
         return None if before is None else _device_rows(program, before, depth + 1)
+    if node.opcode in _COPIES:  # on TPU a table of places is brought into faster memory
+        return _device_rows(program, node.operands[0], depth + 1)
     if node.opcode not in exact.OPCODES or not node.operands:
         return None
     given = []
@@ -110,6 +112,9 @@ def _device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | N
 
 # XLA for TPUs turns a smaller reduce-scatter into an all-reduce (JAX 0.10.2: 64 KiB, not 1 MiB).
 _LEAST_ON_TPU = 2**20
+# Larger ones, too, where a shard is less than a tile (JAX 0.10.2, v5e: 18 shapes compiled): rows as
+# long as a tile, scattered by whole rows, stay a reduce-scatter.
+_LANES = 128
 
 
 def only_a_slice(site: Site) -> Hint | None:
@@ -124,6 +129,7 @@ def only_a_slice(site: Site) -> Hint | None:
     if site.result.dimensions[part.dimension] != size * part.size:
         return None
     sent = accounts.wire_bytes("reduce-scatter", entry.bytes, size)
+    what = f"each device reads only its own 1/{size} of the result"
     change = (
         f"jax.lax.psum_scatter(x, {site.over}, scatter_dimension={part.dimension}, tiled=True) "
         "instead of the psum and the dynamic_slice"
@@ -133,16 +139,41 @@ def only_a_slice(site: Site) -> Hint | None:
             "XLA's partitioner made it: under jax.shard_map, jax.lax.psum_scatter of each "
             "device's own sum"
         )
+        if site.is_unnamed:
+            change = "a reduce-scatter instead of it (jax.lax.psum_scatter of the same operand)"
     elif entry.phase != "forward":
         change = (
             "where it is the gradient of an array that the shard_map takes whole, give it that "
             "array sharded, by its in_specs, and jax.lax.all_gather it inside, whose gradient"
         )
-    advice = (
-        f"each device reads only its own 1/{size} of the result: {change} sends {sent} B where it "
-        f"sends {entry.wire_bytes} B"
-    )
+    if _was_scattered(site):
+        if site.result.element_count % (size * _LANES):
+            return None
+        what = "XLA for TPU made it, and a slice of its result, of a jax.lax.psum_scatter"
+        change = (
+            f"with the shards first and in rows of {_LANES}, p = jnp.moveaxis(x.reshape("
+            f"{_split(site.result.dimensions, part.dimension, size)}), {part.dimension}, 0), "
+            f"jax.lax.psum_scatter(p.reshape(-1, {_LANES}), {site.over}, scatter_dimension=0, "
+            "tiled=True).reshape(p.shape[1:]) stays one, and"
+        )
+    advice = f"{what}: {change} sends {sent} B where it sends {entry.wire_bytes} B"
     return site.smaller(advice, entry.bytes, sent)
+
+
+def _was_scattered(site: Site) -> bool:
+    """Tell whether the source asks for a reduce-scatter; the names of what it adds by say it."""
+    module = site.program.module
+    called = module.computations[(site.instruction.attribute("to_apply") or "").lstrip("%")]
+    return any(
+        module.metadata(i).op_name.rpartition("/")[2] == "reduce_scatter"
+        for i in called.instructions
+    )
+
+
+def _split(sizes: tuple[int, ...], dimension: int, count: int) -> str:
+    """Write an array's sizes with a dimension for the shards before the one that they divide."""
+    part = sizes[dimension] // count
+    return ", ".join(map(str, (*sizes[:dimension], count, part, *sizes[dimension + 1 :])))
 
 
 # -- a part of what is gathered -------------------------------------------------------------------
@@ -180,7 +211,7 @@ def one_part(site: Site) -> Hint | None:
         )
     else:
         return None
-    if not site.in_shard_map:
+    if not site.in_shard_map and not site.is_unnamed:
         change += (
             " (XLA's partitioner gathered it: give both sides one layout, or write a shard_map)"
         )

@@ -1,0 +1,206 @@
+"""What XLA's partitioner decided, in programs as people write them: found, followed, executed."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from costs.test_waste import CASES, JITS, follow, hints, program, random_like, structs
+from shardrules import hlo
+from shardrules.costs import waste
+from shardrules.door.compiled import placements
+from shardrules.program import matching
+
+# -- text without metadata ------------------------------------------------------------------------
+
+
+def found_in(compiled, change=lambda text: text):
+    """List the hints on a program's text after a change of that."""
+    module = hlo.parse(change(compiled.as_text()))
+    shardings = matching(module, placements(compiled).parameters())
+    return waste.hints(hlo.judge(module, parameter_shardings=shardings))
+
+
+def without_names(text):
+    return re.sub(r", metadata=\{[^}]*\}", "", text)
+
+
+@pytest.mark.parametrize("kind", ["one part", "only a slice"])
+def test_text_without_names_says_nothing_of_a_shard_map_or_the_partitioner(cpu_mesh, kind):
+    name = {"one part": "the_next_shard", "only a slice": "slice_of_a_psum"}[kind]
+    body, _, args, _ = CASES[name]
+    compiled = program(cpu_mesh, body, args).lower(*structs(cpu_mesh, args)).compile()
+    (named,) = found_in(compiled)
+    assert named.kind == kind
+    found = found_in(compiled, without_names)
+    # XLA for CPU makes no reduce-scatter where a partitioner's all-reduce would become one.
+    assert [h.kind for h in found] == (["one part"] if kind == "one part" else [])
+    for hint in found:
+        assert "shard_map" not in hint.advice and "partitioner" not in hint.advice
+        assert hint.sent_after == named.sent_after
+
+
+def test_an_output_of_text_without_names_stays_sharded_by_either_way(cpu_mesh):
+    before, _, args, out, _ = JITS["only returned"]
+    f = jax.jit(before, out_shardings=NamedSharding(cpu_mesh, out))
+    compiled = f.lower(*structs(cpu_mesh, args)).compile()
+    (found,) = found_in(compiled, without_names)
+    assert "with the axis in its out_specs, or in its out_shardings under jit" in found.advice
+
+
+def test_before_xla_s_last_passes_there_is_no_hint(cpu_mesh):
+    """They scatter, combine and hoist: a module of a 70B model before them sounded wasteful."""
+    body, _, args, _ = CASES["the_next_shard"]
+    compiled = program(cpu_mesh, body, args).lower(*structs(cpu_mesh, args)).compile()
+    assert len(found_in(compiled)) == 1
+    assert found_in(compiled, lambda text: text.replace("is_scheduled=true, ", "")) == []
+
+
+# -- a reduction that gathers ---------------------------------------------------------------------
+
+SIDE = ((64, 64), P(None, "data"))  # of which a reshape to one dimension can't stay sharded
+NORMS = {
+    "vdot": (
+        lambda g: jnp.sqrt(jnp.vdot(g, g)),
+        lambda g: jnp.sqrt(jnp.sum(g * g)),
+        (12288, 6),
+        "jnp.sum(a * b) of what is sharded, not jnp.vdot or a reshape",
+    ),
+    "two": (
+        lambda g: jnp.vdot(jnp.tanh(g), jnp.cos(g)),
+        lambda g: jnp.sum(jnp.tanh(g) * jnp.cos(g)),
+        (24576, 6),
+        "jnp.sum(a * b) of what is sharded",
+    ),
+    "norm": (
+        lambda g: jnp.linalg.norm(g.ravel()),
+        lambda g: jnp.sqrt(jnp.sum(g * g)),
+        (12288, 6),
+        "jnp.sum(a * b) of what is sharded",
+    ),
+    "sum": (lambda g: g.ravel().sum(), jnp.sum, (12288, 6), "jnp.sum(a) of what is sharded"),
+    "max": (lambda g: jnp.max(jnp.sin(g).ravel()), lambda g: jnp.max(jnp.sin(g)), (12288, 6), ""),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_reduction_to_one_number_that_gathers(cpu_mesh, name):
+    before, after, sent, change = NORMS[name]
+    given = structs(cpu_mesh, [SIDE])
+    f, g = jax.jit(before), jax.jit(after)
+    found = follow(("cpu", cpu_mesh), f, g, given, "reduce instead", sent)
+    assert all(change in hint.advice for hint in found)
+    assert sum(h.round_trips_before - h.round_trips_after for h in found) == len(found) - 1
+
+
+@pytest.mark.gpu
+def test_a_reduction_to_one_number_on_a_gpu(gpu_mesh):
+    """XLA multiplies before it gathers, and reduces in two steps."""
+    given = structs(gpu_mesh, [SIDE])
+    f, g = (jax.jit(NORMS["vdot"][n]) for n in (0, 1))
+    follow(("gpu", gpu_mesh), f, g, given, "reduce instead", (12288, 6))
+
+
+def test_a_gradient_norm_in_a_shard_map(cpu_mesh):
+    def body(g):
+        whole = lax.all_gather(g, "data", axis=1, tiled=True).ravel()
+        return jnp.vdot(whole, whole)
+
+    f, g = (
+        program(cpu_mesh, b, [SIDE], P()) for b in (body, lambda g: lax.psum((g * g).sum(), "data"))
+    )
+    (found,) = follow(
+        ("cpu", cpu_mesh), f, g, structs(cpu_mesh, [SIDE]), "reduce instead", (12288, 6)
+    )
+    assert "reduce on each device and psum that" in found.advice
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda g: (jnp.vdot(g, g), g.ravel()),  # gathered all the same
+        lambda g: (g.ravel() * jnp.arange(4096.0)).sum(),  # each device would need its own numbers
+        lambda g: (g.ravel() * jnp.roll(g.ravel(), 1)).sum(),  # each element with the next one
+        lambda g: jnp.tensordot(lax.with_sharding_constraint(g, P()), g.T, 2),  # in another order
+        lambda g: lax.reduce(g.ravel(), 1.0, lax.add, [0]),  # each device would add 1
+        lambda g: g.ravel().reshape(32, 128).sum(1),  # not one number
+        lambda g: jnp.sum((g.ravel() * g.ravel()) * jnp.arange(4096.0)),
+    ],
+    ids="returned weighted shifted transposed started rows weighted_squares".split(),
+)
+def test_what_a_psum_of_one_number_does_not_replace(cpu_mesh, f):
+    with jax.set_mesh(cpu_mesh):
+        found = hints(jax.jit(f), structs(cpu_mesh, [SIDE]))
+    assert "reduce instead" not in [h.kind for h in found]
+
+
+# -- a reduce-scatter that became an all-reduce ---------------------------------------------------
+
+COLUMNS = ((4096, 2048), P(None, "data"), jnp.bfloat16)
+
+
+def scattered(x):
+    """Each device's sum has 512 columns, of which each keeps 128: less than a tile of bf16."""
+    return lax.psum_scatter(jnp.tanh(x), "data", scatter_dimension=1, tiled=True)
+
+
+def scattered_rows(x):
+    p = jnp.moveaxis(jnp.tanh(x).reshape(x.shape[0], 4, x.shape[1] // 4), 1, 0)
+    rows = lax.psum_scatter(p.reshape(-1, 128), "data", scatter_dimension=0, tiled=True)
+    return rows.reshape(p.shape[1:])
+
+
+def in_a_loop(scatter):
+    """The place of a slice comes from a table that XLA brings into faster memory."""
+
+    def body(x):
+        layer = lambda h, _: (scatter(lax.all_gather(h, "model", axis=1, tiled=True)), None)  # noqa: E731
+        return lax.scan(layer, x, None, length=4)[0]
+
+    return body
+
+
+def ranked(x):
+    return jnp.tanh(x * (1 + lax.axis_index("model")).astype(x.dtype))
+
+
+def over_model(x):
+    return lax.psum_scatter(ranked(x), "model", scatter_dimension=1, tiled=True)
+
+
+def rows_over_model(x):
+    p = jnp.moveaxis(ranked(x).reshape(4096, 2, 128), 1, 0)
+    return lax.psum_scatter(
+        p.reshape(-1, 128), "model", scatter_dimension=0, tiled=True
+    ).reshape(p.shape[1:])  # fmt: skip
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_psum_scatter_of_which_xla_made_an_all_reduce(tpu_mesh, loop):
+    args, outs, sent = [COLUMNS], P(None, "data"), (6291456, 3145728)
+    f, g = scattered, scattered_rows
+    said = "x.reshape(4096, 4, 128), 1, 0), jax.lax.psum_scatter(p.reshape(-1, 128), 'data', scatte"
+    if loop:
+        args, outs = [((4096, 256), P(None, "model"), jnp.bfloat16)], P(None, "model")
+        f, g, sent = in_a_loop(over_model), in_a_loop(rows_over_model), (8388608, 4194304)
+        said = "x.reshape(4096, 2, 128), 1, 0), jax.lax.psum_scatter(p.reshape(-1, 128), 'model', s"
+    f, g = (program(tpu_mesh, body, args, outs) for body in (f, g))
+    (found,) = follow(("tpu", tpu_mesh), f, g, structs(tpu_mesh, args), "only a slice", sent)
+    assert found.advice.startswith("XLA for TPU made it, and a slice of its result, of a jax.lax")
+    assert said in found.advice
+
+
+def test_rows_are_scattered_to_equal_values(cpu_mesh):
+    args = [((64, 2048), P(None, "data"))]
+    given = random_like(structs(cpu_mesh, args))
+    one, other = (
+        program(cpu_mesh, body, args, P(None, "data"))(*given)
+        for body in (scattered, scattered_rows)
+    )
+    np.testing.assert_array_equal(one, other)

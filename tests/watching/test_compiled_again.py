@@ -1,0 +1,47 @@
+"""Why ``watch`` says that a program was compiled again, where HLO's types don't show it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+
+pytestmark = pytest.mark.one_lane
+
+
+@pytest.fixture
+def split(cpu_mesh):
+    return NamedSharding(cpu_mesh, P("data"))
+
+
+def note(*arguments):
+    @jax.jit
+    def total(x):
+        return x.sum()
+
+    with shardrules.watch() as seen:
+        for x in arguments:
+            total(x)
+    (said,) = [n for n in seen.judged().notes if n.startswith("jit_total ")]
+    return said
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+def test_for_another_memory(split, kind):
+    x = jax.device_put(np.ones((8, 16), np.float32), split)
+    assert note(x, jax.device_put(x, split.with_memory_kind(kind))) == (
+        "jit_total was compiled 2 times: argument 0 is in device memory, then in "
+        f"{kind} memory"
+    )  # fmt: skip
+
+
+def test_for_a_weak_type(split):
+    def ones(one):
+        return jax.jit(lambda: jax.lax.broadcast(one, (8, 16)), out_shardings=split)()
+
+    assert note(ones(1.0), ones(jnp.float32(1))) == (
+        "jit_total was compiled 2 times: argument 0 is weakly typed, then strongly typed"
+    )

@@ -7,13 +7,15 @@ from hlo import text as T
 
 from shardrules import hlo, report
 from shardrules.costs import findings
+from shardrules.costs.timings import Timing, Timings
 from shardrules.report import several
 
 
-def content(name, *operations, allow=None):
+def content(name, *operations, allow=None, timings=None):
     module = T.module("\n".join([T.parameter(T.DATA), *operations]))
     judgement = hlo.judge(module, mesh={"data": 4, "model": 2})
-    return report.content(judgement, title=name, allow=findings.Allowances(allow))
+    allow = findings.Allowances(allow)
+    return report.content(judgement, title=name, allow=allow, timings=timings)
 
 
 @pytest.fixture
@@ -72,3 +74,12 @@ def test_an_allowance_may_match_in_one_program_alone():
 )
 def test_a_programs_first_line(operations, said):
     assert content("step", *operations).headline.startswith(f"step: {said}")
+
+
+def test_what_a_profile_measured_is_shown_of_clean_programs_too():
+    needed = T.all_reduce("%x", T.OVER_DATA)
+    times = Timings(0.01, (Timing(0.002, 0.001, 0.002, 1, "CPU 0", "CPU 0"),))
+    found = several.gather([content("jit_step", needed, timings=times)], [1])
+    assert found.clean and "| 2 ms " in report.plain(found)
+    (alone,) = several.gather([content("jit_step", needed)], [1]).shown
+    assert alone[0].clean and not several.gather([alone[0]], [1]).detailed

@@ -45,11 +45,11 @@ class Several:
 
     @property
     def detailed(self) -> list[Content]:
-        """List the programs of which there is more to say than their row, without allowances."""
+        """List the programs that have more than their row, times too; without allowances."""
         return [
             dataclasses.replace(content, unused=())  # these are listed below all programs
             for content, _ in self.shown
-            if content.changes or content.costs
+            if content.changes or content.costs or content.timings is not None
         ]
 
     @property

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardrules.arguments import checked
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules.report import several
     from shardrules.watching.profiles.shown import Profile
 
+_DID_NOT_RUN = "it did not run while the steps were recorded"
 _UNTIMED = (
     "ran in the recorded steps, but the report has no times of it: it was compiled before the "
     "watch began, or its HLO there is another one; record with --keep DIR, and "
@@ -273,7 +274,24 @@ class Watched:
         self.timings = {text: p.timings for text, p in zip(bodies, result.programs)}
         untimed = [p.name for text, p in zip(bodies, result.programs) if text not in watched]
         notes = [f"{name} {_UNTIMED}" for name in dict.fromkeys(untimed)]
+        notes += self._did_not_run(watched, untimed)
         return dataclasses.replace(result, notes=(*result.notes, *notes))
+
+    def _did_not_run(
+        self, watched: Mapping[str, WatchedProgram], untimed: Collection[str]
+    ) -> Iterator[str]:
+        """Name each program with collectives that the profile has no event of."""
+        timed = {program.name for text, program in watched.items() if text in self.timings}
+        said = {*untimed}  # why these have no times is said already
+        for text, program in watched.items():
+            name = program.name
+            if text in self.timings or name in said:
+                continue
+            with contextlib.suppress(ShardrulesError):  # the report lists it
+                if program.judgement.verdicts:
+                    said.add(name)
+                    another = f"another program {name}" if name in timed else name
+                    yield f"the report has no times of {another}: {_DID_NOT_RUN}"
 
     @property
     def process(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import shardrules
+from shardrules.commands import closing
 from shardrules.commands import run as command
 
 ROOT = pathlib.Path(shardrules.__file__).parents[1]
@@ -81,7 +82,11 @@ def test_a_script_runs_as_python_runs_it(tmp_path, what):
     done = run("script.py", what, "--format", "--", "-x", cwd=tmp_path)
     plain = run("script.py", what, "--format", "--", "-x", cwd=tmp_path, before=())
     assert done.stdout == plain.stdout and "__main__" in done.stdout
-    word = "shardrules: the script compiled no program with JAX; nothing was judged\n"
+    word = (
+        "shardrules: --format behind script.py went to the script; as a flag of shardrules it "
+        "stands before: shardrules run --format ... script.py\n"
+        "shardrules: the script compiled no program with JAX; nothing was judged\n"
+    )
     # From Python 3.12 a fork beside JAX's threads is warned of, with the process's number.
     said, alone = (re.sub(r"\(pid=\d+\)", "", d.stderr) for d in (done, plain))
     assert said == alone + word
@@ -150,7 +155,7 @@ class Found:
 def test_exit_codes(values, code):
     found = Found()
     vars(found).update(values)
-    assert command._exit_code(found) == code
+    assert closing.exit_code(found) == code
 
 
 TESTS = """
@@ -252,11 +257,36 @@ jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()))(np.ones(
 """
 
 
-def test_a_sum_in_a_loop_that_one_after_it_replaces_is_a_finding(tmp_path):
-    (tmp_path / "loop.py").write_text(LOOP)
-    done = run(tmp_path / "loop.py")
+# The script looks for one of these flags, and --cheapest is not one of its own.
+CRASH = """
+import multiprocessing, sys
+multiprocessing.Process(target=print)
+"--strict" in sys.argv and int("a crash")
+"""
+
+
+@pytest.mark.parametrize("crash", ["", CRASH])
+def test_a_finding_and_a_crash_are_told_apart_in_the_last_line(tmp_path, crash):
+    """A sum in a loop that one after it replaces is a finding."""
+    (tmp_path / "loop.py").write_text(LOOP + crash)
+    done = run(tmp_path / "loop.py", *(["--strict", "--cheapest"] if crash else []))
     assert done.returncode == 1, done.stderr
     assert "12 B in 3 round trips become 4 B" in done.stderr
+    lines = done.stderr.splitlines()
+    own = "exit code 1 is the script's own: it raised ValueError; the report on what it compiled "
+    expected = f"{own}before: 1 finding"
+    expected = (
+        expected
+        if crash
+        else ("exit code 1 is the report's (1 finding); the script itself ended well")
+    )
+    assert lines[-1] == f"shardrules: {expected}"
+    misplaced = [line for line in lines if "went to the script" in line]
+    made = [line for line in lines if "of multiprocessing" in line]
+    assert len(misplaced) == len(made) == bool(crash)
+    if crash:
+        assert misplaced[0].startswith("shardrules: --cheapest behind loop.py went to the script")
+        assert made[0].startswith("shardrules: the script made 1 process of multiprocessing")
 
 
 def test_a_console_script_s_folder_is_not_the_scripts(tmp_path):

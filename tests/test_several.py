@@ -83,3 +83,16 @@ def test_what_a_profile_measured_is_shown_of_clean_programs_too():
     assert found.clean and "| 2 ms " in report.plain(found)
     (alone,) = several.gather([content("jit_step", needed)], [1]).shown
     assert alone[0].clean and not several.gather([alone[0]], [1]).detailed
+
+
+def test_what_clean_programs_send_is_said():
+    needed = [T.all_reduce("%x", T.OVER_DATA, name=name) for name in "ab"]
+    found = several.gather([content("jit_step", *needed), content("jit_none")], [1, 1])
+    assert found.clean
+    assert (
+        "spent:\n  jit_step: 96 B on the wire per device, in 2 runs of 2 collectives; the costliest "
+        "(100%) is 2 x unknown all-reduce(data), 32 B\n"
+    ) in report.plain(found)
+    assert "Spent" in report.markdown(found) and "Spent" in report.page(found)
+    wrong = several.gather([content("jit_wrong", T.all_reduce("%x"))], [1])
+    assert "spent:" not in report.plain(wrong)  # its own part has the table

@@ -74,7 +74,7 @@ def page(content: Content | Several) -> str:
 
 def _of_several(several: Several) -> str:
     first = f"<p><b>{escaped(several.measured)}.</b></p>" if several.measured else ""
-    body = [*map(_section, (several.programs, *several.ends))]
+    body = [*map(_section, (*several.blocks, *several.ends))]
     for content in several.detailed:
         # A frame of its own keeps each page's names and styles apart. Its links to #row would be
         # links to this page, which a frame in it may not load; the base makes them its own.

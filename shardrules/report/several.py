@@ -11,6 +11,8 @@ from shardrules.report.content import Content
 from shardrules.report.grouping import counted, duration, of_step, percent, size
 from shardrules.report.sections import LOOPS, Block, filled, listed
 
+_SPENDING = 5  # programs without findings of which is said what they send
+
 
 @dataclasses.dataclass(frozen=True)
 class Several:
@@ -49,7 +51,7 @@ class Several:
         return [
             dataclasses.replace(content, unused=())  # these are listed below all programs
             for content, _ in self.shown
-            if content.changes or content.costs or content.timings is not None
+            if _has_more(content)
         ]
 
     @property
@@ -93,8 +95,16 @@ class Several:
         return Block("", "\n".join(filter(None, notes)), columns, cells)
 
     @property
+    def spends(self) -> Block:
+        """Say what programs send that have no part of their own in the report."""
+        quiet = [c for c, _ in self.shown if c.account.entries and not _has_more(c)]
+        lines = [_spends(content) for content in quiet[:_SPENDING]]
+        rest = f"and {len(quiet) - _SPENDING} more, which send less"
+        return listed("Spent", lines)._replace(rest=rest if len(quiet) > _SPENDING else "")
+
+    @property
     def blocks(self) -> tuple[Block, ...]:
-        return (self.programs,)
+        return (self.programs, *filled(self.spends))
 
     @property
     def ends(self) -> tuple[Block, ...]:
@@ -102,6 +112,26 @@ class Several:
             listed("Can't be judged", (f"{name}: {why}" for name, why in self.failures)),
             listed("Allowances that match nothing", self.unused),
         )
+
+
+def _has_more(content: Content) -> bool:
+    """Tell whether a program gets a part of its own in the report."""
+    return bool(content.changes or content.costs) or content.timings is not None
+
+
+def _spends(content: Content) -> str:
+    """Say what one device sends in one execution, and which collective costs most of it."""
+    total, row = content.account.total, content.rows[0]
+    runs = counted(total.count, "run") + (f" and {total.unknown} in loops" if total.unknown else "")
+    cells = {cell.column: cell.text for cell in content.cells(row)}
+    at = f" at {cells['source']}" if cells["source"] else ""
+    each = f"{row.sites} x " if row.sites > 1 else ""
+    most = "at most " if total.at_most else ""
+    return (
+        f"{content.title}: {most}{size(total.wire_bytes)} on the wire per device, in {runs} of "
+        f"{counted(total.sites, 'collective')}; the costliest ({cells['share']}) is "
+        f"{each}{row.first.what}, {cells['bytes']}{at}"
+    )
 
 
 def _costs(content: Content) -> list[str]:

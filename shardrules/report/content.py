@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.arguments import checked
-from shardrules.costs import accounts, estimates, findings, outputs, transfers
+from shardrules.costs import accounts, estimates, findings, missing, outputs, transfers
 from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
@@ -85,7 +85,13 @@ class Content:
     @property
     def failing(self) -> int:
         """Count the findings: of outputs those that differ, in strict mode all."""
-        return len(self.findings) + sum(self.strict or o.kind == "differs" for o in self.unequal)
+        unproven = len(self.unequal) - self.differing if self.strict else 0
+        return len(self.findings) + self.differing + unproven
+
+    @property
+    def differing(self) -> int:
+        """Count the outputs that are called replicated and differ."""
+        return sum(output.kind == "differs" for output in self.unequal)
 
     @property
     def clean(self) -> bool:
@@ -190,7 +196,8 @@ class Content:
                 shown += f", {size(total.wire_bytes)} on the wire per device"
         else:
             shown += f", no collectives{self._unseen(devices)}"
-        return "; ".join(filter(None, (self.worth, shown, self.kinds or "no findings")))
+        missing = "a reduction seems to be missing" if self.differing else ""
+        return "; ".join(filter(None, (missing, self.worth, shown, self.kinds or "no findings")))
 
     def _unseen(self, devices: int) -> str:
         """Name the calls without a rule, which may communicate."""
@@ -294,7 +301,11 @@ class Content:
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
-        todo = [of_output(output, "to do:", output.advice) for output in self.unequal]
+        alike_outputs = alike(self.unequal, lambda o: (o.kind, o.over, o.missing, o.advice))
+        todo = [
+            of_output(same[0], "to do:", same[0].advice, [o.name for o in same[1:]])
+            for same in alike_outputs
+        ]
         stays = [of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
         allowed = [
             item(same, reason=pairs[0][1])
@@ -348,8 +359,11 @@ def _sum(worths: Iterable[Worth]) -> Worth:
     return functools.reduce(Worth.plus, worths, Worth())
 
 
-def of_output(output: outputs.Unequal, label: str, text: str) -> Item:
-    return Item(output.kind, output.what, "", (("because", output.because), (label, text)))
+def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence[str] = ()) -> Item:
+    """Say what is known of an output, and name those of which all but the reason is the same."""
+    more = ("likewise", few(likewise, _LISTED)) if likewise else ("", "")
+    lines = (("because", output.because), more, (label, here(text)))
+    return Item(output.kind, output.what, "", tuple(line for line in lines if line[0]))
 
 
 def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
@@ -408,7 +422,7 @@ def content(
     costly = dearer(all_hints, None if cheapest else judgement)
     allow = allow or findings.Allowances()
     stay, allowed, unused = allow.split(findings.find(judgement, strict) + costly)
-    unequal, unequal_allowed, unused_too = allow.split(outputs.find(judgement))
+    unequal, unequal_allowed, unused_too = allow.split(missing.find(judgement))
     account = accounts.of(judgement)
     on = None if target is None else estimates.target(target)
     ledger = Ledger(account, on, timings)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
+from shardrules.errors import few
 from shardrules.report import data
 from shardrules.report.content import Content
 from shardrules.report.grouping import counted, duration, of_step, percent, size
@@ -68,7 +69,9 @@ class Several:
     def about(self) -> str:
         total = sum(self.counts) + len(self.failures)
         worst = max(self.contents, key=lambda c: c.avoidable[1::-1], default=None)
+        differ = [content.title for content, _ in self.shown if content.differing]
         parts = [
+            f"a reduction seems to be missing in {few(differ, 2)}" if differ else "",
             counted(total, "program") + (" compiled" if self.of_process else ""),
             f"{len(self.shown)} with collectives or other costs",
             counted(self.findings, "finding") if self.findings else "no findings",
@@ -178,7 +181,7 @@ def gather(
     def costliest(pair: tuple[Content, int]) -> tuple[float, ...]:
         content, saved = pair[0], pair[0].avoidable
         return (
-            all(output.kind != "differs" for output in content.unequal),
+            not content.differing,
             -saved.exposed_seconds,
             -saved.seconds,
             -saved.bytes,

@@ -71,7 +71,11 @@ def test_run_and_verify_name_it_and_exit_with_1(script):
     assert ", 1 finding\n" in done.stderr and "| 1 output differs |" in done.stderr
     (kept,) = (script / "kept").glob("*.jit_step.hlo")
     done = command("verify", kept, cwd=script)
-    assert done.returncode == 1 and "  differs: output[1], f32[8,8]: no reduction over {data} of the gradient" in done.stdout
+    assert (
+        done.returncode == 1
+        and "  differs: output[1], f32[8,8]: no reduction over {data} of the gradient"
+        in done.stdout
+    )
     assert command("report", kept, cwd=script).returncode == 0
     allow = "differs output[1]: a copy for each device"
     done = command("verify", f"--allow={allow}", kept, cwd=script)

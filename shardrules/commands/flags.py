@@ -7,10 +7,12 @@ what they read from its environment.
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import sys
 from typing import IO, Any
 
+from shardrules import fitting
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
 
@@ -177,7 +179,10 @@ SCRIPT_USAGE = "%(prog)s [FLAGS] (SCRIPT | -m MODULE) [ARGS ...]"
 def say(*messages: str) -> None:
     """Write lines beside the report, to stderr."""
     for message in messages:
-        print(f"shardrules: {message}", file=sys.stderr, flush=True)
+        line = f"shardrules: {message}"
+        if "COLUMNS" in os.environ or fitting.is_terminal(sys.stderr):  # logs keep whole lines
+            line = fitting.fitted(line, fitting.width(sys.stderr))
+        print(line, file=sys.stderr, flush=True)
 
 
 def check_writable(*files: str | None) -> None:
@@ -187,12 +192,17 @@ def check_writable(*files: str | None) -> None:
             _put(file, "", "a")
 
 
-def write(text: str, file: str | None, stream: IO[str] | None = None) -> None:
+def write(text: str, file: str | None, stream: IO[str] | None = None, of_text: bool = True) -> None:
     """Write to a file; to stdout for ``-``; to a stream, else stdout, for None."""
+    # ``of_text``: people read it, so its lines are made to fit, in colour on a terminal.
+    out = stream if stream is not None and file is None else sys.stdout
+    if of_text:
+        text = fitting.fitted(text, fitting.width(out if file in (None, "-") else None))
+        if file in (None, "-") and fitting.has_colours(out):
+            text = fitting.coloured(text)
     if file not in (None, "-"):
         _put(file, text, "w")
         return
-    out = stream if stream is not None and file is None else sys.stdout
     out.write(text)
     out.flush()
 

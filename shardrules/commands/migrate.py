@@ -79,7 +79,7 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     text = migration.written(rows, before.sent, after.sent if after else None)
     if arguments.diff is not None:
         patch = edit(rows)
-        flags.write(migration.diff(patch), arguments.diff)
+        flags.write(migration.diff(patch), arguments.diff, of_text=False)
         if patch.left:
             text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in patch.left)])
     flags.write(text, arguments.output, sys.stderr)

@@ -151,11 +151,11 @@ class _Report:
         text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":
             text = json.dumps({**json.loads(text), "profile": measured.as_dict()}, indent=1) + "\n"
-        flags.write(text, output, sys.stderr)
+        flags.write(text, output, sys.stderr, of_text=self.arguments.format == "text")
         if output not in (None, "-"):
             flags.say(f"{results.headline}; the report is in {output}")
         for handle in self.handles if self.arguments.check else ():
-            print(f"\n{decided(handle.unchecked())}", file=sys.stderr, flush=True)
+            flags.write(f"\n{decided(handle.unchecked())}\n", None, sys.stderr)
         code, said = closing.exit_code(results), closing.counted(results)
         if self.recorder is not None and measured is None:
             code, said = flags.UNUSABLE, f"{said}, and --profile recorded nothing"

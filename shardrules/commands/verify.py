@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         whole: report.Content | several.Several = contents[0]
     else:
         whole = several.gather(contents, [1] * len(contents), failures, of_process=False)
-    flags.write(report.WRITERS[arguments.format](whole), arguments.output)
+    text = report.WRITERS[arguments.format](whole)
+    flags.write(text, arguments.output, of_text=arguments.format == "text")
     return flags.UNUSABLE if failures else flags.CLEAN if whole.clean else flags.FOUND
 
 

@@ -22,14 +22,15 @@ from shardrules.report.sections import Block, Item, filled, listed, sections
 
 _UNEQUAL = "Outputs called replicated that are not proven equal"
 _NOTE = (
-    f"{accounts.CONVENTION}; both are of one run at one site, and 'in all' adds up the wire bytes "
-    "of all runs at all sites"
+    "bytes: of one device's operand; wire bytes: what it sends, by ring algorithms, in one run\n"
+    "in all: the wire bytes of all runs at all sites; share: of the program's"
 )
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
     "runs at all sites; exposed: the part of it in which that device ran nothing else; "
     "bandwidth: wire bytes over the measured time"
 )
+RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
 _LISTED = 3  # of the findings that are folded into one line
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
@@ -385,14 +386,14 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
     lines = [("saves", saves), ("took", time)]
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
-        lines.append(("resting on:", resting_on(verdict)))
+        lines.append((RESTING, resting_on(verdict)))
     lines.append(("allowed:", reason) if reason else ("to do:", here(first.advice)))
     said = tuple((label, text) for label, text in lines if text)
     return Item(first.kind, what, here(entry.source), said, entry)
 
 
 def resting_on(verdict: hlo.Verdict) -> str:
-    return "; ".join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
+    return BETWEEN.join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
 
 
 @checked(own=("target",))

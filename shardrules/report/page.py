@@ -17,7 +17,7 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.errors import few
 from shardrules.report import drawn, grouping
-from shardrules.report.content import Cell, Content, resting_on
+from shardrules.report.content import RESTING, Cell, Content, resting_on
 from shardrules.report.drawn import Mark, escaped
 from shardrules.report.grouping import Row, alike, here, milliseconds, percent, size
 from shardrules.report.sections import Block, Item
@@ -350,7 +350,7 @@ def _item(item: Item, is_open: bool) -> str:
     verdict = item.entry.verdict if item.entry else "unproven"
     written = "".join(
         f"<p><b>{escaped(label)}</b> {escaped(text)}</p>"
-        for label, text in sorted(lines.items(), key=lambda line: line[0] == "resting on:")
+        for label, text in sorted(lines.items(), key=lambda line: line[0] == RESTING)
     )
     return (
         f"<li><details{' open' if is_open else ''}><summary>{badge(verdict, item.kind)} "

@@ -695,3 +695,27 @@ def test_a_near_command_or_flag_is_named(given, meant, capsys):
     assert command_line.main(given) == 2
     first = capsys.readouterr().err.splitlines()[0]
     assert first.endswith(meant) and ("did you mean" in first) == bool(meant)
+
+
+@pytest.mark.parametrize(
+    "file, flags, starts",
+    [
+        ("r.HTML", [], "<!doctype html>"),
+        ("r.md", [], "# "),
+        ("r.json", [], "{"),
+        ("r.txt", [], "a.hlo: "),
+        ("r", [], "a.hlo: "),
+        ("r.html", ["--format", "json"], "{"),
+    ],
+)
+def test_the_format_follows_the_suffix_of_the_file(tmp_path, monkeypatch, file, flags, starts):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.hlo").write_text(clean_module())
+    assert command_line.main(["verify", "a.hlo", "--output", file, *flags]) == 0
+    assert (tmp_path / file).read_text().startswith(starts)
+
+
+def test_a_suffix_that_a_command_does_not_write_is_refused(tmp_path, capsys):
+    assert command_line.main(["profile", str(tmp_path), "--output", str(tmp_path / "r.html")]) == 2
+    assert "looks like html, and this command writes text, json" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()

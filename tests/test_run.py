@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import shardrules
@@ -126,6 +127,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path):
         (["--rule", "k=no_comunication", "good.py"], "did you mean 'no_communication'?"),
         (["--rules", "no_such_rules", "good.py"], "--rules=no_such_rules can't be imported: "),
         (["--format", "text", "--format", "html", "good.py"], "--format was given twice"),
+        (["--output", "no/r.html", "--format", "text", "good.py"], "can't write no/r.html: "),
     ],
 )
 def test_what_can_not_be_run(tmp_path, args, message, capsys, monkeypatch):
@@ -214,7 +216,7 @@ def test_pytest_s_report_is_written_for_code_review(tmp_path):
     for name, why in (("no/out.txt", "make its folder first"), (".", ". is a folder; name a file")):
         refused = run(*flags, "--shardrules-output", name, cwd=tmp_path, before=pytest_)
         assert refused.returncode == 4 and why in refused.stderr, refused.stderr
-    flags += ["--shardrules-format", "sarif", "--shardrules-output", "out.sarif", "-n", "2"]
+    flags += ["--shardrules-output", "out.sarif", "-n", "2"]  # the suffix says which format
     written = run(*flags, cwd=tmp_path, before=pytest_)
     assert written.returncode == 1 and "the report is in out.sarif" in written.stdout
     log = json.loads((tmp_path / "out.sarif").read_text())
@@ -233,7 +235,12 @@ def test_run_and_verify_write_annotations_and_sarif(tmp_path):
     flags = ("--keep", "hlo", "--format")
     shown = run(*flags, "github", "train.py", cwd=tmp_path)
     assert shown.returncode == 1 and "\n::error file=train.py,line=" in "\n" + shown.stderr
-    run(*flags, "sarif", "--output", "out.sarif", "train.py", cwd=tmp_path)
+    run(*flags[:-1], "--output", "out.sarif", "train.py", cwd=tmp_path)
+    run("--output", "out.html", "train.py", cwd=tmp_path)
+    page = (tmp_path / "out.html").read_text()
+    said = rf"train\.py: \d{{4}}-\d\d-\d\d \d\d:\d\d, JAX {jax.__version__}, 8 devices \(cpu\)"
+    assert page.startswith("<!doctype html>") and re.search(f"<title>{said}</title>", page)
+    assert "<h1>train.py</h1>" in page
     verify = ("-m", "shardrules", "verify")
     again = run("hlo", "--format", "sarif", cwd=tmp_path, before=verify)
     assert again.returncode == 1, again.stderr

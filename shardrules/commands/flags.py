@@ -10,6 +10,7 @@ import argparse
 import os
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import IO, Any
 
 from shardrules import fitting
@@ -17,6 +18,14 @@ from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
 
 CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
+_SUFFIXES = {
+    ".html": "html",
+    ".htm": "html",
+    ".md": "markdown",
+    ".json": "json",
+    ".sarif": "sarif",
+    ".txt": "text",
+}
 Arguments = dict[str, dict[str, Any]]  # from an argument's name to argparse's options for it
 
 
@@ -50,7 +59,22 @@ def repeated(metavar: str, help: str, **options: Any) -> dict[str, Any]:
 
 
 def format_of(choices: Any, help: str) -> dict[str, Any]:
+    help += "; without it --output's suffix decides, else it is text"
     return once(None, help, choices=list(choices), default="text")
+
+
+def settle_format(arguments: argparse.Namespace, choices: Sequence[str]) -> None:
+    """Let the suffix of --output decide where --format is not given."""
+    file = getattr(arguments, "output", None)
+    wanted = _SUFFIXES.get(os.path.splitext(file or "")[1].lower())
+    if wanted is None or "format" in vars(arguments).get("given", ()):
+        return
+    if wanted not in choices:
+        raise ShardrulesError(
+            f"--output {file} looks like {wanted}, and this command writes {', '.join(choices)}; "
+            "name another file, or give --format"
+        )
+    arguments.format = wanted
 
 
 def _allowance(text: str) -> tuple[str, str]:

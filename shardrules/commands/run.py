@@ -16,10 +16,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import re
 import sys
 import tempfile
+import time
 from typing import TYPE_CHECKING
 
 from shardrules.commands import closing, flags, rules, script
@@ -84,7 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
         contexts.enter_context(seen)
-        report = _Report(seen, arguments, keep, closing.behind(target, ARGUMENTS, "run"))
+        title = f"-m {target.spec.name}" if target.spec else os.path.basename(target.file)
+        began = time.strftime("%Y-%m-%d %H:%M")
+        misplaced = closing.behind(target, ARGUMENTS, "run")
+        report = _Report(seen, arguments, keep, title, began, misplaced)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
             unchecked: Unchecked = "check" if arguments.check else "leave"
@@ -106,6 +111,8 @@ class _Report:
     seen: Watched
     arguments: argparse.Namespace
     keep: pathlib.Path | None
+    title: str = "Programs"
+    began: str = ""
     misplaced: str = ""  # a sentence on flags that went to the script
     recorder: Recorder | None = None
     handles: list[Handle] = dataclasses.field(default_factory=list)
@@ -146,7 +153,8 @@ class _Report:
         if self.keep is not None:
             _keep(self.seen, self.keep)
         measured = self._profiled()
-        results = _judged(self.seen)
+        ran = ", ".join([self.began, *self.seen.ran_on])
+        results = dataclasses.replace(_judged(self.seen), title=self.title, ran=ran)
         flags.say(*registry.unused(content.judgement for content in results.contents))
         text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":

@@ -8,6 +8,7 @@ get one table, the costliest first. Exit 2 if one of them can't be judged.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ from shardrules import report
 from shardrules.commands import flags, reading, rules
 from shardrules.costs import findings
 from shardrules.costs.timings import Timings
-from shardrules.errors import ShardrulesError
+from shardrules.errors import ShardrulesError, few
 from shardrules.report import several
 from shardrules.watching.profiles import profile
 from shardrules.watching.profiles.shown import Profile
 
+_NAMED = 3  # files in a report's title
 ARGUMENTS: flags.Arguments = {
     "files": {
         "metavar": "FILE",
@@ -63,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         whole: report.Content | several.Several = contents[0]
     else:
         whole = several.gather(contents, [1] * len(contents), failures, of_process=False)
+        named = few(arguments.files or [arguments.profile], _NAMED)
+        whole = dataclasses.replace(whole, title=named)
     text = report.WRITERS[arguments.format](whole)
     flags.write(text, arguments.output, of_text=arguments.format == "text")
     return flags.UNUSABLE if failures else flags.CLEAN if whole.clean else flags.FOUND

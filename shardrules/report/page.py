@@ -84,7 +84,10 @@ def _of_several(several: Several) -> str:
             f"<details open><summary>{title}</summary>"
             f'<iframe title="{title}" srcdoc="{html.escape(own)}"></iframe></details>'
         )
-    return whole(several.title, [first, f"<p>{escaped(several.headline)}.</p>"], body, "")
+    ran = f": {several.ran}" if several.ran else ""
+    when = dim(f"{several.ran}.") if several.ran else ""
+    head = [when, first, f"<p>{escaped(several.headline)}.</p>"]
+    return whole(several.title, head, body, ran)
 
 
 def whole(

@@ -26,8 +26,8 @@ class Several:
     missing: int  # programs that were not judged, since Ctrl-C was pressed
     of_process: bool = True  # they are what a process compiled; else they were read from files
     notes: tuple[str, ...] = ()  # more on how the programs came to be
-
-    title = "Programs"
+    title: str = "Programs"  # where they came from
+    ran: str = ""  # when and on what they ran, "2026-11-26 15:30, JAX 0.12.0, 8 CPU devices"
 
     @property
     def findings(self) -> int:

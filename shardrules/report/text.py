@@ -148,6 +148,8 @@ def markdown(content: Content | Several) -> str:
 
 def _markdown(content: Content | Several, level: str) -> str:
     lines = [f"{level} {content.title}", ""]
+    if isinstance(content, Several) and content.ran:
+        lines += [f"{content.ran}.", ""]
     lines += [f"{content.measured}.", ""] if content.measured else []
     lines += [f"{content.about}.", "", *_as_markdown(content.blocks, f"{level}#")]
     if isinstance(content, Several):

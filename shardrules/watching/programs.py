@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -299,6 +300,19 @@ class Watched:
         import jax
 
         return jax.process_index(), jax.process_count()
+
+    @property
+    def ran_on(self) -> list[str]:
+        """Give JAX's version and its devices, as far as they are known."""
+        import jax
+
+        words = []
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            words.append(f"JAX {importlib.metadata.version('jax')}")
+        with contextlib.suppress(Exception):  # a backend may raise anything
+            kinds = sorted({device.device_kind for device in jax.devices()})
+            words.append(f"{jax.device_count()} devices ({', '.join(kinds)})")
+        return words
 
     @property
     def clean(self) -> bool:

@@ -84,7 +84,7 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     (tmp_path / "our_rules.py").write_text(  # not before the script has set up JAX as it likes
         "import pathlib, sys\nassert 'jax' in sys.modules\npathlib.Path('imported').touch()\n"
     )
-    flags = ("--rules", "our_rules", "--rule", "k=no_communication", "--diff", "on.patch")
+    flags = ("--import", "our_rules", "--rule", "k=no_communication", "--diff", "on.patch")
     migrate = ("-m", "shardrules", "migrate", *flags, "train.py", "--lr", "1")
     done = run(tmp_path, *migrate)
     assert (tmp_path / "imported").exists()
@@ -256,7 +256,7 @@ def test_rules_of_flags_are_in_the_patch_and_those_that_match_nothing_are_named(
     plain = run(tmp_path, "train.py")
     for flags, line in (
         (("--rule", "ker*=per_device(model)"), "shardrules.register('ker*', "),
-        (("--rules", "our_rules"), "import our_rules"),
+        (("--import", "our_rules"), "import our_rules"),
     ):
         flags += ("--rule", "kernl=no_communication", "--diff", "on.patch")
         done = run(tmp_path, "-m", "shardrules", "migrate", *flags, "train.py")

@@ -167,11 +167,13 @@ def test_text_is_told_what_its_outputs_are(cpu_mesh, tmp_path):
 
     assert verify()[0] == 0
     for told in ("{replicated}", "{replicated}; {replicated}"):
-        code, text = verify(f"--outputs={told}")
+        code, text = verify(f"--out-shardings={told}")
         assert code == 1 and "  differs: output[1], f32[]: called replicated over {data}" in text
         assert "output[0]" not in text
-    assert verify("--outputs={replicated}; {devices=[8]<=[8]}")[0] == 0
-    code, text = verify("--outputs={replicated};{replicated};{replicated}")
+    assert verify("--out-shardings={replicated}; {devices=[8]<=[8]}")[0] == 0
+    code, text = verify("--out-shardings={replicated};{replicated};{replicated}")
     assert code == 2 and "3 shardings were given for the 2 arrays that module 'jit_differ" in text
-    code, text = verify("--outputs=replicated")
-    assert code == 2 and "'replicated' is not a sharding; write --outputs='{replicated}'" in text
+    code, text = verify("--out-shardings=replicated")
+    assert (
+        code == 2 and "'replicated' is not a sharding; write --out-shardings='{replicated}'" in text
+    )

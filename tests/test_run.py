@@ -125,7 +125,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path):
         (["--keep", "good.py", "good.py"], "can't make the folder good.py: File exists"),
         (["--target", "v4", "good.py"], "argument --target: invalid choice: 'v4'"),
         (["--rule", "k=no_comunication", "good.py"], "did you mean 'no_communication'?"),
-        (["--rules", "no_such_rules", "good.py"], "--rules=no_such_rules can't be imported: "),
+        (["--import", "no_such_rules", "good.py"], "--import=no_such_rules can't be imported: "),
         (["--format", "text", "--format", "html", "good.py"], "--format was given twice"),
         (["--output", "no/r.html", "--format", "text", "good.py"], "can't write no/r.html: "),
     ],
@@ -305,7 +305,7 @@ def test_a_console_script_s_folder_is_not_the_scripts(tmp_path):
     cli.write_text("import runpy; runpy.run_module('shardrules', run_name='__main__')")
     (tmp_path / "there" / "script.py").write_text("import sys; print(sys.path)")
     plain = run("there/script.py", cwd=tmp_path, before=())
-    for flags in ((), ("--rules", "mine")):
+    for flags in ((), ("--import", "mine")):
         assert (
             run(*flags, "there/script.py", cwd=tmp_path, before=(cli, "run")).stdout == plain.stdout
         )

@@ -119,8 +119,9 @@ def _shardings(text: str) -> list[str]:
     for part in shardings:
         if not (part.startswith("{") and part.endswith("}") and len(part) > 2):
             raise ShardrulesError(
-                f"--outputs={text}: {part!r} is not a sharding; write --outputs='{{replicated}}' "
-                "for all outputs, or one for each, separated by semicolons"
+                f"--out-shardings={text}: {part!r} is not a sharding; write "
+                "--out-shardings='{replicated}' for all outputs, or one for each, separated by "
+                "semicolons"
             )
     return shardings
 
@@ -151,7 +152,9 @@ REPORT: Arguments = {
     **JUDGING,
 }
 RULES: Arguments = {
-    "--rules": repeated("MODULE", "a module to import that registers rules for kernels"),
+    "--import": repeated(
+        "MODULE", "a module to import that registers rules for kernels", dest="rules"
+    ),
     "--rule": repeated(
         "NAME=RULE",
         "the rule of a kernel, 'flash*=no_communication' or 'ring=all_gather(model)'; where "
@@ -184,11 +187,12 @@ READING: Arguments = {
         "one after the other, and the devices of each in the same order",
         type=_slices,
     ),
-    "--outputs": once(
+    "--out-shardings": once(
         "SHARDINGS",
         "the HLO sharding of each output, '{replicated}; {devices=[8]<=[8]}', or one for all: "
         "an output that is called replicated and differs is a finding",
         type=_shardings,
+        dest="outputs",
     ),
     **RULES,
     "--output": once("FILE", "write the report there instead of to stdout"),

@@ -74,7 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _of_profile(arguments: argparse.Namespace, options: dict[str, Any]) -> Profile:
     registry = rules.Rules(arguments)
-    about = {"outputs": "outputs", "in": "specs", "parameters": "parameters", "slices": "slices"}
+    about = {
+        "out-shardings": "outputs",
+        "in": "specs",
+        "parameters": "parameters",
+        "slices": "slices",
+    }
     for flag, name in about.items():
         if getattr(arguments, name) is not None:
             raise ShardrulesError(f"--{flag} is about a FILE; with --profile, name that FILE too")

@@ -273,8 +273,8 @@ def called_with(
     """Return what a program is called with, of which ``args=`` and ``kwargs=`` may hold a part.
 
     An assertion has keywords of its own (``mesh=``), so that a program's argument of such a name
-    has to stand in ``kwargs={"mesh": ...}``. A parameter of the program named ``args`` or ``kwargs``
-    is the program's.
+    has to stand in ``kwargs={"mesh": ...}``. A parameter of the program that is named ``args`` or
+    ``kwargs`` is the program's.
     """
     rest = dict(kwargs or {})
     given = [name for name in ("args", "kwargs") if name in rest and not _takes(program, name)]

@@ -153,6 +153,16 @@ def test_a_script_that_fails_by_itself_is_not_tried(tmp_path):
     assert "running the script again" not in done.stderr
 
 
+def test_a_flag_behind_the_script_is_pointed_out(tmp_path):
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n")
+    done = run(tmp_path, "-m", "shardrules", "migrate", "-m", "train", "--once", "--own=1")
+    assert "'--once', '--own=1'" in done.stdout
+    assert done.stderr.startswith(
+        "shardrules: --once behind -m train went to the script; as a flag of shardrules it stands "
+        "before: shardrules migrate --once ... -m train\n"
+    )
+
+
 def test_modules_are_run_from_the_patch(tmp_path):
     head, main = SCRIPT.split("if __name__")
     (tmp_path / "model.py").write_text(head)

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shardrules import migration
-from shardrules.commands import flags, rules, script, trial
+from shardrules.commands import closing, flags, rules, script, trial
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.unchecked import Site
 from shardrules.migration import BY_HAND, CHANGES, MORE, RAISES, SWITCH, UNTRIED, Edits, Row
@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ShardrulesError(f"--diff and --output both name {arguments.diff}; name two files")
     rules.check(arguments)
     before = trial.run(arguments, look=True)
+    flags.say(*filter(None, [closing.behind(target, ARGUMENTS, "migrate")]))
     code = _report(arguments, target.file, before)
     if -before.code in (signal.SIGINT, signal.SIGTERM):  # end by the signal that ended the script
         signal.signal(-before.code, signal.SIG_DFL)

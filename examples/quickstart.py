@@ -22,10 +22,10 @@ def square(x):
 
 square.defvjp(lambda x: (square(x), x), lambda x, g: (2 * x * g,))
 
-shardrules.install()
 x = np.ones((8, 128), np.float32)
-for check_vma in (False, True):
-    specs = dict(in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
-    layer = jax.shard_map(square, mesh=mesh, **specs)
-    gradient = jax.jit(jax.grad(lambda x: layer(x).sum()))
-    print(f"check_vma={check_vma}:", testing.account(gradient, x))
+with shardrules.install():  # or shardrules.install(), once, where an application starts
+    for check_vma in (False, True):
+        specs = dict(in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
+        layer = jax.shard_map(square, mesh=mesh, **specs)
+        gradient = jax.jit(jax.grad(lambda x: layer(x).sum()))
+        print(f"check_vma={check_vma}:", testing.account(gradient, x))

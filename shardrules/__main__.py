@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import shardrules
+from shardrules.commands import flags
 from shardrules.errors import ShardrulesError
 
 COMMANDS = ("verify", "report", "diff", "run", "migrate", "profile", "doctor")
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if argv is None else list(argv)
         arguments = _parser(given[0] if given else "").parse_args(given)
+        if "format" in vars(arguments):
+            flags.settle_format(arguments, arguments.formats)
         return arguments.run(arguments)
     except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -107,7 +110,8 @@ def _parser(given: str) -> Any:
         )
         for argument, how in module.ARGUMENTS.items():
             command.add_argument(argument, **how)
-        command.set_defaults(run=module.run)
+        formats = module.ARGUMENTS.get("--format", {}).get("choices", [])
+        command.set_defaults(run=module.run, formats=formats)
     return parser
 
 

@@ -124,8 +124,8 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     return [
         table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
         "",
-        "(bytes: what one device sends for the collectives of each program that the script\n"
-        "compiled, run once; a while loop without a known count is one trip. The script ran\n"
+        "(bytes: what one device sends for the collectives of each program that the script "
+        "compiled, run once; a while loop without a known count is one trip. The script ran "
         "again with the patch, in a process of its own, to measure this)",
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pathlib
 import re
@@ -153,6 +154,7 @@ def judge_logical(
     program: Any, args: tuple, kwargs: dict, mesh: Mapping[str, int] | None = None
 ) -> hlo.Judgement:
     """Read a function, a Lowered, or HLO text before XLA's passes; its verdicts mean nothing."""
+    args, kwargs = called_with(program, args, kwargs)
     if isinstance(program, (str, os.PathLike)):
         return hlo.judge(read(program, args, kwargs).module(), mesh=mesh, unpartitioned=True)
     if hasattr(program, "as_text") and hasattr(program, "compile"):
@@ -225,7 +227,7 @@ def _text(text: str) -> str:
 
 def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Program:
     """Return a program's compiled HLO; errors say what to pass instead."""
-    kwargs = dict(kwargs or {})
+    args, kwargs = called_with(program, args, kwargs)
     if isinstance(program, (bytes, bytearray, memoryview)):
         raise ShardrulesError(
             f"{type(program).__name__} holds a serialized program, not HLO text; pass "
@@ -263,6 +265,45 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
             )
         return Program(modules[0].to_string(), "<executable>", None, True)
     return Program(str(getattr(program, form)()), "<module>")  # an XlaComputation, an HloModule
+
+
+def called_with(
+    program: Any, args: tuple, kwargs: Mapping[str, Any] | None
+) -> tuple[tuple, dict[str, Any]]:
+    """Return what a program is called with, of which ``args=`` and ``kwargs=`` may hold a part.
+
+    An assertion has keywords of its own (``mesh=``), so that a program's argument of such a name
+    has to stand in ``kwargs={"mesh": ...}``. A parameter of the program that is named ``args`` or
+    ``kwargs`` is the program's.
+    """
+    rest = dict(kwargs or {})
+    given = [name for name in ("args", "kwargs") if name in rest and not _takes(program, name)]
+    if not given:
+        return args, rest
+    more = rest.pop("args", ()) if "args" in given else ()
+    named = rest.pop("kwargs", {}) if "kwargs" in given else {}
+    if not isinstance(more, (tuple, list)) or not isinstance(named, Mapping):
+        raise ShardrulesError(
+            f"args={type(more).__name__}, kwargs={type(named).__name__}: args= takes a tuple of "
+            "positional arguments of the program, and kwargs= a dict of its keyword arguments"
+        )
+    if args and more:
+        raise ShardrulesError("positional arguments were given twice, as such and as args=")
+    if twice := sorted(rest.keys() & named.keys()):
+        raise ShardrulesError(f"{', '.join(twice)} was given twice, as a keyword and in kwargs=")
+    return args or tuple(more), {**rest, **named}
+
+
+def _takes(program: Any, name: str) -> bool:
+    """Tell whether a function has a parameter of a name, other than ``*args`` and ``**kwargs``."""
+    try:
+        parameter = inspect.signature(program).parameters.get(name)
+    except (TypeError, ValueError):  # it is no function, or one without a signature
+        return False
+    return parameter is not None and parameter.kind not in (
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    )
 
 
 def _text_of(executable: Any) -> str:

@@ -1,7 +1,8 @@
 """Assertions about compiled programs, for users' test suites.
 
 Each takes a jitted function with its arguments (arrays, or ``jax.ShapeDtypeStruct`` with shardings,
-also of absent accelerators), a ``Lowered``, a ``Compiled``, or HLO text.
+also of absent accelerators), a ``Lowered``, a ``Compiled``, or HLO text. Arguments of the function
+may stand in ``args=(...)`` and ``kwargs={...}``: those whose names the assertion has too must.
 """
 
 from __future__ import annotations

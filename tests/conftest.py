@@ -22,6 +22,16 @@ from shardrules import aot, registry  # noqa: E402
 AXES = ("data", "model")
 
 
+@pytest.hookimpl(trylast=True)  # the terminal's reporter is there
+def pytest_configure(config):
+    """Let reports have lines as long as they are; only pytest's own fit the terminal."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        writer = config.get_terminal_writer()
+        writer.fullwidth = writer.fullwidth
+    os.environ["COLUMNS"] = "1000"
+
+
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests that take long")
     parser.addoption(

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ARROWS = {
     "errors": set(),
     "arguments": {"errors"},
+    "fitting": set(),
     "registry": {"arguments", "errors"},
     "door": {"errors", "registry"},
     # Inside of hooks, from what is below to what installs all of it.
@@ -63,13 +64,13 @@ ARROWS = {
     "program": {"arguments", "errors", "registry", "hlo", "door", "hooks"},
     "watching": set("arguments errors hlo costs report program door hooks".split()),
     "checks": set(
-        "arguments errors registry hlo costs report program door hooks watching migration".split()
+        "arguments errors fitting registry hlo costs report program door hooks watching migration".split()
     ),
     "testing": set("arguments errors registry hlo costs report program checks door hooks".split()),
     "aot": {"arguments", "errors", "door"},
     "migration": {"costs", "report", "hooks", "watching"},
     "commands": set(
-        "aot errors registry hlo costs report program watching migration door hooks".split()
+        "aot errors fitting registry hlo costs report program watching migration door hooks".split()
     ),
     "__main__": {"errors", "commands"},
     # The roof: it names all for type checkers, and tells what is below what calls it.
@@ -90,6 +91,7 @@ ARROWS = {
 NO_JAX = {
     "arguments",
     "errors",
+    "fitting",
     "registry",
     "hlo",
     "hlo.reader",

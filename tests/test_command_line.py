@@ -103,13 +103,21 @@ def test_exit_codes_of_verify(tmp_path):
         ),
         (["verify"], "", "shardrules: nothing to judge; name a FILE of compiled HLO, or a folder"),
         (["verify", "train.py"], "", "is a Python script; shardrules run train.py judges the pr"),
-        (["verify", UVW, "--outputs={replicated};{replicated}"], "", "2 shardings were given for"),
+        (
+            ["verify", UVW, "--out-shardings={replicated};{replicated}"],
+            "",
+            "2 shardings were given for",
+        ),
         (
             ["verify", "--profile=."],
             "",
             ". holds no profile (*.xplane.pb); to record one, run some",
         ),
-        (["verify", "--profile=.", "--outputs={replicated}"], "", "--outputs is about a FILE"),
+        (
+            ["verify", "--profile=.", "--out-shardings={replicated}"],
+            "",
+            "--out-shardings is about a FILE",
+        ),
         (["diff", UVW], "", "shardrules: the following arguments are required: B"),
         (["diff", "-", "-"], "", "shardrules: only one of the two programs can be read from stdin"),
         (
@@ -173,9 +181,9 @@ def test_exit_codes_of_verify(tmp_path):
         ),
         (["verify", UVW, "--allow=all-reduce: x"], "", "'all-reduce' names no collectives; write"),
         (
-            ["verify", UVW, "--rules=no_such_module"],
+            ["verify", UVW, "--import=no_such_module"],
             "",
-            "shardrules: --rules=no_such_module can't be imported: ModuleNotFoundError: ",
+            "shardrules: --import=no_such_module can't be imported: ModuleNotFoundError: ",
         ),
         (
             ["report", UVW, "--output=no/such/folder"],
@@ -267,8 +275,8 @@ def test_a_rule_that_matches_nothing_says_so(tmp_path):
     (tmp_path / "our_rules.py").write_text(
         "import shardrules\nshardrules.register('mime', shardrules.no_communication)\n"
     )
-    done = run("verify", "-", "--rules=our_rules", stdin=kernel_module(), cwd=tmp_path)
-    assert "--rules=our_rules matches no kernel; did you mean 'mine'?" in done.stderr
+    done = run("verify", "-", "--import=our_rules", stdin=kernel_module(), cwd=tmp_path)
+    assert "--import=our_rules matches no kernel; did you mean 'mine'?" in done.stderr
     done = run("verify", UVW, MESH, "--rule=k=no_communication")
     assert "matches no kernel; no kernel is without a rule" in done.stderr
 
@@ -290,10 +298,12 @@ def test_a_kernels_rule_is_not_for_another_kernel_in_a_function_of_that_name(tmp
     for scope in ("jit(scale)/pallas_call", "scale/pallas_call"):
         path = tmp_path / "copy.hlo"
         path.write_text(text.replace("shard_map/pallas_call", f"shard_map/{scope}"))
-        for flag in ("--rules=our_rules", "--rule=scale=no_communication"):
-            verdicts[scope, flag[:7]] = run("verify", path, MESH, flag, cwd=tmp_path).stdout
+        for flag in ("--import=our_rules", "--rule=scale=no_communication"):
+            verdicts[scope, flag.partition("=")[0]] = run(
+                "verify", path, MESH, flag, cwd=tmp_path
+            ).stdout
     # JAX makes the scope of a kernel's name=; a rule for this very text may name the function, too.
-    assert "; 1 unproven\n" in verdicts.pop(("jit(scale)/pallas_call", "--rules"))
+    assert "; 1 unproven\n" in verdicts.pop(("jit(scale)/pallas_call", "--import"))
     assert len(verdicts) == 3 and all("; 1 redundant\n" in out for out in verdicts.values())
 
 
@@ -305,12 +315,12 @@ def test_rules_come_from_a_module(tmp_path):
     done = run("verify", "-", stdin=kernel_module(), cwd=tmp_path)
     assert done.returncode == 1 and "  unproven: unknown all-reduce" in done.stdout
     assert "shardrules.register('mine', shardrules.no_communication)" in done.stdout
-    done = run("verify", "-", "--rules", "our_rules", stdin=kernel_module(), cwd=tmp_path)
+    done = run("verify", "-", "--import", "our_rules", stdin=kernel_module(), cwd=tmp_path)
     assert done.returncode == 1 and "  redundant: unknown all-reduce" in done.stdout
     assert "our_rules.py:2" in done.stdout
-    done = run("verify", "-", "--rules=broken", stdin=kernel_module(), cwd=tmp_path)
+    done = run("verify", "-", "--import=broken", stdin=kernel_module(), cwd=tmp_path)
     assert done.returncode == 2
-    assert "--rules=broken can't be imported: ZeroDivisionError: division by zero" in done.stderr
+    assert "--import=broken can't be imported: ZeroDivisionError: division by zero" in done.stderr
 
 
 def test_allowances_and_strictness():
@@ -640,9 +650,9 @@ def test_help_names_the_commands_and_flags():
     for word in ("verify", "report", "diff", "--version"):
         assert word in done.stdout
     of_verify, of_diff = (run(name, "--help").stdout for name in ("verify", "diff"))
-    for word in ("FILE", "--rules", "--strict", "--mesh", "--allow", "--format", "--output"):
+    for word in ("FILE", "--import", "--strict", "--mesh", "--allow", "--format", "--output"):
         assert word in of_verify
-    for word in ("A B", "--rules", "--mesh", "--output", "--format"):
+    for word in ("A B", "--import", "--mesh", "--output", "--format"):
         assert word in of_diff
     for word in ("--flagfile", "--undefok", "--helpfull", "--strict"):
         assert word not in of_diff
@@ -696,3 +706,27 @@ def test_a_near_command_or_flag_is_named(given, meant, capsys):
     assert command_line.main(given) == 2
     first = capsys.readouterr().err.splitlines()[0]
     assert first.endswith(meant) and ("did you mean" in first) == bool(meant)
+
+
+@pytest.mark.parametrize(
+    "file, flags, starts",
+    [
+        ("r.HTML", [], "<!doctype html>"),
+        ("r.md", [], "# "),
+        ("r.json", [], "{"),
+        ("r.txt", [], "a.hlo: "),
+        ("r", [], "a.hlo: "),
+        ("r.html", ["--format", "json"], "{"),
+    ],
+)
+def test_the_format_follows_the_suffix_of_the_file(tmp_path, monkeypatch, file, flags, starts):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.hlo").write_text(clean_module())
+    assert command_line.main(["verify", "a.hlo", "--output", file, *flags]) == 0
+    assert (tmp_path / file).read_text().startswith(starts)
+
+
+def test_a_suffix_that_a_command_does_not_write_is_refused(tmp_path, capsys):
+    assert command_line.main(["profile", str(tmp_path), "--output", str(tmp_path / "r.html")]) == 2
+    assert "looks like html, and this command writes text, json" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()

@@ -84,7 +84,7 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     (tmp_path / "our_rules.py").write_text(  # not before the script has set up JAX as it likes
         "import pathlib, sys\nassert 'jax' in sys.modules\npathlib.Path('imported').touch()\n"
     )
-    flags = ("--rules", "our_rules", "--rule", "k=no_communication", "--diff", "on.patch")
+    flags = ("--import", "our_rules", "--rule", "k=no_communication", "--diff", "on.patch")
     migrate = ("-m", "shardrules", "migrate", *flags, "train.py", "--lr", "1")
     done = run(tmp_path, *migrate)
     assert (tmp_path / "imported").exists()
@@ -151,6 +151,16 @@ def test_a_script_that_fails_by_itself_is_not_tried(tmp_path):
     assert done.returncode == 3 and migration.SWITCH not in done.stderr
     assert "the script as it is fails: exit code 3" in done.stderr
     assert "running the script again" not in done.stderr
+
+
+def test_a_flag_behind_the_script_is_pointed_out(tmp_path):
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n")
+    done = run(tmp_path, "-m", "shardrules", "migrate", "-m", "train", "--once", "--own=1")
+    assert "'--once', '--own=1'" in done.stdout
+    assert done.stderr.startswith(
+        "shardrules: --once behind -m train went to the script; as a flag of shardrules it stands "
+        "before: shardrules migrate --once ... -m train\n"
+    )
 
 
 def test_modules_are_run_from_the_patch(tmp_path):
@@ -256,7 +266,7 @@ def test_rules_of_flags_are_in_the_patch_and_those_that_match_nothing_are_named(
     plain = run(tmp_path, "train.py")
     for flags, line in (
         (("--rule", "ker*=per_device(model)"), "shardrules.register('ker*', "),
-        (("--rules", "our_rules"), "import our_rules"),
+        (("--import", "our_rules"), "import our_rules"),
     ):
         flags += ("--rule", "kernl=no_communication", "--diff", "on.patch")
         done = run(tmp_path, "-m", "shardrules", "migrate", *flags, "train.py")

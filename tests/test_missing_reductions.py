@@ -34,11 +34,13 @@ f(put(jnp.ones((8, 8)), P()), put(jnp.ones((16, 8)), P("data")))
 """
 BLOCK = """\
 outputs called replicated that are not proven equal:
-  differs: output['w'], f32[8,8]: called replicated over {data}, not proven equal
+  differs: output['w'], f32[8,8]: no reduction over {data} of the gradient that goes into it; \
+called replicated over {data}, not proven equal
     because parameter 1 (x) is sharded over data, and no reduction over data stands on the way; it \
 is written into the memory of w, so that the devices' copies drift apart from step to step
-    to do: jax.lax.psum (or pmean) it over 'data' before it is returned, or name the axes in its \
-out_specs
+    to do: reduce the gradient that comes from wrong.py:6 (step.<locals>.<lambda>) over 'data' \
+before it goes into wrong.py:7 (step): jax.lax.pmean where the loss is a mean over all of data, \
+jax.lax.psum where it is a sum of the devices' parts
 """
 
 
@@ -69,7 +71,11 @@ def test_run_and_verify_name_it_and_exit_with_1(script):
     assert ", 1 finding\n" in done.stderr and "| 1 output differs |" in done.stderr
     (kept,) = (script / "kept").glob("*.jit_step.hlo")
     done = command("verify", kept, cwd=script)
-    assert done.returncode == 1 and "  differs: output[1], f32[8,8]: called" in done.stdout
+    assert (
+        done.returncode == 1
+        and "  differs: output[1], f32[8,8]: no reduction over {data} of the gradient"
+        in done.stdout
+    )
     assert command("report", kept, cwd=script).returncode == 0
     allow = "differs output[1]: a copy for each device"
     done = command("verify", f"--allow={allow}", kept, cwd=script)
@@ -161,11 +167,13 @@ def test_text_is_told_what_its_outputs_are(cpu_mesh, tmp_path):
 
     assert verify()[0] == 0
     for told in ("{replicated}", "{replicated}; {replicated}"):
-        code, text = verify(f"--outputs={told}")
+        code, text = verify(f"--out-shardings={told}")
         assert code == 1 and "  differs: output[1], f32[]: called replicated over {data}" in text
         assert "output[0]" not in text
-    assert verify("--outputs={replicated}; {devices=[8]<=[8]}")[0] == 0
-    code, text = verify("--outputs={replicated};{replicated};{replicated}")
+    assert verify("--out-shardings={replicated}; {devices=[8]<=[8]}")[0] == 0
+    code, text = verify("--out-shardings={replicated};{replicated};{replicated}")
     assert code == 2 and "3 shardings were given for the 2 arrays that module 'jit_differ" in text
-    code, text = verify("--outputs=replicated")
-    assert code == 2 and "'replicated' is not a sharding; write --outputs='{replicated}'" in text
+    code, text = verify("--out-shardings=replicated")
+    assert (
+        code == 2 and "'replicated' is not a sharding; write --out-shardings='{replicated}'" in text
+    )

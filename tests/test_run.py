@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import shardrules
+from shardrules.commands import closing
 from shardrules.commands import run as command
 
 ROOT = pathlib.Path(shardrules.__file__).parents[1]
@@ -81,7 +83,11 @@ def test_a_script_runs_as_python_runs_it(tmp_path, what):
     done = run("script.py", what, "--format", "--", "-x", cwd=tmp_path)
     plain = run("script.py", what, "--format", "--", "-x", cwd=tmp_path, before=())
     assert done.stdout == plain.stdout and "__main__" in done.stdout
-    word = "shardrules: the script compiled no program with JAX; nothing was judged\n"
+    word = (
+        "shardrules: --format behind script.py went to the script; as a flag of shardrules it "
+        "stands before: shardrules run --format ... script.py\n"
+        "shardrules: the script compiled no program with JAX; nothing was judged\n"
+    )
     # From Python 3.12 a fork beside JAX's threads is warned of, with the process's number.
     said, alone = (re.sub(r"\(pid=\d+\)", "", d.stderr) for d in (done, plain))
     assert said == alone + word
@@ -119,8 +125,9 @@ def test_a_module_runs_as_python_runs_it(tmp_path):
         (["--keep", "good.py", "good.py"], "can't make the folder good.py: File exists"),
         (["--target", "v4", "good.py"], "argument --target: invalid choice: 'v4'"),
         (["--rule", "k=no_comunication", "good.py"], "did you mean 'no_communication'?"),
-        (["--rules", "no_such_rules", "good.py"], "--rules=no_such_rules can't be imported: "),
+        (["--import", "no_such_rules", "good.py"], "--import=no_such_rules can't be imported: "),
         (["--format", "text", "--format", "html", "good.py"], "--format was given twice"),
+        (["--output", "no/r.html", "--format", "text", "good.py"], "can't write no/r.html: "),
     ],
 )
 def test_what_can_not_be_run(tmp_path, args, message, capsys, monkeypatch):
@@ -150,7 +157,7 @@ class Found:
 def test_exit_codes(values, code):
     found = Found()
     vars(found).update(values)
-    assert command._exit_code(found) == code
+    assert closing.exit_code(found) == code
 
 
 TESTS = """
@@ -209,7 +216,7 @@ def test_pytest_s_report_is_written_for_code_review(tmp_path):
     for name, why in (("no/out.txt", "make its folder first"), (".", ". is a folder; name a file")):
         refused = run(*flags, "--shardrules-output", name, cwd=tmp_path, before=pytest_)
         assert refused.returncode == 4 and why in refused.stderr, refused.stderr
-    flags += ["--shardrules-format", "sarif", "--shardrules-output", "out.sarif", "-n", "2"]
+    flags += ["--shardrules-output", "out.sarif", "-n", "2"]  # the suffix says which format
     written = run(*flags, cwd=tmp_path, before=pytest_)
     assert written.returncode == 1 and "the report is in out.sarif" in written.stdout
     log = json.loads((tmp_path / "out.sarif").read_text())
@@ -228,7 +235,12 @@ def test_run_and_verify_write_annotations_and_sarif(tmp_path):
     flags = ("--keep", "hlo", "--format")
     shown = run(*flags, "github", "train.py", cwd=tmp_path)
     assert shown.returncode == 1 and "\n::error file=train.py,line=" in "\n" + shown.stderr
-    run(*flags, "sarif", "--output", "out.sarif", "train.py", cwd=tmp_path)
+    run(*flags[:-1], "--output", "out.sarif", "train.py", cwd=tmp_path)
+    run("--output", "out.html", "train.py", cwd=tmp_path)
+    page = (tmp_path / "out.html").read_text()
+    said = rf"train\.py: \d{{4}}-\d\d-\d\d \d\d:\d\d, JAX {jax.__version__}, 8 devices \(cpu\)"
+    assert page.startswith("<!doctype html>") and re.search(f"<title>{said}</title>", page)
+    assert "<h1>train.py</h1>" in page
     verify = ("-m", "shardrules", "verify")
     again = run("hlo", "--format", "sarif", cwd=tmp_path, before=verify)
     assert again.returncode == 1, again.stderr
@@ -252,11 +264,36 @@ jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()))(np.ones(
 """
 
 
-def test_a_sum_in_a_loop_that_one_after_it_replaces_is_a_finding(tmp_path):
-    (tmp_path / "loop.py").write_text(LOOP)
-    done = run(tmp_path / "loop.py")
+# The script looks for one of these flags, and --cheapest is not one of its own.
+CRASH = """
+import multiprocessing, sys
+multiprocessing.Process(target=print)
+"--strict" in sys.argv and int("a crash")
+"""
+
+
+@pytest.mark.parametrize("crash", ["", CRASH])
+def test_a_finding_and_a_crash_are_told_apart_in_the_last_line(tmp_path, crash):
+    """A sum in a loop that one after it replaces is a finding."""
+    (tmp_path / "loop.py").write_text(LOOP + crash)
+    done = run(tmp_path / "loop.py", *(["--strict", "--cheapest"] if crash else []))
     assert done.returncode == 1, done.stderr
     assert "12 B in 3 round trips become 4 B" in done.stderr
+    lines = done.stderr.splitlines()
+    own = "exit code 1 is the script's own: it raised ValueError; the report on what it compiled "
+    expected = f"{own}before: 1 finding"
+    expected = (
+        expected
+        if crash
+        else ("exit code 1 is the report's (1 finding); the script itself ended well")
+    )
+    assert lines[-1] == f"shardrules: {expected}"
+    misplaced = [line for line in lines if "went to the script" in line]
+    made = [line for line in lines if "of multiprocessing" in line]
+    assert len(misplaced) == len(made) == bool(crash)
+    if crash:
+        assert misplaced[0].startswith("shardrules: --cheapest behind loop.py went to the script")
+        assert made[0].startswith("shardrules: the script made 1 process of multiprocessing")
 
 
 def test_a_console_script_s_folder_is_not_the_scripts(tmp_path):
@@ -268,7 +305,7 @@ def test_a_console_script_s_folder_is_not_the_scripts(tmp_path):
     cli.write_text("import runpy; runpy.run_module('shardrules', run_name='__main__')")
     (tmp_path / "there" / "script.py").write_text("import sys; print(sys.path)")
     plain = run("there/script.py", cwd=tmp_path, before=())
-    for flags in ((), ("--rules", "mine")):
+    for flags in ((), ("--import", "mine")):
         assert (
             run(*flags, "there/script.py", cwd=tmp_path, before=(cli, "run")).stdout == plain.stdout
         )

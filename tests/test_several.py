@@ -7,13 +7,15 @@ from hlo import text as T
 
 from shardrules import hlo, report
 from shardrules.costs import findings
+from shardrules.costs.timings import Timing, Timings
 from shardrules.report import several
 
 
-def content(name, *operations, allow=None):
+def content(name, *operations, allow=None, timings=None):
     module = T.module("\n".join([T.parameter(T.DATA), *operations]))
     judgement = hlo.judge(module, mesh={"data": 4, "model": 2})
-    return report.content(judgement, title=name, allow=findings.Allowances(allow))
+    allow = findings.Allowances(allow)
+    return report.content(judgement, title=name, allow=allow, timings=timings)
 
 
 @pytest.fixture
@@ -72,3 +74,25 @@ def test_an_allowance_may_match_in_one_program_alone():
 )
 def test_a_programs_first_line(operations, said):
     assert content("step", *operations).headline.startswith(f"step: {said}")
+
+
+def test_what_a_profile_measured_is_shown_of_clean_programs_too():
+    needed = T.all_reduce("%x", T.OVER_DATA)
+    times = Timings(0.01, (Timing(0.002, 0.001, 0.002, 1, "CPU 0", "CPU 0"),))
+    found = several.gather([content("jit_step", needed, timings=times)], [1])
+    assert found.clean and "| 2 ms " in report.plain(found)
+    (alone,) = several.gather([content("jit_step", needed)], [1]).shown
+    assert alone[0].clean and not several.gather([alone[0]], [1]).detailed
+
+
+def test_what_clean_programs_send_is_said():
+    needed = [T.all_reduce("%x", T.OVER_DATA, name=name) for name in "ab"]
+    found = several.gather([content("jit_step", *needed), content("jit_none")], [1, 1])
+    assert found.clean
+    assert (
+        "spent:\n  jit_step: 96 B on the wire per device, in 2 runs of 2 collectives; the costliest "
+        "(100%) is 2 x unknown all-reduce(data), 32 B\n"
+    ) in report.plain(found)
+    assert "Spent" in report.markdown(found) and "Spent" in report.page(found)
+    wrong = several.gather([content("jit_wrong", T.all_reduce("%x"))], [1])
+    assert "spent:" not in report.plain(wrong)  # its own part has the table

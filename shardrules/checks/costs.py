@@ -57,6 +57,7 @@ def assert_donated(
     if source.compiled is not None:
         if (made := compiled.argument_leaves(source.compiled)) is not None:
             arguments = [donation.Argument(*leaf) for leaf in made]
+            args, kwargs = programs.called_with(program, args, kwargs)
             if args or kwargs:
                 shared = compiled.shared_buffers(source.compiled, args, kwargs)
         if (outputs := compiled.placed_results(source.compiled)) is not None:

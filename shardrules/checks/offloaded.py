@@ -93,6 +93,7 @@ def _traced(program: Any, args: tuple, kwargs: dict, names: Any) -> list[NamedVa
             "names are read from the trace, and a compiled program has none; pass the function "
             "with its arguments"
         )
+    args, kwargs = programs.called_with(program, args, kwargs)
     try:
         traced = named_values(program, *args, **kwargs)
     except ShardrulesError:  # no jax.checkpoint: what is moved by device_put has no name

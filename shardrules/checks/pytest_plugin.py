@@ -57,6 +57,8 @@ def pytest_configure(config):
         )
     formatted = config.getoption("--shardrules-format")
     output = config.getoption("--shardrules-output")
+    if not formatted and output and output.endswith(".sarif"):
+        formatted = config.option.shardrules_format = "sarif"
     if formatted == "sarif" and not output:
         raise pytest.UsageError(
             "--shardrules-format=sarif writes a file; pass --shardrules-output=shardrules.sarif"

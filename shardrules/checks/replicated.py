@@ -11,7 +11,7 @@ import numpy as np
 from shardrules import hlo
 from shardrules import program as programs
 from shardrules.arguments import checked
-from shardrules.costs import findings
+from shardrules.costs import findings, missing
 from shardrules.costs import outputs as unequal
 from shardrules.errors import ReplicationAssertionError, ShardrulesError, few
 from shardrules.hlo.reader import notations
@@ -68,7 +68,7 @@ def assert_outputs_replicated(
             program=program,
         )
     declared = list(_declared(judgement))
-    bad, _, unused = findings.Allowances(allow).split(unequal.find(judgement))
+    bad, _, unused = findings.Allowances(allow).split(missing.find(judgement))
     wrong = [*map(_shown, bad), *(declared if strict else ())]
     if wrong:
         raise ReplicationAssertionError(
@@ -86,7 +86,7 @@ def assert_outputs_replicated(
 def _shown(output: unequal.Unequal) -> str:
     name = _named(output.name.removeprefix("output"))
     return (
-        f"  {name}, {output.shape}: called {output.over}, not proven equal\n"
+        f"  {name}{output.what.removeprefix(output.name)}\n"
         f"    because {output.because}\n    to do: {output.advice}"
     )
 

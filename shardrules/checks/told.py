@@ -29,7 +29,7 @@ def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
 
     Examples:
       >>> print(testing.verify_flags(step, w, x))
-      --mesh data=4,model=2 --in "P(); P('data')" --outputs '{replicated}'
+      --mesh data=4,model=2 --in "P(); P('data')" --out-shardings '{replicated}'
     """
     source = programs.read(program, args, kwargs)
     if source.compiled is None:
@@ -53,7 +53,7 @@ def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
     shapes = programs.output_shapes(module)
     outputs = placements.results(None, shapes)
     if outputs and None not in outputs:
-        flags += ["--outputs", "; ".join(_one([output[1] for output in outputs if output]))]
+        flags += ["--out-shardings", "; ".join(_one([output[1] for output in outputs if output]))]
     if order := placements.slices():
         flags += ["--slices", str(_slices(order, source.name))]
     return " ".join(_quoted(flag) for flag in flags)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import sys
 from typing import Any
 
+from shardrules import fitting
 from shardrules.watching import check_off
 
 # Keys of what a worker of pytest-xdist sends to the process that reports.
@@ -65,11 +67,14 @@ class PytestWatch:
             reporter.write_line(line, red=True)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        columns = fitting.width(sys.stdout)
         for report in self._reports:
             where = f" ({report['process']})" if report["process"] else ""
             terminalreporter.section(f"shardrules: programs that were compiled{where}")
             text = report["headline"] if self._output else report["text"].rstrip()
-            terminalreporter.write_line(text)
+            # Annotations are read by a machine, a line each.
+            of_text = self._output or self._format == "text"
+            terminalreporter.write_line(fitting.fitted(text, columns) if of_text else text)
         if not self._reports:
             terminalreporter.write_line("shardrules: no test compiled a program with JAX")
         if self._output:
@@ -113,4 +118,4 @@ class PytestCheck:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.section("shardrules: shard_maps with the check off")
         for text in self._texts or ["none was called"]:
-            terminalreporter.write_line(text)
+            terminalreporter.write_line(fitting.fitted(text, fitting.width(sys.stdout)))

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             *(comparing.grouped(c.account, groups=True, names=names) for c in (before, after))
         )
         text = report.DIFFS[arguments.format](before, after, changes)
-    flags.write(text, arguments.output)
+    flags.write(text, arguments.output, of_text=arguments.format == "text")
     return flags.FOUND if changes else flags.CLEAN
 
 

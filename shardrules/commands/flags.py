@@ -7,14 +7,25 @@ what they read from its environment.
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import IO, Any
 
+from shardrules import fitting
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
 
 CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
+_SUFFIXES = {
+    ".html": "html",
+    ".htm": "html",
+    ".md": "markdown",
+    ".json": "json",
+    ".sarif": "sarif",
+    ".txt": "text",
+}
 Arguments = dict[str, dict[str, Any]]  # from an argument's name to argparse's options for it
 
 
@@ -48,7 +59,22 @@ def repeated(metavar: str, help: str, **options: Any) -> dict[str, Any]:
 
 
 def format_of(choices: Any, help: str) -> dict[str, Any]:
+    help += "; without it --output's suffix decides, else it is text"
     return once(None, help, choices=list(choices), default="text")
+
+
+def settle_format(arguments: argparse.Namespace, choices: Sequence[str]) -> None:
+    """Let the suffix of --output decide where --format is not given."""
+    file = getattr(arguments, "output", None)
+    wanted = _SUFFIXES.get(os.path.splitext(file or "")[1].lower())
+    if wanted is None or "format" in vars(arguments).get("given", ()):
+        return
+    if wanted not in choices:
+        raise ShardrulesError(
+            f"--output {file} looks like {wanted}, and this command writes {', '.join(choices)}; "
+            "name another file, or give --format"
+        )
+    arguments.format = wanted
 
 
 def _allowance(text: str) -> tuple[str, str]:
@@ -93,8 +119,9 @@ def _shardings(text: str) -> list[str]:
     for part in shardings:
         if not (part.startswith("{") and part.endswith("}") and len(part) > 2):
             raise ShardrulesError(
-                f"--outputs={text}: {part!r} is not a sharding; write --outputs='{{replicated}}' "
-                "for all outputs, or one for each, separated by semicolons"
+                f"--out-shardings={text}: {part!r} is not a sharding; write "
+                "--out-shardings='{replicated}' for all outputs, or one for each, separated by "
+                "semicolons"
             )
     return shardings
 
@@ -125,7 +152,9 @@ REPORT: Arguments = {
     **JUDGING,
 }
 RULES: Arguments = {
-    "--rules": repeated("MODULE", "a module to import that registers rules for kernels"),
+    "--import": repeated(
+        "MODULE", "a module to import that registers rules for kernels", dest="rules"
+    ),
     "--rule": repeated(
         "NAME=RULE",
         "the rule of a kernel, 'flash*=no_communication' or 'ring=all_gather(model)'; where "
@@ -158,11 +187,12 @@ READING: Arguments = {
         "one after the other, and the devices of each in the same order",
         type=_slices,
     ),
-    "--outputs": once(
+    "--out-shardings": once(
         "SHARDINGS",
         "the HLO sharding of each output, '{replicated}; {devices=[8]<=[8]}', or one for all: "
         "an output that is called replicated and differs is a finding",
         type=_shardings,
+        dest="outputs",
     ),
     **RULES,
     "--output": once("FILE", "write the report there instead of to stdout"),
@@ -177,7 +207,10 @@ SCRIPT_USAGE = "%(prog)s [FLAGS] (SCRIPT | -m MODULE) [ARGS ...]"
 def say(*messages: str) -> None:
     """Write lines beside the report, to stderr."""
     for message in messages:
-        print(f"shardrules: {message}", file=sys.stderr, flush=True)
+        line = f"shardrules: {message}"
+        if "COLUMNS" in os.environ or fitting.is_terminal(sys.stderr):  # logs keep whole lines
+            line = fitting.fitted(line, fitting.width(sys.stderr))
+        print(line, file=sys.stderr, flush=True)
 
 
 def check_writable(*files: str | None) -> None:
@@ -187,12 +220,17 @@ def check_writable(*files: str | None) -> None:
             _put(file, "", "a")
 
 
-def write(text: str, file: str | None, stream: IO[str] | None = None) -> None:
+def write(text: str, file: str | None, stream: IO[str] | None = None, of_text: bool = True) -> None:
     """Write to a file; to stdout for ``-``; to a stream, else stdout, for None."""
+    # ``of_text``: people read it, so its lines are made to fit, in colour on a terminal.
+    out = stream if stream is not None and file is None else sys.stdout
+    if of_text:
+        text = fitting.fitted(text, fitting.width(out if file in (None, "-") else None))
+        if file in (None, "-") and fitting.has_colours(out):
+            text = fitting.coloured(text)
     if file not in (None, "-"):
         _put(file, text, "w")
         return
-    out = stream if stream is not None and file is None else sys.stdout
     out.write(text)
     out.flush()
 

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shardrules import migration
-from shardrules.commands import flags, rules, script, trial
+from shardrules.commands import closing, flags, rules, script, trial
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.unchecked import Site
 from shardrules.migration import BY_HAND, CHANGES, MORE, RAISES, SWITCH, UNTRIED, Edits, Row
@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ShardrulesError(f"--diff and --output both name {arguments.diff}; name two files")
     rules.check(arguments)
     before = trial.run(arguments, look=True)
+    flags.say(*filter(None, [closing.behind(target, ARGUMENTS, "migrate")]))
     code = _report(arguments, target.file, before)
     if -before.code in (signal.SIGINT, signal.SIGTERM):  # end by the signal that ended the script
         signal.signal(-before.code, signal.SIG_DFL)
@@ -79,7 +80,7 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     text = migration.written(rows, before.sent, after.sent if after else None)
     if arguments.diff is not None:
         patch = edit(rows)
-        flags.write(migration.diff(patch), arguments.diff)
+        flags.write(migration.diff(patch), arguments.diff, of_text=False)
         if patch.left:
             text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in patch.left)])
     flags.write(text, arguments.output, sys.stderr)

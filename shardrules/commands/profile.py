@@ -32,5 +32,5 @@ def run(arguments: argparse.Namespace) -> int:
         registry=rules.Rules(arguments),
     )
     text = str(measured) if arguments.format == "text" else measured.as_json() + "\n"
-    flags.write(text, arguments.output)
+    flags.write(text, arguments.output, of_text=arguments.format == "text")
     return flags.FOUND if measured.findings else flags.CLEAN

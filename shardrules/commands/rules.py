@@ -1,4 +1,4 @@
-"""The rules of --rule and --rules, and which of them matched a kernel.
+"""The rules of --rule and --import, and which of them matched a kernel.
 
 Like ``flags``, this module imports neither jax nor NumPy.
 """
@@ -55,9 +55,9 @@ def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registrat
         with _importable(name):
             importlib.import_module(name)
         entries = [entry for entry in registry.default.own() if entry not in before]
-        given[f"--rules={name}"] = entries
+        given[f"--import={name}"] = entries
         if is_new and not entries:
-            flags.say(f"--rules={name} registers no rule")
+            flags.say(f"--import={name} registers no rule")
     for text in arguments.rule:
         name, rule = _read(text)
         flag = _RULE_FLAG + text
@@ -76,7 +76,7 @@ def _importable(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # the user's module may raise anything
         raise ShardrulesError(
-            f"--rules={name} can't be imported: {type(error).__name__}: {error}"
+            f"--import={name} can't be imported: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -140,7 +140,7 @@ def _read(text: str) -> tuple[str, Any]:
     if not equals or not name or match is None:
         raise ShardrulesError(
             f"--rule={text} is not a rule; write --rule='kernel=no_communication' or "
-            "--rule='kernel=all_gather(model)'"
+            "--rule='kernel=all_gather(model)' (a module that registers rules: --import MODULE)"
         )
     rule = match[1]
     axes = [axis.strip().strip("'\"") for axis in (match[2] or "").split(",") if axis.strip()]

@@ -4,8 +4,9 @@ Flags stand before the script; what follows it, or -m MODULE, is its own. The ru
 arguments, output, values, errors. The report goes to stderr, or to a file.
 
 Exit code: the script's own where it is not 0; else 1 if there are findings, 2 if none was compiled
-or one can't be judged, 0 if every collective is needed. Programs that other processes compile
-(multiprocessing's workers) are not seen; shardrules.watch() sees them there.
+or one can't be judged, 0 if every collective is needed. Where it is not 0, the last line says which
+of them it is. Programs that other processes compile (multiprocessing's workers) are not seen;
+shardrules.watch() sees them there.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import re
 import sys
 import tempfile
+import time
 from typing import TYPE_CHECKING
 
-from shardrules.commands import flags, rules, script
+from shardrules.commands import closing, flags, rules, script
 from shardrules.errors import HloError, ShardrulesError
 
 if TYPE_CHECKING:
@@ -83,7 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
         contexts.enter_context(seen)
-        report = _Report(seen, arguments, keep)
+        title = f"-m {target.spec.name}" if target.spec else os.path.basename(target.file)
+        began = time.strftime("%Y-%m-%d %H:%M")
+        misplaced = closing.behind(target, ARGUMENTS, "run")
+        report = _Report(seen, arguments, keep, title, began, misplaced)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
             unchecked: Unchecked = "check" if arguments.check else "leave"
@@ -105,22 +111,32 @@ class _Report:
     seen: Watched
     arguments: argparse.Namespace
     keep: pathlib.Path | None
+    title: str = "Programs"
+    began: str = ""
+    misplaced: str = ""  # a sentence on flags that went to the script
     recorder: Recorder | None = None
     handles: list[Handle] = dataclasses.field(default_factory=list)
 
-    def write(self) -> int:
+    def write(self, ended: script.Ended) -> int:
         if self.recorder is not None:
             self.recorder.end()
+        notes = [*filter(None, (self.misplaced, closing.processes()))] if self._in_words else []
+        flags.say(*notes)
         if not len(self.seen):
             flags.say("the script compiled no program with JAX; nothing was judged")
             return flags.UNUSABLE
         try:
-            return self._written()
+            return self._written(ended)
         except (ShardrulesError, OSError) as error:
             flags.say(str(error))
             return flags.UNUSABLE
 
-    def _written(self) -> int:
+    @property
+    def _in_words(self) -> bool:
+        """Tell whether stderr holds no report that a machine reads."""
+        return self.arguments.output is not None or self.arguments.format in ("text", "github")
+
+    def _written(self, ended: script.Ended) -> int:
         from shardrules.migration import decided
         from shardrules.report import WRITERS
 
@@ -133,21 +149,27 @@ class _Report:
             flags.say(
                 f"process {process} of {processes}: {results.headline}; process 0 has the report"
             )
-            return _exit_code(results)
+            return closing.exit_code(results)
         if self.keep is not None:
             _keep(self.seen, self.keep)
         measured = self._profiled()
-        results = _judged(self.seen)
+        ran = ", ".join([self.began, *self.seen.ran_on])
+        results = dataclasses.replace(_judged(self.seen), title=self.title, ran=ran)
         flags.say(*registry.unused(content.judgement for content in results.contents))
         text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":
             text = json.dumps({**json.loads(text), "profile": measured.as_dict()}, indent=1) + "\n"
-        flags.write(text, output, sys.stderr)
+        flags.write(text, output, sys.stderr, of_text=self.arguments.format == "text")
         if output not in (None, "-"):
             flags.say(f"{results.headline}; the report is in {output}")
         for handle in self.handles if self.arguments.check else ():
-            print(f"\n{decided(handle.unchecked())}", file=sys.stderr, flush=True)
-        return _exit_code(results) if self.recorder is None or measured else flags.UNUSABLE
+            flags.write(f"\n{decided(handle.unchecked())}\n", None, sys.stderr)
+        code, said = closing.exit_code(results), closing.counted(results)
+        if self.recorder is not None and measured is None:
+            code, said = flags.UNUSABLE, f"{said}, and --profile recorded nothing"
+        last = closing.last_line(ended, code, said)
+        flags.say(*([last] if last and self._in_words else []))
+        return code
 
     def _profiled(self) -> Profile | None:
         """Read what was recorded, which gives the script's programs their times."""
@@ -162,12 +184,6 @@ class _Report:
         measured = self.seen.profiled(self.recorder.folder)
         flags.say(measured.about, *measured.notes)
         return measured
-
-
-def _exit_code(results: Several) -> int:
-    if results.findings or results.unused:
-        return flags.FOUND
-    return flags.CLEAN if results.clean else flags.UNUSABLE
 
 
 def _keep(seen: Watched, folder: pathlib.Path) -> None:

@@ -27,6 +27,13 @@ class Target(NamedTuple):
     folder: str  # the first entry of its ``sys.path``
 
 
+class Ended(NamedTuple):
+    """How a script ended."""
+
+    code: int | None = 0  # its exit code; None where a signal ends it
+    how: str = ""  # "it raised ValueError"; empty where the code is 0
+
+
 def find(arguments: argparse.Namespace) -> Target:
     """Read and compile the script or module that the arguments name."""
     if arguments.module:
@@ -73,10 +80,12 @@ def _search_first(folder: str) -> None:
         sys.path[0] = folder
 
 
-def run(target: Target, around: contextlib.AbstractContextManager, end: Callable[[], int]) -> int:
+def run(
+    target: Target, around: contextlib.AbstractContextManager, end: Callable[[Ended], int]
+) -> int:
     """Run the script as ``__main__`` inside ``around``, call ``end``, and return the exit code."""
-    # ``end`` also runs before ``os._exit`` and SIGTERM end the process. Its result is the exit
-    # code where the script's own is 0.
+    # ``end`` takes how the script ended. It also runs before ``os._exit`` and SIGTERM end the
+    # process. Its result is the exit code where the script's own is 0.
     interrupts: list[bool] = []
     atexit.register(_end_by_sigint, interrupts)  # before the script's functions, so called after
     spec = target.spec
@@ -95,13 +104,13 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
     _search_first(target.folder)
     process, at_once = os.getpid(), os._exit
 
-    def end_here() -> int:
-        return end() if os.getpid() == process else 0  # a forked child has no report
+    def end_here(ended: Ended) -> int:
+        return end(ended) if os.getpid() == process else 0  # a forked child has no report
 
     def terminated(number: int, frame: types.FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         try:
-            end_here()
+            end_here(Ended(None, "SIGTERM ended it"))
         finally:  # the default action: no more code of the script runs
             os.kill(os.getpid(), number)
 
@@ -109,7 +118,7 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
         os._exit = at_once
         report_code = 0
         try:
-            report_code = end_here()
+            report_code = end_here(Ended(status, f"it called os._exit({status})" * bool(status)))
         finally:
             at_once(status or report_code)
 
@@ -121,14 +130,14 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
         _end_forked_at_once(terminated)
     try:
         with around:
-            code = _executed(target.code, main, interrupts)
+            ended = _executed(target.code, main, interrupts)
     finally:
         os._exit = at_once
     _flush()
-    report_code = end()
+    report_code = end(ended)
     if handled and signal.getsignal(signal.SIGTERM) is terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return code or report_code
+    return ended.code or report_code
 
 
 def _end_forked_at_once(handler: Callable[..., None]) -> None:
@@ -153,9 +162,9 @@ def _end_forked_at_once(handler: Callable[..., None]) -> None:
     os.register_at_fork(before=block, after_in_parent=restore, after_in_child=restore_in_child)
 
 
-def _executed(code: types.CodeType, main: types.ModuleType, interrupts: list[bool]) -> int:
+def _executed(code: types.CodeType, main: types.ModuleType, interrupts: list[bool]) -> Ended:
     """Run code, report its exception, and wait for its threads, in Python's order."""
-    exit_code = 0
+    ended = Ended()
     try:
         exec(code, vars(main))
     except SystemExit as error:
@@ -164,21 +173,22 @@ def _executed(code: types.CodeType, main: types.ModuleType, interrupts: list[boo
         else:
             print(error.code, file=sys.stderr)
             exit_code = 1
+        ended = Ended(exit_code, "it called sys.exit" if exit_code else "")
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not code:
             trace = trace.tb_next  # Python's own report begins with the script
         _flush()
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        exit_code = 1
+        ended = Ended(1, f"it raised {type(error).__name__}")
         if isinstance(error, KeyboardInterrupt):
             interrupts.append(True)
-            exit_code = 128 + signal.SIGINT
+            ended = Ended(128 + signal.SIGINT, "it was interrupted")
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the wait
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
-    return exit_code
+    return ended
 
 
 def _flush() -> None:

@@ -151,7 +151,7 @@ def child(path: str) -> int:
 
     sys.excepthook = record_error
 
-    def end() -> int:
+    def end(_: script.Ended) -> int:
         _add_rules(outcome, registered)
         _write(result, outcome)  # before judging: after SIGTERM little time is left
         outcome.sent = _sent(seen)

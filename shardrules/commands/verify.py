@@ -8,6 +8,7 @@ get one table, the costliest first. Exit 2 if one of them can't be judged.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ from shardrules import report
 from shardrules.commands import flags, reading, rules
 from shardrules.costs import findings
 from shardrules.costs.timings import Timings
-from shardrules.errors import ShardrulesError
+from shardrules.errors import ShardrulesError, few
 from shardrules.report import several
 from shardrules.watching.profiles import profile
 from shardrules.watching.profiles.shown import Profile
 
+_NAMED = 3  # files in a report's title
 ARGUMENTS: flags.Arguments = {
     "files": {
         "metavar": "FILE",
@@ -63,13 +65,21 @@ def run(arguments: argparse.Namespace) -> int:
         whole: report.Content | several.Several = contents[0]
     else:
         whole = several.gather(contents, [1] * len(contents), failures, of_process=False)
-    flags.write(report.WRITERS[arguments.format](whole), arguments.output)
+        named = few(arguments.files or [arguments.profile], _NAMED)
+        whole = dataclasses.replace(whole, title=named)
+    text = report.WRITERS[arguments.format](whole)
+    flags.write(text, arguments.output, of_text=arguments.format == "text")
     return flags.UNUSABLE if failures else flags.CLEAN if whole.clean else flags.FOUND
 
 
 def _of_profile(arguments: argparse.Namespace, options: dict[str, Any]) -> Profile:
     registry = rules.Rules(arguments)
-    about = {"outputs": "outputs", "in": "specs", "parameters": "parameters", "slices": "slices"}
+    about = {
+        "out-shardings": "outputs",
+        "in": "specs",
+        "parameters": "parameters",
+        "slices": "slices",
+    }
     for flag, name in about.items():
         if getattr(arguments, name) is not None:
             raise ShardrulesError(f"--{flag} is about a FILE; with --profile, name that FILE too")

@@ -38,10 +38,9 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
         # With shard_map's check on, a sum has another name.
         if collective.kind == "all-reduce" and backward and last in ("psum", "shard_map"):
             return (
-                "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
-                "rule for each kernel: the backward pass then reduces over just the axes that "
-                "it needs (the gradient stays the same if the body takes none itself and each "
-                "custom bwd is linear; shardrules migrate looks)"
+                "run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check of the "
+                "shard_map, so that the backward pass reduces over just the axes that it needs, "
+                "compares what the programs return, and writes the patch"
             )
         return _instead(verdict) if verdict.verdict == "redundant" else _narrowed(verdict)
     return _to_be_judged(verdict, proven) if verdict.verdict == "unproven" else ""

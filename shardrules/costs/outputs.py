@@ -31,10 +31,12 @@ class Unequal:
     reason: str  # why it may differ
     carried: str  # the argument whose memory it takes; empty if it takes none
     advice: str  # what to type
+    missing: str = ""  # the reduction that is missing, where it is known of which value
 
     @property
     def what(self) -> str:
-        return f"{self.name}, {self.shape}: called {self.over}, not proven equal"
+        missing = f"{self.missing}; " if self.missing else ""
+        return f"{self.name}, {self.shape}: {missing}called {self.over}, not proven equal"
 
     @property
     def because(self) -> str:
@@ -61,6 +63,11 @@ def tiles(judgement: hlo.Judgement, text: str) -> tuple[int, ...] | None:
 
 def find(judgement: hlo.Judgement) -> list[Unequal]:
     """List the outputs that are called replicated and not proven so, those that differ first."""
+    return [output for _, _, output in broken(judgement)]
+
+
+def broken(judgement: hlo.Judgement) -> list[tuple[int, Broken, Unequal]]:
+    """List the same with the number of each, and what is not proven of it."""
     carried: dict[int, str] | None = None
     unequal = []
     for number, (output, promise) in enumerate(zip(judgement.outputs, judgement.promises or ())):
@@ -70,12 +77,12 @@ def find(judgement: hlo.Judgement) -> list[Unequal]:
             promised = tiles(judgement, promise[1])
         except notations.NotationError:
             continue  # we can't read what it promises
-        broken = None if promised is None else output.broken(promised)
-        if broken is None:
+        why = None if promised is None else output.broken(promised)
+        if why is None:
             continue
         carried = _carried(judgement) if carried is None else carried
-        unequal.append(_unequal(output, promise[0], broken, carried.get(number, "")))
-    return sorted(unequal, key=lambda output: output.kind)
+        unequal.append((number, why, _unequal(output, promise[0], why, carried.get(number, ""))))
+    return sorted(unequal, key=lambda each: each[2].kind)
 
 
 def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Unequal:
@@ -87,8 +94,9 @@ def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Une
     if broken.axes:
         over = f"replicated over {{{', '.join(broken.axes)}}}"
         advice = (
-            f"jax.lax.psum (or pmean) it over {', '.join(map(repr, broken.axes))} before it is "
-            "returned, or name the axes in its out_specs"
+            f"reduce over {', '.join(map(repr, broken.axes))} what differs in it before it is "
+            "returned (jax.lax.pmean of a mean, jax.lax.psum of a sum; of a weight the gradient, "
+            "not the weight), or name the axes in its out_specs"
         )
     reason = broken.reason
     if broken.differs:

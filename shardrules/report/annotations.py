@@ -15,7 +15,7 @@ from shardrules.arguments import checked
 from shardrules.costs import findings
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
-from shardrules.report.content import Content, alike_hints, item, of_output
+from shardrules.report.content import RESTING, Content, alike_hints, item, of_output
 from shardrules.report.sections import Item
 
 _PACKAGE = os.path.join(os.path.dirname(shardrules.__file__), "")
@@ -78,7 +78,7 @@ def _notes(contents: Sequence[Content]) -> list[_Note]:
 
 def _message(note: _Note) -> str:
     lines = [f"{note.item.kind}: {note.item.what} in {note.program}"]
-    lines += [f"{label} {text}" for label, text in note.item.lines if label != "resting on:"]
+    lines += [f"{label} {text}" for label, text in note.item.lines if label != RESTING]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.arguments import checked
-from shardrules.costs import accounts, estimates, findings, outputs, transfers
+from shardrules.costs import accounts, estimates, findings, missing, outputs, transfers
 from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
@@ -22,8 +22,8 @@ from shardrules.report.sections import Block, Item, filled, listed, sections
 
 _UNEQUAL = "Outputs called replicated that are not proven equal"
 _NOTE = (
-    f"{accounts.CONVENTION}; both are of one run at one site, and 'in all' adds up the wire bytes "
-    "of all runs at all sites"
+    "bytes: of one device's operand; wire bytes: what it sends, by ring algorithms, in one run\n"
+    "in all: the wire bytes of all runs at all sites; share: of the program's"
 )
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
@@ -34,6 +34,7 @@ _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
     "other bytes (pass the file that ends in after_optimizations.txt)"
 )
+RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
 _LISTED = 3  # of the findings that are folded into one line
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
@@ -89,7 +90,13 @@ class Content:
     @property
     def failing(self) -> int:
         """Count the findings: of outputs those that differ, in strict mode all."""
-        return len(self.findings) + sum(self.strict or o.kind == "differs" for o in self.unequal)
+        unproven = len(self.unequal) - self.differing if self.strict else 0
+        return len(self.findings) + self.differing + unproven
+
+    @property
+    def differing(self) -> int:
+        """Count the outputs that are called replicated and differ."""
+        return sum(output.kind == "differs" for output in self.unequal)
 
     @property
     def clean(self) -> bool:
@@ -199,7 +206,9 @@ class Content:
         else:
             shown += f", no collectives{self._unseen(devices)}"
         stage = "" if self.judgement.is_compiled else _NOT_COMPILED
-        return "; ".join(filter(None, (stage, self.worth, shown, self.kinds or "no findings")))
+        missing = "a reduction seems to be missing" if self.differing else ""
+        parts = (stage, missing, self.worth, shown, self.kinds or "no findings")
+        return "; ".join(filter(None, parts))
 
     def _unseen(self, devices: int) -> str:
         """Name the calls without a rule, which may communicate."""
@@ -303,7 +312,11 @@ class Content:
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
-        todo = [of_output(output, "to do:", output.advice) for output in self.unequal]
+        alike_outputs = alike(self.unequal, lambda o: (o.kind, o.over, o.missing, o.advice))
+        todo = [
+            of_output(same[0], "to do:", same[0].advice, [o.name for o in same[1:]])
+            for same in alike_outputs
+        ]
         stays = [of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
         allowed = [
             item(same, reason=pairs[0][1])
@@ -357,8 +370,11 @@ def _sum(worths: Iterable[Worth]) -> Worth:
     return functools.reduce(Worth.plus, worths, Worth())
 
 
-def of_output(output: outputs.Unequal, label: str, text: str) -> Item:
-    return Item(output.kind, output.what, "", (("because", output.because), (label, text)))
+def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence[str] = ()) -> Item:
+    """Say what is known of an output, and name those of which all but the reason is the same."""
+    more = ("likewise", few(likewise, _LISTED)) if likewise else ("", "")
+    lines = (("because", output.because), more, (label, here(text)))
+    return Item(output.kind, output.what, "", tuple(line for line in lines if line[0]))
 
 
 def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
@@ -380,14 +396,14 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
     lines = [("saves", saves), ("took", time)]
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
-        lines.append(("resting on:", resting_on(verdict)))
+        lines.append((RESTING, resting_on(verdict)))
     lines.append(("allowed:", reason) if reason else ("to do:", here(first.advice)))
     said = tuple((label, text) for label, text in lines if text)
     return Item(first.kind, what, here(entry.source), said, entry)
 
 
 def resting_on(verdict: hlo.Verdict) -> str:
-    return "; ".join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
+    return BETWEEN.join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
 
 
 @checked(own=("target",))
@@ -417,7 +433,7 @@ def content(
     costly = dearer(all_hints, None if cheapest else judgement)
     allow = allow or findings.Allowances()
     stay, allowed, unused = allow.split(findings.find(judgement, strict) + costly)
-    unequal, unequal_allowed, unused_too = allow.split(outputs.find(judgement))
+    unequal, unequal_allowed, unused_too = allow.split(missing.find(judgement))
     account = accounts.of(judgement)
     on = None if target is None else estimates.target(target)
     ledger = Ledger(account, on, timings)

@@ -17,7 +17,7 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.errors import few
 from shardrules.report import drawn, grouping
-from shardrules.report.content import Cell, Content, resting_on
+from shardrules.report.content import RESTING, Cell, Content, resting_on
 from shardrules.report.drawn import Mark, escaped
 from shardrules.report.grouping import Row, alike, here, milliseconds, percent, size
 from shardrules.report.sections import Block, Item
@@ -74,7 +74,7 @@ def page(content: Content | Several) -> str:
 
 def _of_several(several: Several) -> str:
     first = f"<p><b>{escaped(several.measured)}.</b></p>" if several.measured else ""
-    body = [*map(_section, (several.programs, *several.ends))]
+    body = [*map(_section, (*several.blocks, *several.ends))]
     for content in several.detailed:
         # A frame of its own keeps each page's names and styles apart. Its links to #row would be
         # links to this page, which a frame in it may not load; the base makes them its own.
@@ -84,7 +84,10 @@ def _of_several(several: Several) -> str:
             f"<details open><summary>{title}</summary>"
             f'<iframe title="{title}" srcdoc="{html.escape(own)}"></iframe></details>'
         )
-    return whole(several.title, [first, f"<p>{escaped(several.headline)}.</p>"], body, "")
+    ran = f": {several.ran}" if several.ran else ""
+    when = dim(f"{several.ran}.") if several.ran else ""
+    head = [when, first, f"<p>{escaped(several.headline)}.</p>"]
+    return whole(several.title, head, body, ran)
 
 
 def whole(
@@ -350,7 +353,7 @@ def _item(item: Item, is_open: bool) -> str:
     verdict = item.entry.verdict if item.entry else "unproven"
     written = "".join(
         f"<p><b>{escaped(label)}</b> {escaped(text)}</p>"
-        for label, text in sorted(lines.items(), key=lambda line: line[0] == "resting on:")
+        for label, text in sorted(lines.items(), key=lambda line: line[0] == RESTING)
     )
     return (
         f"<li><details{' open' if is_open else ''}><summary>{badge(verdict, item.kind)} "

@@ -6,10 +6,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
+from shardrules.errors import few
 from shardrules.report import data
 from shardrules.report.content import Content
 from shardrules.report.grouping import counted, duration, of_step, percent, sent, size
 from shardrules.report.sections import LOOPS, Block, filled, listed
+
+_SPENDING = 5  # programs without findings of which is said what they send
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Several:
     missing: int  # programs that were not judged, since Ctrl-C was pressed
     of_process: bool = True  # they are what a process compiled; else they were read from files
     notes: tuple[str, ...] = ()  # more on how the programs came to be
-
-    title = "Programs"
+    title: str = "Programs"  # where they came from
+    ran: str = ""  # when and on what they ran, "2026-11-26 15:30, JAX 0.12.0, 8 CPU devices"
 
     @property
     def findings(self) -> int:
@@ -45,11 +48,11 @@ class Several:
 
     @property
     def detailed(self) -> list[Content]:
-        """List the programs of which there is more to say than their row, without allowances."""
+        """List the programs that have more than their row, times too; without allowances."""
         return [
             dataclasses.replace(content, unused=())  # these are listed below all programs
             for content, _ in self.shown
-            if content.changes or content.costs
+            if _has_more(content)
         ]
 
     @property
@@ -66,7 +69,9 @@ class Several:
     def about(self) -> str:
         total = sum(self.counts) + len(self.failures)
         worst = max(self.contents, key=lambda c: c.avoidable[1::-1], default=None)
+        differ = [content.title for content, _ in self.shown if content.differing]
         parts = [
+            f"a reduction seems to be missing in {few(differ, 2)}" if differ else "",
             counted(total, "program") + (" compiled" if self.of_process else ""),
             f"{len(self.shown)} with collectives or other costs",
             counted(self.findings, "finding") if self.findings else "no findings",
@@ -93,8 +98,16 @@ class Several:
         return Block("", "\n".join(filter(None, notes)), columns, cells)
 
     @property
+    def spends(self) -> Block:
+        """Say what programs send that have no part of their own in the report."""
+        quiet = [c for c, _ in self.shown if c.account.entries and not _has_more(c)]
+        lines = [_spends(content) for content in quiet[:_SPENDING]]
+        rest = f"and {len(quiet) - _SPENDING} more, which send less"
+        return listed("Spent", lines)._replace(rest=rest if len(quiet) > _SPENDING else "")
+
+    @property
     def blocks(self) -> tuple[Block, ...]:
-        return (self.programs,)
+        return (self.programs, *filled(self.spends))
 
     @property
     def ends(self) -> tuple[Block, ...]:
@@ -102,6 +115,26 @@ class Several:
             listed("Can't be judged", (f"{name}: {why}" for name, why in self.failures)),
             listed("Allowances that match nothing", self.unused),
         )
+
+
+def _has_more(content: Content) -> bool:
+    """Tell whether a program gets a part of its own in the report."""
+    return bool(content.changes or content.costs) or content.timings is not None
+
+
+def _spends(content: Content) -> str:
+    """Say what one device sends in one execution, and which collective costs most of it."""
+    total, row = content.account.total, content.rows[0]
+    runs = counted(total.count, "run") + (f" and {total.unknown} in loops" if total.unknown else "")
+    cells = {cell.column: cell.text for cell in content.cells(row)}
+    at = f" at {cells['source']}" if cells["source"] else ""
+    each = f"{row.sites} x " if row.sites > 1 else ""
+    most = "at most " if total.at_most else ""
+    return (
+        f"{content.title}: {most}{size(total.wire_bytes)} on the wire per device, in {runs} of "
+        f"{counted(total.sites, 'collective')}; the costliest ({cells['share']}) is "
+        f"{each}{row.first.what}, {cells['bytes']}{at}"
+    )
 
 
 def _costs(content: Content) -> list[str]:
@@ -148,7 +181,7 @@ def gather(
     def costliest(pair: tuple[Content, int]) -> tuple[float, ...]:
         content, saved = pair[0], pair[0].avoidable
         return (
-            all(output.kind != "differs" for output in content.unequal),
+            not content.differing,
             -saved.exposed_seconds,
             -saved.seconds,
             -saved.bytes,

@@ -9,7 +9,7 @@ from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
 from shardrules.hlo import Verdict
-from shardrules.report.content import Content, item
+from shardrules.report.content import BETWEEN, RESTING, Content, item
 from shardrules.report.grouping import alike, here, sizes
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
@@ -94,13 +94,50 @@ def _as_markdown(blocks: Iterable[Block], level: str) -> list[str]:
 
 @checked
 def plain(content: Content | Several) -> str:
-    """Return a whole report as text."""
-    lines = [*filter(None, (content.measured, content.headline)), "", *_as_text(content.blocks)]
+    """Return a whole report as text, its lines as long as they are."""
+    common = _common(content.detailed if isinstance(content, Several) else [content])
+    lines = _plain(content, common)
     if isinstance(content, Several):
         for each in content.detailed:
-            lines += ["=" * 72, plain(each)]
+            lines += ["=" * 72, "\n".join(_plain(each, common)).rstrip(), ""]
         lines += _as_text(content.ends)
+    if common:
+        lines += ["what all findings rest on:"]
+        lines += [f"  {part}" for part in common]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _plain(content: Content | Several, common: Sequence[str]) -> list[str]:
+    first = filter(None, (content.measured, content.headline))
+    return [*first, "", *_as_text(_without(content.blocks, common))]
+
+
+def _parts(said: Item) -> list[str]:
+    """List what a finding rests on."""
+    return dict(said.lines).get(RESTING, "").split(BETWEEN) if said.kind else []
+
+
+def _common(contents: Sequence[Content]) -> list[str]:
+    """List what all findings of some reports rest on, to say it once."""
+    each = [
+        _parts(said)
+        for content in contents
+        for block in content.changes
+        for said in block.items
+        if RESTING in dict(said.lines)
+    ]
+    return [part for part in each[0] if all(part in other for other in each)] if each else []
+
+
+def _without(blocks: Iterable[Block], common: Sequence[str]) -> Iterable[Block]:
+    """Leave out of each finding what is said once for all."""
+    for block in blocks:
+        items = []
+        for said in block.items:
+            rest = BETWEEN.join(part for part in _parts(said) if part not in common)
+            lines = ((label, rest if label == RESTING else text) for label, text in said.lines)
+            items.append(said._replace(lines=tuple(line for line in lines if line[1])))
+        yield block._replace(items=tuple(items))
 
 
 @checked
@@ -111,6 +148,8 @@ def markdown(content: Content | Several) -> str:
 
 def _markdown(content: Content | Several, level: str) -> str:
     lines = [f"{level} {content.title}", ""]
+    if isinstance(content, Several) and content.ran:
+        lines += [f"{content.ran}.", ""]
     lines += [f"{content.measured}.", ""] if content.measured else []
     lines += [f"{content.about}.", "", *_as_markdown(content.blocks, f"{level}#")]
     if isinstance(content, Several):

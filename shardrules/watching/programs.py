@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardrules.arguments import checked
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules.report import several
     from shardrules.watching.profiles.shown import Profile
 
+_DID_NOT_RUN = "it did not run while the steps were recorded"
 _UNTIMED = (
     "ran in the recorded steps, but the report has no times of it: it was compiled before the "
     "watch began, or its HLO there is another one; record with --keep DIR, and "
@@ -280,7 +282,24 @@ class Watched:
         self.timings = {text: p.timings for text, p in zip(bodies, result.programs)}
         untimed = [p.name for text, p in zip(bodies, result.programs) if text not in watched]
         notes = [f"{name} {_UNTIMED}" for name in dict.fromkeys(untimed)]
+        notes += self._did_not_run(watched, untimed)
         return dataclasses.replace(result, notes=(*result.notes, *notes))
+
+    def _did_not_run(
+        self, watched: Mapping[str, WatchedProgram], untimed: Collection[str]
+    ) -> Iterator[str]:
+        """Name each program with collectives that the profile has no event of."""
+        timed = {program.name for text, program in watched.items() if text in self.timings}
+        said = {*untimed}  # why these have no times is said already
+        for text, program in watched.items():
+            name = program.name
+            if text in self.timings or name in said:
+                continue
+            with contextlib.suppress(ShardrulesError):  # the report lists it
+                if program.judgement.verdicts:
+                    said.add(name)
+                    another = f"another program {name}" if name in timed else name
+                    yield f"the report has no times of {another}: {_DID_NOT_RUN}"
 
     @property
     def process(self) -> tuple[int, int]:
@@ -288,6 +307,19 @@ class Watched:
         import jax
 
         return jax.process_index(), jax.process_count()
+
+    @property
+    def ran_on(self) -> list[str]:
+        """Give JAX's version and its devices, as far as they are known."""
+        import jax
+
+        words = []
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            words.append(f"JAX {importlib.metadata.version('jax')}")
+        with contextlib.suppress(Exception):  # a backend may raise anything
+            kinds = sorted({device.device_kind for device in jax.devices()})
+            words.append(f"{jax.device_count()} devices ({', '.join(kinds)})")
+        return words
 
     @property
     def clean(self) -> bool:

@@ -33,8 +33,9 @@ def test_a_missing_psum_and_wrong_out_specs_are_named(platform):
     assert "  output ['loss'], f32[]: called replicated over {data}, not proven equal\n" in text
     assert "    because parameter 0" in text and "is sharded over data, and no" in text
     assert (
-        "    to do: jax.lax.psum (or pmean) it over 'data' before it is returned, or name the "
-        "axes in its out_specs\n"
+        "    to do: reduce over 'data' what differs in it before it is returned (jax.lax.pmean of a "
+        "mean, jax.lax.psum of a sum; of a weight the gradient, not the weight), or name the axes "
+        "in its out_specs\n"
     ) in text
     assert "  output ['y'], f32[2,128]: called replicated over {data}, not proven equal\n" in text
     assert "['mean']" not in text

@@ -359,10 +359,9 @@ KERNEL = (
         ),
         (
             judged(T.DATA, T.ALL, "jit(f)/transpose(jvp())/psum"),
-            "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a rule for each "
-            "kernel: the backward pass then reduces over just the axes that it needs (the gradient stays "
-            "the same if the body takes none itself and each custom bwd is linear; shardrules migrate "
-            "looks)",
+            "run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check of the shard_map, "
+            "so that the backward pass reduces over just the axes that it needs, compares what the "
+            "programs return, and writes the patch",
         ),
         (
             judged(

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardrules import hlo, testing
-from shardrules.costs import outputs
+from shardrules.costs import missing, outputs
 
 
 def found(step, mesh, shapes, in_specs, **jit):
@@ -81,10 +81,53 @@ def test_the_state_that_a_step_carries_is_named_and_why(cpu_mesh):
         "parameter 1 (x) is sharded over data, and no reduction over data stands on the way; it "
         "is written into the memory of w, so that the devices' copies drift apart from step to step"
     )
-    assert one.advice == (
-        "jax.lax.psum (or pmean) it over 'data' before it is returned, or name the axes in its "
-        "out_specs"
-    )
+    assert one.advice.startswith("reduce over 'data' what differs in it before it is returned")
+    assert "of a weight the gradient, not the weight" in one.advice
+
+
+def optimized(reduce):
+    """A step of Adam whose gradients are clipped by their norm, under a scan over the layers."""
+
+    def step(w, moment, x):
+        def own(w):
+            return jnp.mean(lax.scan(lambda h, a: (jnp.tanh(h @ a), None), x, w)[0] ** 2)
+
+        grad = reduce(jax.grad(own)(w))
+        grad = grad / jnp.maximum(jnp.sqrt((grad**2).sum()), 1)
+        moment = 0.9 * moment + grad
+        return w - 0.1 * moment / (jnp.abs(moment) + 1e-3), moment
+
+    return step
+
+
+def test_the_value_that_lacks_a_reduction_is_named(cpu_mesh):
+    specs, shapes = (P(), P(), P("data")), ((4, 16, 16), (4, 16, 16), (32, 16))
+
+    def advised(step):
+        args = programs.structs(cpu_mesh, *zip(shapes, specs))
+        judgement = testing.judge(jax.jit(unchecked(step, cpu_mesh, specs)), *args)
+        return missing.find(judgement)
+
+    wrong = advised(optimized(lambda g: g))
+    assert [one.name for one in wrong] == ["output[0]", "output[1]"]
+    for one in wrong:
+        assert one.missing == "no reduction over {data} of the gradient that goes into it"
+        assert one.advice.startswith("reduce the gradient that comes from ")
+        assert "test_outputs.py" in one.advice and "over 'data' before it goes into " in one.advice
+        assert "jax.lax.pmean where the loss is a mean" in one.advice
+    # What the advice says, done; and the gradient reduced over the other axis alone.
+    assert advised(optimized(lambda g: lax.pmean(g, "data"))) == []
+    assert all(one.missing for one in advised(optimized(lambda g: lax.pmean(g, "model"))))
+
+    def two_ways(w, moment, x):
+        new, moment = optimized(lambda g: g)(w, moment, x)
+        return new + x.mean(), moment  # reducing the gradient alone is not enough
+
+    def forward(w, moment, x):
+        return w + x.mean(), moment
+
+    for step, expected in ((two_ways, [False, True]), (forward, [False])):
+        assert [bool(one.missing) for one in advised(step)] == expected
 
 
 def test_a_scan_over_microbatches(platform):

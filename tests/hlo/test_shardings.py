@@ -215,7 +215,7 @@ def test_a_compiled_program_prints_its_flags(tmp_path, capsys, cpu_mesh):
     compiled = step.lower(*args).compile()
     said = testing.verify_flags(compiled)
     assert said.startswith(
-        "--mesh data=4,model=2 --in \"P(None, 'model'); P('data')\" --outputs '{"
+        "--mesh data=4,model=2 --in \"P(None, 'model'); P('data')\" --out-shardings '{"
     )
     path = tmp_path / "step.hlo"
     path.write_text(compiled.as_text())

@@ -54,3 +54,19 @@ def test_a_program_that_is_not_matched_is_named(profiled):
     (note,) = (n for n in another.profiled(profiled[1]).notes if "no times" in n)
     assert note.startswith("jit_step ran in the recorded steps, but the report has no times of it")
     assert "--keep DIR" in note and "shardrules profile DIR" in note
+
+
+def test_a_program_that_did_not_run_then_is_named(profiled, cpu_mesh):
+    seen, folder = profiled
+    rows = NamedSharding(cpu_mesh, P("data"))
+
+    def total(x):
+        return x.sum()
+
+    with shardrules.watch() as another:
+        jax.jit(total)(jax.device_put(np.ones(8, np.float32), rows))
+        jax.jit(jnp.tanh)(np.ones(8, np.float32))  # it has no collective, so no time is missing
+    # What was recorded and is not in this report has a note of its own.
+    notes = [note for note in another.profiled(folder).notes if "did not run" in note]
+    said = "it did not run while the steps were recorded"
+    assert notes == [f"the report has no times of jit_total: {said}"]

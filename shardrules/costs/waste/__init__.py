@@ -45,7 +45,7 @@ _LEAST = 64  # bytes sent: what saves fewer, and no round trip, is not worth rea
 def hints(judgement: hlo.Judgement) -> list[Hint]:
     """List the needed collectives that the program shows could be cheaper."""
     program = Program(judgement)
-    if not program.is_compiled:
+    if not judgement.is_compiled:
         return []  # XLA's later passes combine, hoist and scatter some of them
     found: dict[Site, Hint] = {}
     for site in program.sites:

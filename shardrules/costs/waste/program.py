@@ -88,11 +88,6 @@ class Program(Graph):
         return self._remembered[key]
 
     @functools.cached_property
-    def is_compiled(self) -> bool:
-        """Tell whether no pass of XLA's follows that could make collectives cheaper itself."""
-        return self.module.header.get("is_scheduled") == "true"
-
-    @functools.cached_property
     def op_names(self) -> str:
         """Give what the text's op_names say of a collective that has none; empty without any."""
         text = self.module.text

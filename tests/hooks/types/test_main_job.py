@@ -171,7 +171,9 @@ def test_replicated_weight_with_the_check_off_is_overwide(platform):
     text = str(caught.value)
     assert "overwide: backward all-reduce(data, model), 512 B " in text
     assert "programs.py:" in text
-    assert "to do: trace it under jax.shard_map(check_vma=True), with shardrules.install()" in text
+    assert (
+        "to do: run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check" in text
+    )
 
 
 @pytest.mark.gpu

@@ -1,0 +1,103 @@
+"""What ``run`` says after its report: why the exit code is what it is, and what was not watched.
+
+Like ``flags``, this module imports neither jax nor NumPy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from shardrules.commands import flags
+from shardrules.commands.script import Ended, Target
+
+if TYPE_CHECKING:
+    from shardrules.report.several import Several
+
+_PROCESSES = (
+    "of multiprocessing, and what a process compiles itself is not in this report; to see it, "
+    "write `with shardrules.watch() as seen:` in the function that the process runs, and "
+    "print(seen) at its end"
+)
+
+
+def exit_code(results: Several) -> int:
+    if results.findings or results.unused:
+        return flags.FOUND
+    return flags.CLEAN if results.clean else flags.UNUSABLE
+
+
+def counted(results: Several) -> str:
+    """Say in few words what a report comes to: ``2 findings``."""
+    from shardrules.report.grouping import counted
+
+    parts = [
+        counted(results.findings, "finding") if results.findings else "",
+        f"{counted(len(results.unused), 'allowance')} without a finding" if results.unused else "",
+        f"{counted(len(results.failures), 'program')} not judged" if results.failures else "",
+        f"interrupted, {results.missing} not judged" if results.missing else "",
+    ]
+    return ", ".join(filter(None, parts)) or "no findings"
+
+
+def last_line(ended: Ended, code: int, said: str) -> str:
+    """Tell the script's own exit code from the report's; empty if both are 0.
+
+    Args:
+      ended: how the script ended.
+      code: the exit code that the report has.
+      said: what it comes to.
+    """
+    if ended.how:
+        own = "" if ended.code is None else f"exit code {ended.code} is the script's own: "
+        return f"{own}{ended.how}; the report on what it compiled before: {said}"
+    return (
+        f"exit code {code} is the report's ({said}); the script itself ended well" if code else ""
+    )
+
+
+def processes() -> str:
+    """Say how to watch the processes of multiprocessing that the script made; empty for none."""
+    if "multiprocessing" not in sys.modules:
+        return ""
+    import multiprocessing
+
+    # A process is named by its number among those that this one made.
+    number = multiprocessing.Process().name.rpartition("-")[2].rpartition(":")[2]
+    made = int(number) - 1 if number.isdecimal() else 0
+    if not made:
+        return ""
+    return f"the script made {made} {'process' if made == 1 else 'processes'} {_PROCESSES}"
+
+
+def behind(target: Target, ours: Collection[str], command: str) -> str:
+    """Point at flags of ours that stand behind a script which doesn't know them; empty for none."""
+    words = [word.partition("=")[0] for word in target.argv[1:]]
+    given = [w for w in dict.fromkeys(words) if w.startswith("--") and w in ours]
+    known = _strings(target.code) if given else set()
+    unknown = [w for w in given if not {w, w[2:], w[2:].replace("-", "_")} & known]
+    if not unknown:
+        return ""
+    script = os.path.basename(target.argv[0])
+    if target.spec is not None:
+        script = f"-m {target.spec.name.removesuffix('.__main__')}"
+    return (
+        f"{', '.join(unknown)} behind {script} went to the script; as a flag of shardrules it "
+        f"stands before: shardrules {command} {' '.join(unknown)} ... {script}"
+    )
+
+
+def _strings(code: types.CodeType) -> set[str]:
+    """Collect the texts and the names in a program's own code, with its functions'."""
+    found: set[str] = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            found |= {constant, *constant.split()}
+        elif isinstance(constant, types.CodeType):
+            found |= _strings(constant)
+        elif isinstance(constant, (tuple, frozenset)):
+            found |= {each for each in constant if isinstance(each, str)}
+    return found

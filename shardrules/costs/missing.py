@@ -1,0 +1,125 @@
+"""Which value lacks a reduction, where an output that is called replicated differs.
+
+An output that a step updates (a weight, a momentum) differs because a gradient that goes into it
+was not reduced. The gradient is the value to reduce: a sum of the weight itself would add up all
+devices' copies of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from shardrules import hlo
+from shardrules.costs import outputs, walk
+from shardrules.costs.waste.graph import Flat, Node
+from shardrules.errors import few
+from shardrules.hlo.proof import phases
+
+_PARAMETER = re.compile(r"parameter (\d{1,9})\b")
+# After these, all devices of a group hold the same.
+_EQUALIZE = ("all-reduce", "all-gather", "collective-broadcast")
+_LINES = 2  # source lines that are named
+
+
+def find(judgement: hlo.Judgement) -> list[outputs.Unequal]:
+    """List what ``outputs.find`` does, and name the gradient where one lacks its reduction."""
+    broken = outputs.broken(judgement)
+    search = None
+    found = []
+    for number, why, output in broken:
+        if output.kind == "differs" and output.axes and _PARAMETER.match(why.cause):
+            search = search or _Search(judgement)
+            output = search.named(number, why.cause, output)
+        found.append(output)
+    return found
+
+
+class _Search:
+    """Follows outputs back to the gradients that they are made of."""
+
+    def __init__(self, judgement: hlo.Judgement):
+        self._module = judgement.module
+        self._flat = Flat(judgement.module, judgement.module.entry)
+        self._axes = {
+            verdict.collective.name: set(verdict.collective.axes or ())
+            for verdict in judgement.verdicts
+            if verdict.collective.kind in _EQUALIZE
+        }
+        self._depend: dict[tuple[int, tuple[str, ...]], set[Node]] = {}
+
+    def named(self, number: int, cause: str, output: outputs.Unequal) -> outputs.Unequal:
+        """Name the gradient in an output's advice, if all that differs goes through gradients."""
+        match, axes = _PARAMETER.match(cause), output.axes or ()
+        returned = self._flat.end.operands
+        if match is None or number >= len(returned):
+            return output
+        gradients = self._gradients(returned[number], int(match[1]), axes)
+        if not gradients:
+            return output
+        over, quoted = ", ".join(axes), ", ".join(map(repr, axes))
+        where = [walk.source(self._module, [node.instruction]) for node in gradients]
+        used = [walk.source(self._module, [n.instruction]) for n in gradients.values() if n]
+        many = len(gradients) > 1
+        what = "gradients" if many else "gradient"
+        return dataclasses.replace(
+            output,
+            missing=f"no reduction over {{{over}}} of the {what} that {'go' if many else 'goes'} "
+            "into it",
+            advice=(
+                f"reduce the {what}{_at(' that come from' if many else ' that comes from', where)} "
+                f"over {quoted} before {'they go' if many else 'it goes'} "
+                f"{_at('into', used) or 'on'}: jax.lax.pmean where the loss is a mean over all of "
+                f"{over}, jax.lax.psum where it is a sum of the devices' parts"
+            ),
+        )
+
+    def _gradients(
+        self, returned: Node, parameter: int, axes: tuple[str, ...]
+    ) -> dict[Node, Node | None]:
+        """Give the last values of the backward pass on each way, each with what takes it.
+
+        Empty where a value that differs comes another way.
+        """
+        depend = self._depending(parameter, axes)
+        found: dict[Node, Node | None] = {}
+        seen = {returned}
+        stack: list[tuple[Node, Node | None]] = [(returned, None)]
+        while stack:
+            node, taker = stack.pop()
+            if node not in depend:
+                continue
+            metadata = self._module.metadata(node.instruction)
+            if phases.phase_of(metadata.op_name) == "backward":
+                found[node] = taker
+                continue
+            if not node.operands or node.opcode in ("while", "conditional", "custom-call"):
+                return {}
+            named = node if metadata.op_name else taker
+            for operand in node.operands:
+                if operand not in seen:
+                    seen.add(operand)
+                    stack.append((operand, named))
+        return found
+
+    def _depending(self, parameter: int, axes: tuple[str, ...]) -> set[Node]:
+        """List what depends on a parameter, with no collective over the axes between."""
+        key = parameter, axes
+        if key not in self._depend:
+            depend = self._depend[key] = set()
+            for node in self._flat.nodes:  # operands come first
+                own = node.opcode == "parameter" and not node.fused
+                if own and int(node.instruction.literal) == parameter:
+                    depend.add(node)
+                elif not depend.isdisjoint(node.operands) and not self._equal_after(node, axes):
+                    depend.add(node)
+        return self._depend[key]
+
+    def _equal_after(self, node: Node, axes: Sequence[str]) -> bool:
+        return set(axes) <= self._axes.get(node.instruction.name, set())
+
+
+def _at(words: str, sources: Sequence[str]) -> str:
+    lines = sorted({source for source in sources if source})
+    return f"{words} {few(lines, _LINES)}" if lines else ""

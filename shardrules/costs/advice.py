@@ -31,12 +31,9 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
             "axes), or move the collective out of the branch or loop"
         )
     if verdict.verdict in ("redundant", "overwide"):
-        last = operation(collective)
-        if last and not phases.is_written(collective.op_name):
+        if operation(collective) and not phases.is_written(collective.op_name):
             return _for_partitioner(verdict)
-        backward = collective.phase not in ("forward", "recompute")
-        # With shard_map's check on, a sum has another name.
-        if collective.kind == "all-reduce" and backward and last in ("psum", "shard_map"):
+        if is_defensive(verdict):
             return (
                 "run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check of the "
                 "shard_map, so that the backward pass reduces over just the axes that it needs, "
@@ -44,6 +41,22 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
             )
         return _instead(verdict) if verdict.verdict == "redundant" else _narrowed(verdict)
     return _to_be_judged(verdict, proven) if verdict.verdict == "unproven" else ""
+
+
+def is_defensive(verdict: hlo.Verdict) -> bool:
+    """Whether it is what a backward pass sums for nothing because shard_map's check is off.
+
+    With the check on, such a sum goes, and another one may be needed in its place: of fewer bytes,
+    which the text can't tell.
+    """
+    collective, last = verdict.collective, operation(verdict.collective)
+    if verdict.verdict not in ("redundant", "overwide") or verdict.divergent:
+        return False
+    if last and not phases.is_written(collective.op_name):
+        return False
+    backward = collective.phase not in ("forward", "recompute")
+    # With shard_map's check on, a sum has another name.
+    return collective.kind == "all-reduce" and backward and last in ("psum", "shard_map")
 
 
 def _for_partitioner(verdict: hlo.Verdict) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import accounts, estimates, timings
+from shardrules.costs.advice import is_defensive
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
 from shardrules.costs.waste.program import SMALL
@@ -24,6 +25,7 @@ class Worth(NamedTuple):
     is_sure: bool = True  # it is shown to be for nothing; otherwise this is saved at most
     is_per_trip: bool = False  # a loop's length isn't known
     exposed_seconds: float = 0.0  # of a step, as a profile measured it; 0 without one
+    at_most: bool = False  # what is done instead may move a part of it
 
     def plus(self, other: Worth) -> Worth:
         return Worth(
@@ -33,6 +35,7 @@ class Worth(NamedTuple):
             self.is_sure and other.is_sure,
             self.is_per_trip or other.is_per_trip,
             self.exposed_seconds + other.exposed_seconds,
+            self.at_most or other.at_most,
         )
 
 
@@ -102,6 +105,7 @@ class Ledger:
             seconds=share * cost.seconds,
             exposed_seconds=share * cost.exposed_seconds,
             round_trips=cost.round_trips if share == 1 else 0,
+            at_most=is_defensive(one.verdict),
         )
 
     def _cheaper(self, hint: Hint, cost: Worth, number: int) -> Worth:

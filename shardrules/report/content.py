@@ -163,7 +163,7 @@ class Content:
         parts = [size(worth.bytes)] if worth.bytes else []
         if worth.round_trips and not (worth.bytes and isinstance(group[0], Finding)):
             parts.append(counted(worth.round_trips, "round trip"))
-        most = "" if worth.is_sure else "at most "
+        most = "at most " if worth.at_most or not worth.is_sure else ""
         return f"{most}{' and '.join(parts)}{self._share(worth)}"
 
     # -- the first lines ---------------------------------------------------------------------

@@ -44,9 +44,9 @@ _LEAST = 64  # bytes sent: what saves fewer, and no round trip, is not worth rea
 
 def hints(judgement: hlo.Judgement) -> list[Hint]:
     """List the needed collectives that the program shows could be cheaper."""
-    program = Program(judgement)
     if not judgement.is_compiled:
         return []  # XLA's later passes combine, hoist and scatter some of them
+    program = Program(judgement)
     found: dict[Site, Hint] = {}
     for site in program.sites:
         for kind, find in _FIND.items() if site.needed else ():

@@ -70,6 +70,7 @@ def test_real_programs(path):
 
 
 SUMMED = f"{SHARDED}\n{T.all_reduce('%x')}"
+SPREAD = "%z = f32[] constant(0)\n%b = f32[8] broadcast(%z), dimensions={}"
 TWO = f"{SUMMED}\n%t = f32[8] tanh(%r)\n%n = f32[8] negate(%t)"
 
 
@@ -78,10 +79,12 @@ TWO = f"{SUMMED}\n%t = f32[8] tanh(%r)\n%n = f32[8] negate(%t)"
     [
         (TWO, "num_partitions=8", False),
         (f"{SUMMED}\n%n = f32[4,2] reshape(%r)", "num_partitions=8", False),
+        (f"{SUMMED}\n{SPREAD}\n%m = f32[8] maximum(%r, %b)", "num_partitions=8", False),
         (TWO, "is_scheduled=true, num_partitions=8", True),
         # What JAX 0.4.28 compiles for CPU has no schedule, and may have nothing to fuse.
         (SUMMED, "num_partitions=8", True),
         (f"{SUMMED}\n%n = f32[8] negate(%r)", "num_partitions=8", True),
+        (f"{SUMMED}\n{SPREAD}\n%m = f32[8] sine(%b)", "num_partitions=8", True),
         (f"{TWO}\n%m = f32[8] sine(%t)", "num_partitions=8", True),
         (TWO.replace("f32[8]", "f32[]"), "num_partitions=8", True),
         (f"{TWO}\n%b = f32[4,2] bitcast(%n)", "num_partitions=8", True),

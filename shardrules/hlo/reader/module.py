@@ -286,10 +286,12 @@ class Module:
     @functools.cached_property
     def opcodes(self) -> dict[str, frozenset[str]]:
         """Give the opcodes of each computation: most hold a few, and nothing else is to look at."""
-        return {
-            name: frozenset([i.opcode for i in computation.instructions])
-            for name, computation in self.computations.items()
-        }
+        same: dict[frozenset[str], frozenset[str]] = {}  # many hold the same, which is kept once
+        opcodes = {}
+        for name, computation in self.computations.items():
+            own = frozenset([i.opcode for i in computation.instructions])
+            opcodes[name] = same.setdefault(own, own)
+        return opcodes
 
     def metadata(self, instruction: Instruction) -> Metadata:
         """Read an instruction's metadata; empty if it has none."""

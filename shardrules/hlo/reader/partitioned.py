@@ -27,6 +27,7 @@ _FUSED = frozenset(
     "add subtract multiply divide maximum minimum negate abs exponential log power rsqrt sqrt tanh "
     "convert select compare".split()
 )
+_PRODUCERS = _FUSED | {"broadcast"}
 
 
 def is_compiled(module: hm.Module) -> bool:
@@ -45,14 +46,14 @@ def is_compiled(module: hm.Module) -> bool:
         early = early or any(
             i.opcode == "reshape"
             or _is_fused(i)
-            and any(taken[o] == 1 and _is_fused(instructions[o]) for o in i.operands)
+            and any(taken[o] == 1 and _is_fused(instructions[o], _PRODUCERS) for o in i.operands)
             for i in instructions
         )
     return not early
 
 
-def _is_fused(instruction: hm.Instruction) -> bool:
-    return instruction.opcode in _FUSED and bool(instruction.shape.dimensions)
+def _is_fused(instruction: hm.Instruction, opcodes: frozenset[str] = _FUSED) -> bool:
+    return instruction.opcode in opcodes and bool(instruction.shape.dimensions)
 
 
 def check(module: hm.Module) -> None:

@@ -39,8 +39,8 @@ called replicated over {data}, not proven equal
     because parameter 1 (x) is sharded over data, and no reduction over data stands on the way; it \
 is written into the memory of w, so that the devices' copies drift apart from step to step
     to do: reduce the gradient that comes from wrong.py:6 (step.<locals>.<lambda>) over 'data' \
-before it goes into wrong.py:7 (step): jax.lax.pmean where the loss is a mean over all of data, \
-jax.lax.psum where it is a sum of the devices' parts
+before it goes into wrong.py:7 (step): jax.lax.pmean; jax.lax.psum only if the loss that is \
+differentiated sums up the device's own part alone, with no psum in it
 """
 
 

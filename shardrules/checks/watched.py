@@ -64,7 +64,7 @@ class PytestWatch:
         if self._has_failed and reporter is not None:
             found = "; ".join(r["headline"] for r in self._reports if not r["clean"])
             line = f"shardrules: the tests passed, and the exit code is 1 for findings: {found}"
-            reporter.write_line(line, red=True)
+            reporter.write_line(fitting.fitted(line, fitting.width(sys.stdout)), red=True)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         columns = fitting.width(sys.stdout)

@@ -20,6 +20,12 @@ from shardrules.hlo.proof import phases
 _PARAMETER = re.compile(r"parameter (\d{1,9})\b")
 # After these, all devices of a group hold the same.
 _EQUALIZE = ("all-reduce", "all-gather", "collective-broadcast")
+# Without the check, the transpose of a psum is a psum: a loss with one in it has gradients that are
+# too large by the number of devices, which pmean takes back.
+_WHICH = (
+    "jax.lax.pmean; jax.lax.psum only if the loss that is differentiated sums up the device's own "
+    "part alone, with no psum in it"
+)
 _LINES = 2  # source lines that are named
 
 
@@ -70,8 +76,7 @@ class _Search:
             advice=(
                 f"reduce the {what}{_at(' that come from' if many else ' that comes from', where)} "
                 f"over {quoted} before {'they go' if many else 'it goes'} "
-                f"{_at('into', used) or 'on'}: jax.lax.pmean where the loss is a mean over all of "
-                f"{over}, jax.lax.psum where it is a sum of the devices' parts"
+                f"{_at('into', used) or 'on'}: {_WHICH}"
             ),
         )
 

@@ -125,7 +125,7 @@ def _has_more(content: Content) -> bool:
 def _spends(content: Content) -> str:
     """Say what one device sends in one execution, and which collective costs most of it."""
     total, row = content.account.total, content.rows[0]
-    runs = counted(total.count, "run") + (f" and {total.unknown} in loops" if total.unknown else "")
+    runs = counted(total.count, "run")  # a program with a loop has a part of its own
     cells = {cell.column: cell.text for cell in content.cells(row)}
     at = f" at {cells['source']}" if cells["source"] else ""
     each = f"{row.sites} x " if row.sites > 1 else ""

@@ -95,15 +95,15 @@ def _as_markdown(blocks: Iterable[Block], level: str) -> list[str]:
 @checked
 def plain(content: Content | Several) -> str:
     """Return a whole report as text, its lines as long as they are."""
-    common = _common(content.detailed if isinstance(content, Several) else [content])
+    each_one = content.detailed if isinstance(content, Several) else [content]
+    blocks = [block for one in each_one for block in one.changes]
+    common = _common(said for block in blocks for said in block.items)
     lines = _plain(content, common)
     if isinstance(content, Several):
         for each in content.detailed:
             lines += ["=" * 72, "\n".join(_plain(each, common)).rstrip(), ""]
         lines += _as_text(content.ends)
-    if common:
-        lines += ["what all findings rest on:"]
-        lines += [f"  {part}" for part in common]
+    lines += _resting(common)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -117,16 +117,22 @@ def _parts(said: Item) -> list[str]:
     return dict(said.lines).get(RESTING, "").split(BETWEEN) if said.kind else []
 
 
-def _common(contents: Sequence[Content]) -> list[str]:
-    """List what all findings of some reports rest on, to say it once."""
-    each = [
-        _parts(said)
-        for content in contents
-        for block in content.changes
-        for said in block.items
-        if RESTING in dict(said.lines)
-    ]
+def _common(items: Iterable[Item]) -> list[str]:
+    """List what all findings rest on, to say it once."""
+    each = [_parts(said) for said in items if RESTING in dict(said.lines)]
     return [part for part in each[0] if all(part in other for other in each)] if each else []
+
+
+def _resting(common: Sequence[str]) -> list[str]:
+    return ["what all findings rest on:", *(f"  {part}" for part in common)] if common else []
+
+
+def described(groups: Iterable[Sequence[Finding]]) -> tuple[list[str], list[str]]:
+    """Return each group of alike findings as a block, and lines on what all of them rest on."""
+    items = [item(same) for same in groups]
+    common = _common(items)
+    (block,) = _without([Block("", items=tuple(items))], common)
+    return [_text_of(said) for said in block.items], _resting(common)
 
 
 def _without(blocks: Iterable[Block], common: Sequence[str]) -> Iterable[Block]:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import programs
 import pytest
 from jax import lax
@@ -114,7 +115,7 @@ def test_the_value_that_lacks_a_reduction_is_named(cpu_mesh):
         assert one.missing == "no reduction over {data} of the gradient that goes into it"
         assert one.advice.startswith("reduce the gradient that comes from ")
         assert "test_outputs.py" in one.advice and "over 'data' before it goes into " in one.advice
-        assert "jax.lax.pmean where the loss is a mean" in one.advice
+        assert "jax.lax.pmean; jax.lax.psum only if the loss that is diff" in one.advice
     # What the advice says, done; and the gradient reduced over the other axis alone.
     assert advised(optimized(lambda g: lax.pmean(g, "data"))) == []
     assert all(one.missing for one in advised(optimized(lambda g: lax.pmean(g, "model"))))
@@ -128,6 +129,36 @@ def test_the_value_that_lacks_a_reduction_is_named(cpu_mesh):
 
     for step, expected in ((two_ways, [False, True]), (forward, [False])):
         assert [bool(one.missing) for one in advised(step)] == expected
+
+
+@pytest.mark.parametrize(
+    "own, reduce",
+    [
+        (jnp.mean, lax.pmean),
+        (lambda y: lax.pmean(y.mean(), "data"), lax.pmean),
+        (lambda y: lax.psum(y.sum(), "data") / 512, lax.pmean),
+        (lambda y: y.sum() / 512, lax.psum),  # the device's own sum, and no psum
+    ],
+)
+def test_the_advice_on_a_gradient_gives_that_of_one_device(cpu_mesh, own, reduce):
+    """The layer is split over the other axis, whose psum is in the loss as well."""
+    key = jax.random.split(jax.random.key(0), 4)
+    shapes = ((8,), (8, 16), (16, 16), (32, 8))
+    scale, up, down, x = (jax.random.normal(k, s) for k, s in zip(key, shapes))
+
+    def loss(scale, up, down, x):
+        return own(lax.psum(jnp.tanh((x * scale) @ up) @ down, "model") ** 2)
+
+    def gradient(scale, up, down, x):
+        grad = jax.grad(loss)(scale, up, down, x)
+        return reduce(lax.pmean(grad, "model"), "data")
+
+    def alone(scale):
+        return jnp.mean((jnp.tanh((x * scale) @ up) @ down) ** 2)
+
+    specs = (P(), P(None, "model"), P("model"), P("data"))
+    followed = jax.jit(unchecked(gradient, cpu_mesh, specs))(scale, up, down, x)
+    np.testing.assert_allclose(followed, jax.grad(alone)(scale), rtol=1e-5)
 
 
 def test_a_scan_over_microbatches(platform):

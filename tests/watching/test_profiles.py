@@ -124,6 +124,9 @@ def test_the_command_prints_it_and_exits_by_its_findings(recorded, capsys):
     assert main(["profile", str(recorded), "--mesh", "data=4,model=2"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("avoidable: ")
+    # What all findings rest on stands once, below them.
+    assert "resting on:" not in out and out.count("hold the same data on every device") == 1
+    assert out.index("to do: ") < out.index("what all findings rest on:\n  arrays that")
     assert "overwide: 2 x backward all-reduce(data, model)" in out  # those alike are one
     assert main(["profile", str(recorded), "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)

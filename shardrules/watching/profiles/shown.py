@@ -13,6 +13,7 @@ from shardrules.costs import accounts, findings
 from shardrules.costs.timings import Timing, Timings
 from shardrules.report import grouping
 from shardrules.report.grouping import counted
+from shardrules.report.text import described
 
 _SHOWN_COUNT = 30  # rows of needed collectives
 
@@ -123,14 +124,15 @@ class Profile:
             return "\n".join([*lines, "no collectives in any program that ran"]) + "\n"
         groups = [(p, same) for p in self.programs for same in findings.alike(p.content.findings)]
         groups.sort(key=lambda pair: -pair[0].content.ledger.exposed_seconds(pair[1]))
+        blocks, resting = described([same for _, same in groups])
         seldom = 0
-        for program, same in groups:
+        for (program, same), block in zip(groups, blocks):
             timing = program.content.ledger.timing(same)
             if timing is not None and not timing.seconds:
                 seldom += len(same)
             else:
                 took = grouping.took(timing, self.step_seconds) + grouping.spread(timing)
-                lines += ["", f"{took} ({program.name})", report.describe_finding(*same)]
+                lines += ["", f"{took} ({program.name})", block]
         if seldom:
             what = counted(seldom, "finding")
             lines += ["", f"and {what} that ran in fewer than half of the steps"]
@@ -139,6 +141,7 @@ class Profile:
             lines += ["", "needed, or allowed:", report.table(_table(needed, self.step_seconds))]
             if len(needed) > _SHOWN_COUNT:
                 lines.append(f"and {len(needed) - _SHOWN_COUNT} more, which took less")
+        lines += ["", *resting] if resting else []
         return "\n".join(lines) + "\n"
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from costs.test_waste import CASES, JITS, follow, hints, program, random_like, structs
-from shardrules import hlo
+from shardrules import hlo, testing
 from shardrules.costs import waste
 from shardrules.door.compiled import placements
 from shardrules.program import matching
@@ -204,3 +205,73 @@ def test_rows_are_scattered_to_equal_values(cpu_mesh):
         for body in (scattered, scattered_rows)
     )
     np.testing.assert_array_equal(one, other)
+
+
+# -- weights that a scan gathers again ------------------------------------------------------------
+
+
+def train(layer, layout=lambda w: w):
+    """Train by a scan over checkpointed layers; ``layout`` is what becomes of the weights."""
+    policy = jax.checkpoint_policies.save_only_these_names("gathered")
+
+    def step(x, ws):
+        def body(h, w):
+            return layer(h, jax.tree.map(layout, w)), None
+
+        def loss(ws):
+            return (lax.scan(jax.checkpoint(body, policy=policy), x, ws)[0] ** 2).mean()
+
+        return jax.grad(loss)(ws)
+
+    return step
+
+
+def kept(w):
+    return checkpoint_name(lax.with_sharding_constraint(w, P()), "gathered")
+
+
+LAYERS = {
+    "one": (lambda h, w: jnp.tanh(h @ w["u"]), {"u": (4, 128, 128)}),
+    "two": (
+        lambda h, w: h + jax.nn.gelu(h @ w["u"]) @ w["d"],
+        {"u": (4, 128, 512), "d": (4, 512, 128)},
+    ),
+    "scaled": (lambda h, w: h * w["s"] + jnp.tanh(h @ w["u"]), {"u": (4, 128, 128), "s": (4, 128)}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_that_a_scan_under_jit_gathers_again(cpu_mesh, name):
+    layer, shapes = LAYERS[name]
+    over = NamedSharding(cpu_mesh, P(None, "data"))
+    ws = {k: jax.ShapeDtypeStruct(s, jnp.float32, sharding=over) for k, s in shapes.items()}
+    (x,) = structs(cpu_mesh, [((256, 128), P("data"))])
+    with jax.set_mesh(cpu_mesh):
+        f, g = (jax.jit(train(layer, how), out_shardings=over) for how in (lambda w: w, kept))
+        found = [h for h in hints(f, [x, ws]) if h.kind == "gathered twice"]
+        assert found and all("without data, by jax.lax.with_sharding" in h.advice for h in found)
+        promised = sum(h.sent_before - h.sent_after for h in found)
+        before, after = (testing.account(p, x, ws).total for p in (f, g))
+        assert 0 < promised <= before.wire_bytes - after.wire_bytes
+        assert before.count - after.count >= sum(h.round_trips_before for h in found)
+        assert not [h for h in hints(g, [x, ws]) if h.kind == "gathered twice"]
+        arrays = [a / 16 for a in random_like([x, *ws.values()])]
+        given = arrays[0], dict(zip(ws, arrays[1:]))
+        for one, other in zip(*(jax.tree.leaves(p(*given)) for p in (f, g))):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype, kinds", [("float32", []), ("bfloat16", ["gathered twice"])])
+def test_weights_that_xla_narrows_before_it_gathers_them(tpu_mesh, dtype, kinds):
+    """What is kept is gathered as wide as it is named: of f32 twice as many bytes, once."""
+    layer, shapes = LAYERS["one"]
+    over = NamedSharding(tpu_mesh, P(None, "data"))
+    args = [((256, 128), P("data"), dtype), (shapes["u"], over.spec, dtype)]
+    x, w = structs(tpu_mesh, args)
+    with jax.set_mesh(tpu_mesh):
+        f, g = (jax.jit(train(layer, how), out_shardings=over) for how in (lambda w: w, kept))
+        found = hints(f, [x, {"u": w}])
+        assert [h.kind for h in found] == kinds
+        saved = [testing.account(p, x, {"u": w}).total.wire_bytes for p in (f, g)]
+    assert saved[0] - saved[1] == sum(h.sent_before - h.sent_after for h in found)

@@ -11,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from costs.test_waste import CASES, JITS, follow, hints, program, random_like, structs
+import shardrules
+from costs.test_waste import CASES, JITS, D, follow, hints, program, random_like, structs
 from shardrules import hlo, testing
 from shardrules.costs import waste
 from shardrules.door.compiled import placements
@@ -275,3 +276,57 @@ def test_weights_that_xla_narrows_before_it_gathers_them(tpu_mesh, dtype, kinds)
         assert [h.kind for h in found] == kinds
         saved = [testing.account(p, x, {"u": w}).total.wire_bytes for p in (f, g)]
     assert saved[0] - saved[1] == sum(h.sent_before - h.sent_after for h in found)
+
+
+# -- a call that XLA can't partition --------------------------------------------------------------
+
+MATRICES = ((64, 16, 16), D)
+
+
+def foreign(outs):
+    return jax.ffi.ffi_call("lapack_spotrf_ffi", outs)
+
+
+def cholesky(x):
+    """A foreign function that XLA knows nothing of, as a user calls it."""
+    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)]
+    return foreign(outs)(x, uplo=np.uint8(ord("L")))[0]
+
+
+def positive(x):
+    return x @ x.swapaxes(1, 2) + jnp.eye(16)
+
+
+def test_a_call_whose_operand_is_gathered(cpu_mesh):
+    given = structs(cpu_mesh, [MATRICES])
+    jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # loads LAPACK
+    with shardrules.install():
+        local = jax.shard_map(
+            shardrules.no_communication(cholesky), mesh=cpu_mesh, in_specs=(D,), out_specs=D
+        )
+        f, g = (
+            jax.jit(lambda x: cholesky(positive(x)) * 2),
+            jax.jit(lambda x: local(positive(x)) * 2),
+        )
+        sent = 3 * 16 * 16 * 16 * 4
+        (found,) = follow(("cpu", cpu_mesh), f, g, given, "called whole", (sent, 0))
+    assert "each device gathers all 64 rows and computes them, 3 of 4 parts in vain" in found.advice
+    assert "in_specs=(P('data'),), out_specs=(P('data'), P('data')))" in found.advice
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: (lambda y: (cholesky(y), y * 2))(
+            lax.optimization_barrier(lax.with_sharding_constraint(positive(x), P()))
+        ),
+        lambda x: jnp.linalg.cholesky(positive(x)),  # XLA partitions it
+        lambda x: foreign(jax.ShapeDtypeStruct((16, 16), x.dtype))(positive(x)),
+        lambda x: cholesky(lax.with_sharding_constraint(positive(x), P(None, "data"))),
+    ],
+    ids="read_whole_too own no_batch rows_of_each".split(),
+)
+def test_calls_that_gain_nothing_or_that_xla_partitions(cpu_mesh, f):
+    with jax.set_mesh(cpu_mesh):
+        found = [h.kind for h in hints(jax.jit(f), structs(cpu_mesh, [MATRICES]))]
+    assert "called whole" not in found

@@ -330,3 +330,57 @@ def test_calls_that_gain_nothing_or_that_xla_partitions(cpu_mesh, f):
     with jax.set_mesh(cpu_mesh):
         found = [h.kind for h in hints(jax.jit(f), structs(cpu_mesh, [MATRICES]))]
     assert "called whole" not in found
+
+
+# -- a loop's condition that asks all devices -----------------------------------------------------
+
+BATCH = ((64,), D)
+
+
+def root(a, coupled=lambda x: x):
+    """Newton's square root: each example stops when it is near enough."""
+    far = lambda s: jnp.abs(s[0] * s[0] - a) > 1e-3 * a  # noqa: E731
+    step = lambda s: (coupled((s[0] + a / s[0]) / 2), s[1] + 1)  # noqa: E731
+    return lax.while_loop(far, step, (a, 0))[0]
+
+
+def roots(a):
+    """A loop in a loop."""
+    return lax.while_loop(lambda x: x > 1.5, root, a + 2)
+
+
+@pytest.mark.parametrize("one, count", [(root, 1), (roots, 2)])
+def test_a_batched_loop_asks_all_devices(cpu_mesh, one, count):
+    given = structs(cpu_mesh, [BATCH])
+    f, g = jax.jit(jax.vmap(one)), program(cpu_mesh, jax.vmap(one), [BATCH])
+    found = hints(f, given)
+    assert {h.kind for h in found} == {"asked each trip"} and len(found) >= count
+    assert "jax.shard_map(jax.vmap(f), mesh=mesh, in_specs=P('data'), out_specs=P('data'))" in (
+        found[0].advice
+    )
+    assert (found[0].round_trips_before, found[0].round_trips_after) == (None, 0)
+    assert not testing.judge(g.lower(*given).compile()).verdicts
+    arrays = [jnp.abs(a) + 0.1 for a in random_like(given)]
+    np.testing.assert_array_equal(f(*arrays), g(*arrays))
+
+
+def all_roots(a):
+    """A program that asks for the worst example itself: its values depend on all devices."""
+    far = lambda x: jnp.abs(x * x - a).max() > 1e-3  # noqa: E731
+    return lax.while_loop(far, lambda x: (x + a / x) / 2, a)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        all_roots,
+        lambda a: lax.while_loop(lambda x: (x > 1).any(), lambda x: x / 2, a),
+        # Each trip takes the mean of all examples.
+        jax.vmap(lambda a: root(a, lambda x: x + 0 * lax.pmean(x, "b")), axis_name="b"),
+        lambda a: jax.vmap(lambda a: lax.fori_loop(0, 8, lambda _, x: (x + a / x) / 2, a))(a),
+    ],
+    ids="worst any coupled counted".split(),
+)
+def test_loops_whose_devices_depend_on_each_other(cpu_mesh, f):
+    found = hints(jax.jit(f), structs(cpu_mesh, [BATCH]))
+    assert "asked each trip" not in [h.kind for h in found]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from shardrules import hlo
 from shardrules.costs import accounts, findings
 from shardrules.costs.waste import (
+    asked,
     calls,
     gathers,
     left_apart,
@@ -25,6 +26,7 @@ __all__ = ["KINDS", "Hint", "dearer", "hints"]
 _FIND: dict[str, Callable[[Site], Hint | None]] = {
     "repeated": loops.repeated,
     "after the loop": loops.after_loop,
+    "asked each trip": asked.find,
     "called whole": calls.find,
     "only returned": gathers.only_returned,
     "reduce first": reductions.reduce_first,

@@ -364,6 +364,15 @@ def test_a_batched_loop_asks_all_devices(cpu_mesh, one, count):
     np.testing.assert_array_equal(f(*arrays), g(*arrays))
 
 
+@pytest.mark.tpu
+def test_a_batched_loop_on_tpu(tpu_mesh):
+    """Its "or" is made of many operations."""
+    given = structs(tpu_mesh, [BATCH])
+    assert {h.kind for h in hints(jax.jit(jax.vmap(roots)), given)} == {"asked each trip"}
+    local = program(tpu_mesh, jax.vmap(roots), [BATCH])
+    assert not testing.judge(local.lower(*given).compile()).verdicts
+
+
 def all_roots(a):
     """A program that asks for the worst example itself: its values depend on all devices."""
     far = lambda x: jnp.abs(x * x - a).max() > 1e-3  # noqa: E731

@@ -6,7 +6,8 @@ from shardrules.costs import walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.program import Hint, Program, Site
 
-_ANY = ("or", "maximum")
+# XLA for TPU writes "or" as several operations on whole numbers.
+_OTHER = ("add", "multiply", "and", "minimum")
 
 
 def find(site: Site) -> Hint | None:
@@ -28,8 +29,9 @@ def _is_predicate(site: Site) -> bool:
     collective = site.collective
     return (
         collective.kind == "all-reduce"
-        and collective.reduction in _ANY
+        and collective.reduction not in _OTHER
         and site.taken.element_count == 1
+        and site.taken.element_type.startswith(("pred", "s", "u"))
         and not site.in_shard_map
         and "vmap(" in site.op_name
         and operation(collective) == "while"

@@ -26,6 +26,7 @@ __all__ = ["KINDS", "Hint", "dearer", "hints"]
 _FIND: dict[str, Callable[[Site], Hint | None]] = {
     "repeated": loops.repeated,
     "after the loop": loops.after_loop,
+    "accumulated": loops.accumulated,
     "asked each trip": asked.find,
     "called whole": calls.find,
     "only returned": gathers.only_returned,

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from costs.test_waste import CASES, JITS, follow, hints, program, random_like, structs
-from shardrules import hlo
+import shardrules
+from costs.test_waste import CASES, JITS, D, follow, hints, program, random_like, structs
+from shardrules import hlo, testing
 from shardrules.costs import waste
 from shardrules.door.compiled import placements
 from shardrules.program import matching
@@ -204,3 +206,250 @@ def test_rows_are_scattered_to_equal_values(cpu_mesh):
         for body in (scattered, scattered_rows)
     )
     np.testing.assert_array_equal(one, other)
+
+
+# -- weights that a scan gathers again ------------------------------------------------------------
+
+
+def train(layer, layout=lambda w: w):
+    """Train by a scan over checkpointed layers; ``layout`` is what becomes of the weights."""
+    policy = jax.checkpoint_policies.save_only_these_names("gathered")
+
+    def step(x, ws):
+        def body(h, w):
+            return layer(h, jax.tree.map(layout, w)), None
+
+        def loss(ws):
+            return (lax.scan(jax.checkpoint(body, policy=policy), x, ws)[0] ** 2).mean()
+
+        return jax.grad(loss)(ws)
+
+    return step
+
+
+def kept(w):
+    return checkpoint_name(lax.with_sharding_constraint(w, P()), "gathered")
+
+
+LAYERS = {
+    "one": (lambda h, w: jnp.tanh(h @ w["u"]), {"u": (4, 128, 128)}),
+    "two": (
+        lambda h, w: h + jax.nn.gelu(h @ w["u"]) @ w["d"],
+        {"u": (4, 128, 512), "d": (4, 512, 128)},
+    ),
+    "scaled": (lambda h, w: h * w["s"] + jnp.tanh(h @ w["u"]), {"u": (4, 128, 128), "s": (4, 128)}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_that_a_scan_under_jit_gathers_again(cpu_mesh, name):
+    layer, shapes = LAYERS[name]
+    over = NamedSharding(cpu_mesh, P(None, "data"))
+    ws = {k: jax.ShapeDtypeStruct(s, jnp.float32, sharding=over) for k, s in shapes.items()}
+    (x,) = structs(cpu_mesh, [((256, 128), P("data"))])
+    with jax.set_mesh(cpu_mesh):
+        f, g = (jax.jit(train(layer, how), out_shardings=over) for how in (lambda w: w, kept))
+        found = [h for h in hints(f, [x, ws]) if h.kind == "gathered twice"]
+        assert found and all("without data, by jax.lax.with_sharding" in h.advice for h in found)
+        promised = sum(h.sent_before - h.sent_after for h in found)
+        before, after = (testing.account(p, x, ws).total for p in (f, g))
+        assert 0 < promised <= before.wire_bytes - after.wire_bytes
+        assert before.count - after.count >= sum(h.round_trips_before for h in found)
+        assert not [h for h in hints(g, [x, ws]) if h.kind == "gathered twice"]
+        arrays = [a / 16 for a in random_like([x, *ws.values()])]
+        given = arrays[0], dict(zip(ws, arrays[1:]))
+        for one, other in zip(*(jax.tree.leaves(p(*given)) for p in (f, g))):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype, kinds", [("float32", []), ("bfloat16", ["gathered twice"])])
+def test_weights_that_xla_narrows_before_it_gathers_them(tpu_mesh, dtype, kinds):
+    """What is kept is gathered as wide as it is named: of f32 twice as many bytes, once."""
+    layer, shapes = LAYERS["one"]
+    over = NamedSharding(tpu_mesh, P(None, "data"))
+    args = [((256, 128), P("data"), dtype), (shapes["u"], over.spec, dtype)]
+    x, w = structs(tpu_mesh, args)
+    with jax.set_mesh(tpu_mesh):
+        f, g = (jax.jit(train(layer, how), out_shardings=over) for how in (lambda w: w, kept))
+        found = hints(f, [x, {"u": w}])
+        assert [h.kind for h in found] == kinds
+        saved = [testing.account(p, x, {"u": w}).total.wire_bytes for p in (f, g)]
+    assert saved[0] - saved[1] == sum(h.sent_before - h.sent_after for h in found)
+
+
+# -- a call that XLA can't partition --------------------------------------------------------------
+
+MATRICES = ((64, 16, 16), D)
+
+
+def foreign(outs):
+    return jax.ffi.ffi_call("lapack_spotrf_ffi", outs)
+
+
+def cholesky(x):
+    """A foreign function that XLA knows nothing of, as a user calls it."""
+    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)]
+    return foreign(outs)(x, uplo=np.uint8(ord("L")))[0]
+
+
+def positive(x):
+    return x @ x.swapaxes(1, 2) + jnp.eye(16)
+
+
+def test_a_call_whose_operand_is_gathered(cpu_mesh):
+    given = structs(cpu_mesh, [MATRICES])
+    jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # loads LAPACK
+    with shardrules.install():
+        local = jax.shard_map(
+            shardrules.no_communication(cholesky), mesh=cpu_mesh, in_specs=(D,), out_specs=D
+        )
+        f, g = (
+            jax.jit(lambda x: cholesky(positive(x)) * 2),
+            jax.jit(lambda x: local(positive(x)) * 2),
+        )
+        sent = 3 * 16 * 16 * 16 * 4
+        (found,) = follow(("cpu", cpu_mesh), f, g, given, "called whole", (sent, 0))
+    assert "each device gathers all 64 rows and computes them, 3 of 4 parts in vain" in found.advice
+    assert "in_specs=(P('data'),), out_specs=(P('data'), P('data')))" in found.advice
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: (lambda y: (cholesky(y), y * 2))(
+            lax.optimization_barrier(lax.with_sharding_constraint(positive(x), P()))
+        ),
+        lambda x: jnp.linalg.cholesky(positive(x)),  # XLA partitions it
+        lambda x: foreign(jax.ShapeDtypeStruct((16, 16), x.dtype))(positive(x)),
+        lambda x: cholesky(lax.with_sharding_constraint(positive(x), P(None, "data"))),
+    ],
+    ids="read_whole_too own no_batch rows_of_each".split(),
+)
+def test_calls_that_gain_nothing_or_that_xla_partitions(cpu_mesh, f):
+    with jax.set_mesh(cpu_mesh):
+        found = [h.kind for h in hints(jax.jit(f), structs(cpu_mesh, [MATRICES]))]
+    assert "called whole" not in found
+
+
+# -- a loop's condition that asks all devices -----------------------------------------------------
+
+BATCH = ((64,), D)
+
+
+def root(a, coupled=lambda x: x):
+    """Newton's square root: each example stops when it is near enough."""
+    far = lambda s: jnp.abs(s[0] * s[0] - a) > 1e-3 * a  # noqa: E731
+    step = lambda s: (coupled((s[0] + a / s[0]) / 2), s[1] + 1)  # noqa: E731
+    return lax.while_loop(far, step, (a, 0))[0]
+
+
+def roots(a):
+    """A loop in a loop."""
+    return lax.while_loop(lambda x: x > 1.5, root, a + 2)
+
+
+@pytest.mark.parametrize("one, count", [(root, 1), (roots, 2)])
+def test_a_batched_loop_asks_all_devices(cpu_mesh, one, count):
+    given = structs(cpu_mesh, [BATCH])
+    f, g = jax.jit(jax.vmap(one)), program(cpu_mesh, jax.vmap(one), [BATCH])
+    found = hints(f, given)
+    assert {h.kind for h in found} == {"asked each trip"} and len(found) >= count
+    assert "jax.shard_map(jax.vmap(f), mesh=mesh, in_specs=P('data'), out_specs=P('data'))" in (
+        found[0].advice
+    )
+    assert (found[0].round_trips_before, found[0].round_trips_after) == (None, 0)
+    assert not testing.judge(g.lower(*given).compile()).verdicts
+    arrays = [jnp.abs(a) + 0.1 for a in random_like(given)]
+    np.testing.assert_array_equal(f(*arrays), g(*arrays))
+
+
+@pytest.mark.tpu
+def test_a_batched_loop_on_tpu(tpu_mesh):
+    """Its "or" is made of many operations."""
+    given = structs(tpu_mesh, [BATCH])
+    assert {h.kind for h in hints(jax.jit(jax.vmap(roots)), given)} == {"asked each trip"}
+    local = program(tpu_mesh, jax.vmap(roots), [BATCH])
+    assert not testing.judge(local.lower(*given).compile()).verdicts
+
+
+def all_roots(a):
+    """A program that asks for the worst example itself: its values depend on all devices."""
+    far = lambda x: jnp.abs(x * x - a).max() > 1e-3  # noqa: E731
+    return lax.while_loop(far, lambda x: (x + a / x) / 2, a)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        all_roots,
+        lambda a: lax.while_loop(lambda x: (x > 1).any(), lambda x: x / 2, a),
+        # Each trip takes the mean of all examples.
+        jax.vmap(lambda a: root(a, lambda x: x + 0 * lax.pmean(x, "b")), axis_name="b"),
+        lambda a: jax.vmap(lambda a: lax.fori_loop(0, 8, lambda _, x: (x + a / x) / 2, a))(a),
+    ],
+    ids="worst any coupled counted".split(),
+)
+def test_loops_whose_devices_depend_on_each_other(cpu_mesh, f):
+    found = hints(jax.jit(f), structs(cpu_mesh, [BATCH]))
+    assert "asked each trip" not in [h.kind for h in found]
+
+
+# -- gradients that a loop accumulates ------------------------------------------------------------
+
+MICROBATCHES = ((8, 64, 128), P(None, "data"))
+
+
+def of_one(w, x):
+    return (jnp.tanh(x @ w) ** 2).mean()
+
+
+def accumulated(w, xs):
+    return lax.scan(lambda g, x: (g + jax.grad(of_one)(w, x), None), jnp.zeros_like(w), xs)[0]
+
+
+def accumulated_apart(w, xs):
+    def body(g, x):
+        own = jax.vmap(jax.grad(of_one), (None, 0))(w, x.reshape(4, -1, x.shape[1]))
+        return g + lax.with_sharding_constraint(own, D), None
+
+    start = lax.with_sharding_constraint(jnp.zeros((4, *w.shape)), D)
+    return lax.scan(body, start, xs)[0].mean(0)
+
+
+def test_a_gradient_that_each_trip_reduces(cpu_mesh):
+    given = structs(cpu_mesh, [((128, 128), P()), MICROBATCHES])
+    sent = 2 * 3 * 128 * 128 * 4 // 4
+    with jax.set_mesh(cpu_mesh):
+        f, g = jax.jit(accumulated), jax.jit(accumulated_apart)
+        (found,) = follow(("cpu", cpu_mesh), f, g, given, "accumulated", (8 * sent, sent))
+    assert not waste.dearer(
+        [found], testing.judge(f.lower(*given).compile())
+    )  # no test fails on it
+    assert (found.round_trips_before, found.round_trips_after) == (8, 1)
+    assert "a carry sharded by P('data'), and reduce over the shards once" in found.advice
+
+
+def trained(w, xs):
+    """Each trip reads the gradient of the one before."""
+    return lax.scan(lambda w, x: (w - jax.grad(of_one)(w, x), None), w, xs)[0]
+
+
+def clipped(w, xs):
+    def body(g, x):
+        own = jax.grad(of_one)(w, x)
+        return g + own / jnp.sqrt((own * own).sum()), None
+
+    return lax.scan(body, jnp.zeros_like(w), xs)[0]
+
+
+@pytest.mark.parametrize("f", [trained, clipped])
+def test_gradients_that_each_trip_reads(cpu_mesh, f):
+    given = structs(cpu_mesh, [((128, 128), P()), MICROBATCHES])
+    assert not {"accumulated", "after the loop"} & {h.kind for h in hints(jax.jit(f), given)}
+
+
+@pytest.mark.tpu
+def test_a_gradient_that_xla_reduces_after_the_loop(tpu_mesh):
+    given = structs(tpu_mesh, [((128, 128), P()), MICROBATCHES])
+    assert hints(jax.jit(accumulated), given) == []

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from shardrules import hlo
 from shardrules.costs import accounts, findings
 from shardrules.costs.waste import (
+    asked,
+    calls,
     gathers,
     left_apart,
     loops,
@@ -24,6 +26,9 @@ __all__ = ["KINDS", "Hint", "dearer", "hints"]
 _FIND: dict[str, Callable[[Site], Hint | None]] = {
     "repeated": loops.repeated,
     "after the loop": loops.after_loop,
+    "accumulated": loops.accumulated,
+    "asked each trip": asked.find,
+    "called whole": calls.find,
     "only returned": gathers.only_returned,
     "reduce first": reductions.reduce_first,
     "reduce instead": reductions.reduce_instead,

@@ -7,6 +7,8 @@ from shardrules.costs.waste.graph import BARRIERS, WHOLE, Graph, Node, made_by
 from shardrules.costs.waste.program import Hint, Program, Site
 
 _MOVES = WHOLE | BARRIERS
+_CONVERTS = "convert_element_type"  # what JAX calls a conversion
+_BY_XLA = " by XLA"
 
 # -- what is only returned ------------------------------------------------------------------------
 
@@ -82,8 +84,13 @@ def gathered_twice(site: Site) -> Hint | None:
     remat = entry.phase == "recompute" or "remat" in site.collective.op_name
     if not (site.in_shard_map or remat):
         return None  # the partitioner gathers for the backward pass what no policy names
-    if not site.in_shard_map and operation(site.collective) != "sharding_constraint":
-        return None  # to constrain it changes which other collectives the partitioner makes
+    if not site.in_shard_map:
+        asked = operation(site.collective) == "sharding_constraint"
+        origin = _origin(site)
+        if not asked and (origin is None or not _is_argument(origin[0])):
+            return None  # to constrain what is computed changes what the partitioner makes of it
+        if _narrowed(site, origin):
+            return None  # what a policy keeps would be gathered as wide as it is
     gathers = (s for s in site.program.remembered(_forward) if _is_again(site, s))
     first = next(gathers, None)
     if first is None:
@@ -97,8 +104,15 @@ def gathered_twice(site: Site) -> Hint | None:
             "jax.checkpoint_policies.save_only_these_names('gathered') keep it"
         )
     if not site.in_shard_map:
+        what = "name what jax.lax.with_sharding_constraint gathers, "
+        if operation(site.collective) != "sharding_constraint":
+            axes = " and ".join(entry.axes or ()) or "those axes"
+            what = (
+                f"constrain the array to its layout without {axes}, by "
+                "jax.lax.with_sharding_constraint in the body, name that, "
+            )
         keep = (
-            "name what jax.lax.with_sharding_constraint gathers, "
+            f"{what}"
             "w = jax.ad_checkpoint.checkpoint_name(w, 'gathered'), and save it by the policy of "
             "jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('gathered')"
         )
@@ -107,6 +121,15 @@ def gathered_twice(site: Site) -> Hint | None:
         f"{entry.wire_bytes * runs} B; kept, it takes {kept} B of memory on each device: {keep}"
     )
     return site.hint(advice)
+
+
+def _is_argument(node: Node) -> bool:
+    return node.opcode == "parameter" and node.home.is_entry
+
+
+def _narrowed(site: Site, origin: tuple[Node, str] | None) -> bool:
+    """Tell whether XLA, and not the program, converts an array to fewer bits to gather it."""
+    return site.program.platform == "tpu" if origin is None else _BY_XLA in origin[1]
 
 
 def _forward(program: Program) -> list[Site]:
@@ -141,6 +164,9 @@ def _origin(site: Site) -> tuple[Node, str] | None:
         if node.opcode in ("dynamic-slice", "slice", "convert"):
             if node.opcode == "convert":
                 part += node.shape.element_type
+                name = graph.module.metadata(node.instruction).op_name
+                if node.shape.bits < node.operands[0].shape.bits and not name.endswith(_CONVERTS):
+                    part += _BY_XLA
             part += node.instruction.attribute("slice") or ""
             node = node.operands[0]
         elif node.fused:

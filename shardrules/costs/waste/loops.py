@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from shardrules.costs.waste.graph import Node
 from shardrules.costs.waste.loop_flow import Unread, unread
 from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Program, Site
@@ -65,13 +67,24 @@ _NOTE = " (equal up to rounding)"
 
 
 def after_loop(site: Site) -> Hint | None:
-    if not site.in_loop or not site.is_written or site.in_inner_shard_map:
+    return _after(site) if site.is_written else None
+
+
+def accumulated(site: Site) -> Hint | None:
+    """Find the gradient that each microbatch reduces, and that the loop only adds up."""
+    return _after(site, {"adds up"}) if _is_gradient(site) else None
+
+
+def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
+    if not site.in_loop or site.in_inner_shard_map:
         return None
     sites = site.program.parts(site.instruction)
     results = [site.program.remembered(unread).get(s.key) for s in sites]
     own = results[sites.index(site)]
     if own is None or (site.entry.runs is None and "keeps the last of" in own.ways):
         return None  # without a trip the result would be what the carry starts from
+    if only and own.ways != only:
+        return None
     size = site.entry.bytes
     outer = [r.around for r in results if r is not None]
     # A combined collective's round trips stay unless all of its parts leave the loop.
@@ -85,6 +98,12 @@ def after_loop(site: Site) -> Hint | None:
         return None
     advice = _advice(site, own, after, times) + site.cast("before the loop")
     return site.hint(advice, bytes_after=after, trips_after=times, together=whole)
+
+
+def _is_gradient(site: Site) -> bool:
+    """Tell whether it sums up a gradient under jit; XLA for TPU and GPU moves that by itself."""
+    is_jit = not site.in_shard_map and not site.is_unnamed and not site.is_written
+    return site.adds and is_jit and site.program.platform is None and site.entry.phase == "backward"
 
 
 def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
@@ -108,6 +127,13 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
         change = (
             "XLA's partitioner makes it of a reduction over a sharded dimension: in the body, "
             f"{WITHIN_SHARDS}, and reduce over that after the loop"
+        )
+    if _is_gradient(site):
+        change = (
+            "accumulate each shard's own gradient, jax.vmap(jax.grad(loss), (None, 0))(w, "
+            "x.reshape(n, -1, *x.shape[1:])) for n shards of the batch, in a carry sharded by "
+            f"P({site.over}), and reduce over the shards once after the loop (XLA for TPU and GPU "
+            "moves it there by itself)"
         )
     then = f"{'?' if after is None else after} B in {times}"
     if runs is None:

@@ -1,0 +1,58 @@
+"""A batched loop that asks all devices on every trip whether one of them goes on."""
+
+from __future__ import annotations
+
+from shardrules.costs import walk
+from shardrules.costs.advice import operation
+from shardrules.costs.waste.program import Hint, Program, Site
+
+# XLA for TPU writes "or" as several operations on whole numbers.
+_OTHER = ("add", "multiply", "and", "minimum")
+
+
+def find(site: Site) -> Hint | None:
+    """Find the predicate of a vmapped while loop, each of whose examples has its own."""
+    if not _is_predicate(site) or not site.program.remembered(_alone).get(site.computation.name):
+        return None
+    spec = f"P({site.over})"
+    advice = (
+        "jax.vmap of a while loop goes on until each example of all devices is done, and asks on "
+        f"every trip: jax.shard_map(jax.vmap(f), mesh=mesh, in_specs={spec}, out_specs={spec}), "
+        "with P() for what all examples share, lets each device stop by itself, and its round trip "
+        "on every trip goes (the values are the same)"
+    )
+    return site.hint(advice)
+
+
+def _is_predicate(site: Site) -> bool:
+    # What a program itself reduces in its condition has the name of that operation.
+    collective = site.collective
+    return (
+        collective.kind == "all-reduce"
+        and collective.reduction not in _OTHER
+        and site.taken.element_count == 1
+        and site.taken.element_type.startswith(("pred", "s", "u"))
+        and not site.in_shard_map
+        and "vmap(" in site.op_name
+        and operation(collective) == "while"
+    )
+
+
+def _alone(program: Program) -> dict[str, bool]:
+    """Tell by computation whether the loops around it communicate by such predicates alone."""
+    computations = program.module.computations
+    others = {s.computation.name for s in program.sites if not _is_predicate(s)}
+
+    def called(name: str) -> set[str]:
+        computation = computations[name]
+        return {c for p in computation.calling for c in computation.instructions[p].calls}
+
+    alone: dict[str, bool] = {}
+    for computation in computations.values():
+        for position in computation.calling:
+            loop = computation.instructions[position]
+            if loop.opcode == "while":
+                inside = walk.reached(loop.calls, called)
+                for name in inside:
+                    alone[name] = alone.get(name, True) and not inside & others
+    return alone

@@ -1,0 +1,54 @@
+"""Operands that XLA gathers for calls that it can't partition: each device computes all."""
+
+from __future__ import annotations
+
+from shardrules.costs.waste.graph import BARRIERS, Node, made_by
+from shardrules.costs.waste.program import Hint, Program, Site
+
+# What JAX calls a kernel or a foreign function; XLA's own calls have the names of operations.
+_CALLS = frozenset(["ffi_call", "pallas_call", "triton_kernel_call", "tpu_custom_call"])
+_KEEPS = BARRIERS | {"copy", "copy-done", "copy-start", "all-gather-done"}
+
+
+def find(site: Site) -> Hint | None:
+    """Find a gather of a batch, the first dimension, whose result one call of a user takes."""
+    entry, size = site.entry, site.collective.group_size
+    if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed or size < 2:
+        return None
+    if site.collective.dimension != "0" or not site.whole or site.result is None:
+        return None
+    uses = site.uses(_KEEPS)
+    if len(uses) != 1 or uses[0].user.opcode != "custom-call":
+        return None
+    call = uses[0].user
+    name = site.program.module.metadata(call.instruction).op_name
+    if name.rpartition("/")[2] not in _CALLS or "shard_map/" in name:
+        return None
+    rows = site.result.dimensions[0]
+    if any(leaf.dimensions[:1] != (rows,) for leaf in call.shape.leaves()):
+        return None  # its results have no such batch
+    split = [_gathered(site.program, operand, site) for operand in call.operands]
+    spec = f"P({site.over})"
+    specs = ", ".join(spec if is_split else "P()" for is_split in split)
+    outs = ", ".join([spec] * len(call.shape.leaves()))
+    outs = f"({outs})" if call.shape.is_tuple else outs
+    advice = (
+        f"XLA can't partition the call that takes it: each device gathers all {rows} rows and "
+        f"computes them, {size - 1} of {size} parts in vain. If no row depends on another, wrap "
+        f"the call, jax.shard_map(shardrules.no_communication(call), mesh=mesh, "
+        f"in_specs=({specs},), out_specs={outs}) after shardrules.install(), or give it a rule by "
+        f"jax.custom_partitioning, and {entry.wire_bytes} B become 0 B where its result stays "
+        "sharded"
+    )
+    return site.hint(advice)
+
+
+def _gathered(program: Program, operand: Node, site: Site) -> bool:
+    """Tell whether an operand of the call is a batch that is gathered over the same devices."""
+    node = made_by(operand, _KEEPS)
+    return any(
+        other.collective.kind == "all-gather"
+        and other.collective.dimension == "0"
+        and other.collective.notation == site.collective.notation
+        for other in ([] if node.fused else program.parts(node.instruction))
+    )

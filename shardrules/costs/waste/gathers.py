@@ -89,6 +89,8 @@ def gathered_twice(site: Site) -> Hint | None:
         origin = _origin(site)
         if not asked and (origin is None or not _is_argument(origin[0])):
             return None  # to constrain what is computed changes what the partitioner makes of it
+        if not asked and site.program.platform == "gpu":
+            return None  # followed in the example there, it saved less than it should
         if _narrowed(site, origin):
             return None  # what a policy keeps would be gathered as wide as it is
     gathers = (s for s in site.program.remembered(_forward) if _is_again(site, s))

@@ -111,7 +111,7 @@ def gpu_names() -> tuple[str, ...]:
 
     Examples:
       >>> shardrules.aot.gpu_names()
-      ('b200', 'h100')
+      ('a100', 'b200', 'h100', 'h200')
     """
     return tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
 

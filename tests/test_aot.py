@@ -35,7 +35,7 @@ def test_a_missing_compiler_is_an_error_with_the_command(bare):
     "make, said",
     [
         (lambda: aot.tpu("v5e"), "one looks like 'v5e:2x4'"),
-        (lambda: aot.gpu("H1000", 8), "there is one of b200, h100"),
+        (lambda: aot.gpu("H1000", 8), "there is one of a100, b200, h100, h200"),
         (lambda: aot.gpu("h100", 12), "give 1 to 8, or a multiple of 8"),
         (lambda: aot.missing_plugin("cuda"), "pass 'tpu' or 'gpu'"),
     ],
@@ -66,6 +66,28 @@ def test_absent_gpus_need_no_jax_platforms(before):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     assert done.stdout.split() == ["8", "cpu"], done.stderr
+
+
+SUMMED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from shardrules import aot, testing
+
+mesh = jax.sharding.Mesh(np.array(aot.gpu(NAME, 8)), ("d",))
+body = lambda x: jax.lax.psum(x @ x.T, "d")
+f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P()))
+x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, P("d")))
+print(testing.account(f.lower(x).compile()))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["a100", "h200"])  # other tests compile for h100 and b200
+def test_each_described_gpu_is_compiled_for(name):
+    done = subprocess.run(
+        [sys.executable, "-c", f"NAME = {name!r}{SUMMED}"], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "forward all-reduce(d): 1, 256 B", done.stderr
 
 
 @pytest.mark.gpu

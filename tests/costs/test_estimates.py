@@ -12,7 +12,16 @@ MB = 1 << 26  # so much that bandwidth decides
 
 
 @pytest.mark.parametrize(
-    "name, rate", [("v5e", 100e9), ("v5p", 200e9), ("v6e", 200e9), ("h100", 450e9), ("b200", 900e9)]
+    "name, rate",
+    [
+        ("v5e", 100e9),
+        ("v5p", 200e9),
+        ("v6e", 200e9),
+        ("h100", 450e9),
+        ("b200", 900e9),
+        ("a100", 300e9),
+        ("h200", 450e9),
+    ],
 )
 def test_bandwidths_are_the_vendors(name, rate):
     assert estimates.target(name).send_bytes_per_s == rate
@@ -140,7 +149,9 @@ def test_the_estimate_stands_where_the_collective_is():
 def test_it_is_marked_as_one_with_its_source_below(write, on):
     said = write(content(on))
     assert "is a time estimated, not measured, for " in said
-    assert ("NVIDIA" if on in ("h100", "b200") else "Google, Cloud TPU documentation") in said
+    assert (
+        "NVIDIA" if on in ("a100", "h100", "h200", "b200") else "Google, Cloud TPU documentation"
+    ) in said
     assert said.index("~73.4 us" if on == "v5e" else "all-reduce") < said.index("not measured")
 
 

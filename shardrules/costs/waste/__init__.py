@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from shardrules import hlo
 from shardrules.costs import accounts, findings
@@ -18,30 +17,31 @@ from shardrules.costs.waste import (
     slices,
     undone,
 )
-from shardrules.costs.waste.program import Hint, Program, Site
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
 
-__all__ = ["KINDS", "Hint", "dearer", "hints"]
+__all__ = ["KINDS", "Hint", "dearer", "hints", "table"]
 
-# A collective gets the hint of the first kind that finds one. docs/waste.md has a row for each.
-_FIND: dict[str, Callable[[Site], Hint | None]] = {
-    "repeated": loops.repeated,
-    "after the loop": loops.after_loop,
-    "accumulated": loops.accumulated,
-    "asked each trip": asked.find,
-    "called whole": calls.find,
-    "only returned": gathers.only_returned,
-    "reduce first": reductions.reduce_first,
-    "reduce instead": reductions.reduce_instead,
-    "add first": reductions.add_first,
-    "only a slice": slices.only_a_slice,
-    "one part": slices.one_part,
-    "undone": undone.find,
-    "gathered too": gathers.gathered_too,
-    "narrow first": narrow_first.find,
-    "gathered twice": gathers.gathered_twice,
-    "left apart": left_apart.find,
+# From each kind to its module. A collective gets the hint of the first kind that finds one.
+_MODULES = {
+    "repeated": loops,
+    "after the loop": loops,
+    "accumulated": loops,
+    "asked each trip": asked,
+    "called whole": calls,
+    "only returned": gathers,
+    "reduce first": reductions,
+    "reduce instead": reductions,
+    "add first": reductions,
+    "only a slice": slices,
+    "one part": slices,
+    "undone": undone,
+    "gathered too": gathers,
+    "narrow first": narrow_first,
+    "gathered twice": gathers,
+    "left apart": left_apart,
 }
-KINDS = tuple(_FIND)
+KINDS = tuple(_MODULES)
+_OF: dict[str, Kind] = {kind: module.ROWS[kind] for kind, module in _MODULES.items()}
 _OF_LOOPS = ("repeated", "after the loop")
 _IN_PLACE = ("reduce first", "narrow first")  # the collective stays, with less
 _LEAST = 64  # bytes sent: what saves fewer, and no round trip, is not worth reading
@@ -54,8 +54,8 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
     program = Program(judgement)
     found: dict[Site, Hint] = {}
     for site in program.sites:
-        for kind, find in _FIND.items() if site.needed else ():
-            hint = find(site)
+        for kind in KINDS if site.needed else ():
+            hint = _OF[kind].find(site)
             if hint is not None:
                 found[site] = dataclasses.replace(hint, kind=kind)
                 break
@@ -97,3 +97,11 @@ def dearer(found: list[Hint], worth_more_in: hlo.Judgement | None = None) -> lis
 def _moves_fewer(hint: Hint) -> bool:
     before, after = hint.bytes_before, hint.bytes_after
     return before is None or (after is not None and after < before)
+
+
+def table() -> str:
+    """Return the table of all kinds in docs/waste.md."""
+    head = ("kind", "what it looks like", "in a shard_map", "in a jit with shardings")
+    rows = [(f"*{name}*", *kind[1:]) for name, kind in _OF.items()]
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

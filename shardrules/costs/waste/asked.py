@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardrules.costs import walk
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.program import Hint, Program, Site
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
 
 # XLA for TPU writes "or" as several operations on whole numbers.
 _OTHER = ("add", "multiply", "and", "minimum")
@@ -56,3 +56,16 @@ def _alone(program: Program) -> dict[str, bool]:
                 for name in inside:
                     alone[name] = alone.get(name, True) and not inside & others
     return alone
+
+
+ROWS = {
+    "asked each trip": Kind(
+        find,
+        looks_like=(
+            "an all-reduce of a predicate in the condition of `jax.vmap` of a while loop over a "
+            "sharded batch: the loop goes on until all devices are done"
+        ),
+        in_shard_map="does not occur",
+        under_jit="a shard_map around the vmap: each device stops by itself",
+    )
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardrules.costs.waste.graph import BARRIERS, Node, made_by
-from shardrules.costs.waste.program import Hint, Program, Site
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
 
 # What JAX calls a kernel or a foreign function; XLA's own calls have the names of operations.
 _CALLS = frozenset(["ffi_call", "pallas_call", "triton_kernel_call", "tpu_custom_call"])
@@ -52,3 +52,19 @@ def _gathered(program: Program, operand: Node, site: Site) -> bool:
         and other.collective.notation == site.collective.notation
         for other in ([] if node.fused else program.parts(node.instruction))
     )
+
+
+ROWS = {
+    "called whole": Kind(
+        find,
+        looks_like=(
+            "an all-gather, of the first dimension, for an `ffi_call`, a Pallas kernel or a "
+            "Triton kernel, which XLA can't partition: each device computes all of it"
+        ),
+        in_shard_map="does not occur: in a shard_map a call takes a device's own rows",
+        under_jit=(
+            "wrap the call in a shard_map, or give it a rule by jax.custom_partitioning, if no "
+            "row depends on another"
+        ),
+    )
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.graph import BARRIERS, WHOLE, Graph, Node, made_by
-from shardrules.costs.waste.program import Hint, Program, Site
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
 
 _MOVES = WHOLE | BARRIERS
 _CONVERTS = "convert_element_type"  # what JAX calls a conversion
@@ -196,3 +196,39 @@ def _stacked(graph: Graph, taken: Node) -> Node | None:
         if node.opcode == "dynamic-slice":
             node = made_by(node.operands[0], _MOVES)
     return None if node.fused else node
+
+
+ROWS = {
+    "only returned": Kind(
+        only_returned,
+        looks_like="an all-gather whose result the program returns and does not read",
+        in_shard_map=(
+            "leave the output sharded: the axis in its out_specs instead of the all_gather"
+        ),
+        under_jit="leave the output sharded: the axis in its out_shardings",
+    ),
+    "gathered too": Kind(
+        gathered_too,
+        looks_like=(
+            "an all-to-all or permute of an array that is all-gathered over the same devices as "
+            "well"
+        ),
+        in_shard_map="take its part of the gathered array",
+        under_jit="constrain the array once to the whole layout, and slice that",
+    ),
+    "gathered twice": Kind(
+        gathered_twice,
+        looks_like=(
+            "an array that is gathered in the forward pass and again in the backward pass, or "
+            "recomputed"
+        ),
+        in_shard_map=(
+            "name it by jax.ad_checkpoint.checkpoint_name and save it by the policy of "
+            "jax.checkpoint"
+        ),
+        under_jit=(
+            "the same: constrain a weight in the body to its layout without the axes that it is "
+            "gathered over, name that, and save it by the policy of jax.checkpoint"
+        ),
+    ),
+}

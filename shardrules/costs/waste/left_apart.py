@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardrules.costs.waste.program import SMALL, Hint, Program, Site
+from shardrules.costs.waste.program import SMALL, Hint, Kind, Program, Site
 from shardrules.hlo.proof.collectives import OPCODES
 
 _KINDS = ("all-reduce", "all-gather", "collective-permute", "all-to-all")
@@ -90,3 +90,16 @@ def _needed(program: Program, computation: str) -> tuple[list[int], list[int]] |
         collectives.append(mine)
         large.append(mine_large)
     return collectives, large
+
+
+ROWS = {
+    "left apart": Kind(
+        find,
+        looks_like=(
+            "small collectives of one kind over the same devices, which neither take each other's"
+            " results nor wait for other work, and which the compiler did not combine"
+        ),
+        in_shard_map="concatenate or stack the operands, and run one collective",
+        under_jit="concatenate or stack the arrays before the reduction or the constraint",
+    )
+}

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from shardrules.costs.waste.graph import Node
 from shardrules.costs.waste.loop_flow import Unread, unread
-from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Program, Site
+from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Program, Site
 from shardrules.hlo.proof.collectives import KINDS, OPCODES
 from shardrules.hlo.proof.evaluation import Reach
 
@@ -140,3 +140,39 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
         return f"{what}: {change}, and {size} B on every trip become {then} round trips{_NOTE}"
     trips = "1 round trip" if runs == 1 else f"{runs} round trips"
     return f"{what}: {change}, and {runs * size} B in {trips} become {then}{_NOTE}"
+
+
+ROWS = {
+    "repeated": Kind(
+        repeated,
+        looks_like="a collective in a loop whose operand is the same on every trip",
+        in_shard_map="run it before the loop and close over the result",
+        under_jit=(
+            "give the array the layout that the loop needs, by jax.lax.with_sharding_constraint "
+            "before it"
+        ),
+    ),
+    "after the loop": Kind(
+        after_loop,
+        looks_like=(
+            "an all-reduce or all-gather in a loop that only stacks, adds up, scales, converts or"
+            " passes on its results"
+        ),
+        in_shard_map=(
+            "return the operand from the scan's body, or carry the sum of operands, and run one "
+            "collective after the scan"
+        ),
+        under_jit="reduce within the shards in the body, and over the shards after the loop",
+    ),
+    "accumulated": Kind(
+        accumulated,
+        looks_like=(
+            "under jit on CPU, the gradient of each microbatch that a scan only adds up: XLA for "
+            "TPU and GPU moves it behind the loop by itself"
+        ),
+        in_shard_map="*after the loop*",
+        under_jit=(
+            "accumulate each shard's own gradient by jax.vmap over the shards, and reduce once"
+        ),
+    ),
+}

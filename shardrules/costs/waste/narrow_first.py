@@ -6,7 +6,7 @@ import re
 
 from shardrules import hlo
 from shardrules.costs.waste.graph import BARRIERS, WHOLE, made_by
-from shardrules.costs.waste.program import Hint, Site
+from shardrules.costs.waste.program import Hint, Kind, Site
 
 # These move elements and change none: a conversion may stand on either side.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")
@@ -113,3 +113,17 @@ def _dtype(element_type: str) -> str:
     """Give JAX's name of an element type."""
     names = {"pred": "bool", "bf": "bfloat", "s": "int", "u": "uint", "f": "float"}
     return "jnp." + re.sub("^(pred|bf|[suf])", lambda kind: names[kind[0]], element_type)
+
+
+ROWS = {
+    "narrow first": Kind(
+        find,
+        looks_like=(
+            "an all-gather, permute or all-to-all of an array that was widened just before or is "
+            "narrowed by every use: f32 for bf16, s64 for s32, s32 for a predicate, a one-hot "
+            "array for indices"
+        ),
+        in_shard_map="convert before it; hold the conversion by jax.lax.optimization_barrier",
+        under_jit="convert, hold it by jax.lax.optimization_barrier, then constrain",
+    )
+}

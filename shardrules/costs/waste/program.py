@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shardrules import hlo
 from shardrules.costs import accounts, launches, walk
@@ -56,6 +56,15 @@ class Hint:
     def verdict(self) -> hlo.Verdict:
         assert self.entry.judged is not None
         return self.entry.judged
+
+
+class Kind(NamedTuple):
+    """One kind of waste; the texts are its row in docs/waste.md, in Markdown."""
+
+    find: Callable[[Site], Hint | None]
+    looks_like: str
+    in_shard_map: str  # what to do there
+    under_jit: str  # what to do in a jit with shardings
 
 
 class Program(Graph):

@@ -17,7 +17,7 @@ from shardrules.costs.waste.graph import (
     is_zero,
     made_by,
 )
-from shardrules.costs.waste.program import WITHIN_SHARDS, Hint, Site
+from shardrules.costs.waste.program import WITHIN_SHARDS, Hint, Kind, Site
 
 # -- a sum on each device -------------------------------------------------------------------------
 # What a broadcast or a repeat becomes in the backward pass is a reduce, and what a gather does, a
@@ -254,3 +254,38 @@ def _made(site: Site, value: Node) -> Site | None:
     made = made_by(made, {"get-tuple-element", "all-reduce-done"})
     parts = [] if made.fused else site.program.parts(made.instruction)
     return next((p for p in parts if p.whole and p.operand == element), None)
+
+
+ROWS = {
+    "reduce first": Kind(
+        reduce_first,
+        looks_like=(
+            "an all-reduce whose result each device only sums up, or scatters into fewer places"
+        ),
+        in_shard_map="reduce before the psum, or cast with shardrules.vary before the broadcast",
+        under_jit="sum over all of these dimensions at once, x.sum((0, 1))",
+    ),
+    "reduce instead": Kind(
+        reduce_instead,
+        looks_like=(
+            "an all-gather whose result is only summed up, or whose maximum or minimum is taken, "
+            "over what it gathered; `jnp.vdot(g, g)` or the norm of `g.ravel()`"
+        ),
+        in_shard_map="reduce on each device, then psum, pmax or pmin",
+        under_jit=(
+            "reduce the sharded array itself, without a constraint that replicates it; `jnp.sum(g"
+            " * g)`"
+        ),
+    ),
+    "add first": Kind(
+        add_first,
+        looks_like=(
+            "an all-reduce whose result is only added to that of another one over the same devices"
+        ),
+        in_shard_map="add the operands and psum the sum",
+        under_jit=(
+            "in both, reduce x.reshape(n, -1, *x.shape[1:]) over all but its first dimension, n "
+            "being the number of shards, add these, and reduce over the shards once"
+        ),
+    ),
+}

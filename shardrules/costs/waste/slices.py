@@ -10,7 +10,7 @@ import numpy as np
 from shardrules import hlo
 from shardrules.costs import accounts
 from shardrules.costs.waste.graph import BARRIERS, UNARY, Node, Use
-from shardrules.costs.waste.program import Hint, Program, Site
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
 from shardrules.hlo.known import exact
 
 _DONE = frozenset(["all-reduce-done", "all-gather-done"])
@@ -222,3 +222,27 @@ def one_part(site: Site) -> Hint | None:
     if not sent:
         return site.hint(advice)
     return site.smaller(advice, entry.bytes, sent)
+
+
+ROWS = {
+    "only a slice": Kind(
+        only_a_slice,
+        looks_like=(
+            "an all-reduce of which each device reads only its own slice; on TPU also one that "
+            "XLA made of a psum_scatter"
+        ),
+        in_shard_map="psum_scatter instead of the psum and the dynamic_slice",
+        under_jit=(
+            "a shard_map around it, with psum_scatter: on TPU and GPU XLA often makes one itself"
+        ),
+    ),
+    "one part": Kind(
+        one_part,
+        looks_like=(
+            "an all-gather of which each device reads only one shard, or its own slice of every "
+            "shard"
+        ),
+        in_shard_map="ppermute for one shard, all_to_all for a slice of each",
+        under_jit="give what makes the array and what reads it one layout, or write a shard_map",
+    ),
+}

@@ -10,7 +10,7 @@ import numpy as np
 from shardrules import hlo
 from shardrules.costs import walk
 from shardrules.costs.waste.graph import UNARY, Node
-from shardrules.costs.waste.program import Hint, Program, Site
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
 
 _MOST = 2**24  # elements, of all devices of a group, that are evaluated
 _MOST_STEPS = 256  # between the two
@@ -170,3 +170,16 @@ def _bitcast(array: np.ndarray, before: hlo.Shape, after: hlo.Shape) -> np.ndarr
     memory = array.transpose([0, *(d + 1 for d in orders[0])])
     placed = memory.reshape([array.shape[0], *(after.dimensions[d] for d in orders[1])])
     return placed.transpose([0, *(orders[1].index(d) + 1 for d in range(len(orders[1])))])
+
+
+ROWS = {
+    "undone": Kind(
+        find,
+        looks_like=(
+            "an all-to-all that brings each element back to the device from which the one before "
+            "sent it"
+        ),
+        in_shard_map="remove both, and apply the steps between them before the first one",
+        under_jit="constrain the array to one layout, and drop the constraint between",
+    )
+}

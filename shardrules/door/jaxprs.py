@@ -149,8 +149,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_transposed(eqn: Any) -> bool:
-    # Those of the jaxprs inside of it have none.
-    # To JAX 0.6 the stack's text has it in named scopes alone.
+    # Inner equations carry no marks; up to JAX 0.6 only named scopes do.
     return _is_under(eqn, ("transpose",))
 
 

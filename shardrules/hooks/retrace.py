@@ -1,4 +1,4 @@
-"""What is seen of a shard_map by tracing it once more: its sums, and what refuses it.
+"""Facts gathered by tracing a shard_map once more: its sums, and what refuses it.
 
 The program sees nothing of it: what a body prints is dropped, and the Python state that it changes
 is put back.

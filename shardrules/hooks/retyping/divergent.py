@@ -59,7 +59,8 @@ class Divergent(Hooks):
         axes_of = _summed
         if is_backward:
             # Where the branches held collectives of their own, theirs are transposed with them, and
-            # nothing tells these from a bwd's. Sums are never theirs: a psum's transpose is a cast.
+            # nothing tells these from a bwd's. A transposed psum is a cast, so a sum here comes
+            # from a bwd.
             before, asked = map(opened, self.state.here.transposed), self._communicated
             if not any(any(_collectives(branch, over, True, asked)) for branch in before):
                 axes_of = asked

@@ -192,7 +192,8 @@ def test_pytest_judges_what_the_tests_compile(tmp_path):
     assert "in test_it.py::test_jax" in done.stdout and "redundant" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert last.startswith("shardrules: the tests passed, and the exit code is 1 for findings: ")
-    here = run(*flags, "--shardrules", "-k", "nothing", cwd=tmp_path, before=pytest_)
+    alone = "-p", "no:xdist", "--shardrules", "-k", "nothing"  # as if pytest-xdist weren't there
+    here = run(*flags, *alone, cwd=tmp_path, before=pytest_)
     assert here.returncode == 0 and "no test compiled a program with JAX" in here.stdout
     # Without the option nothing of it is loaded, and jax is not.
     (tmp_path / "test_it.py").write_text(

@@ -39,6 +39,16 @@ def test_the_costliest_first_and_what_has_no_collective_in_one_line(found):
     assert found.contents[0].title == "jit_<step>"
 
 
+def test_a_process_of_one_device_is_told_how_to_have_more(found):
+    one = report.content(
+        hlo.judge("HloModule jit_one\n\nENTRY e {\n  ROOT x = f32[] parameter(0)\n}\n")
+    )
+    said = report.plain(several.gather([one], [1]))
+    assert "on one device" in said and "--xla_force_host_platform_device_count=8" in said
+    assert "on one device" not in report.plain(found)
+    assert "on one device" not in report.plain(several.gather([one], [1], of_process=False))
+
+
 def test_formats_say_the_same(found):
     data = json.loads(several.as_json(found))
     assert [p["times"] for p in data["programs"]] == [1, 3] and not data["clean"]

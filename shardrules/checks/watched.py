@@ -8,6 +8,8 @@ import pathlib
 import sys
 from typing import Any
 
+import pytest
+
 from shardrules import fitting
 from shardrules.watching import check_off
 
@@ -31,6 +33,7 @@ class PytestWatch:
         self._reports: list[dict[str, Any]] = []
         self._has_failed = False  # the exit code of a passing run
 
+    @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
         sent = getattr(node, "workeroutput", {}).get(_KEY)
         if sent is not None:
@@ -103,6 +106,7 @@ class PytestCheck:
             check_off.switching(self._handles, lambda: None, self._texts.append)
         )
 
+    @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
         self._texts += getattr(node, "workeroutput", {}).get(_CHECKED, [])
 

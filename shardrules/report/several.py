@@ -15,6 +15,12 @@ from shardrules.report.sections import LOOPS, Block, filled, listed
 _SPENDING = 5  # programs without findings of which is said what they send
 
 
+_ALONE = (
+    "every program runs on one device, so that nothing is communicated; for eight on CPU, set "
+    "XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX starts"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Several:
     """The reports of a process's programs, the costliest first."""
@@ -92,7 +98,8 @@ class Several:
             note += "; times: how many compiled programs have the same report"
         rest = sum(self.counts) - sum(count for _, count in self.shown)
         more = f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
-        notes = [note if rows else "", more if rest else "", *self.notes]
+        alone = self.of_process and {c.account.device_count for c in self.contents} == {1}
+        notes = [note if rows else "", more if rest else "", _ALONE if alone else "", *self.notes]
         columns = tuple(rows[0]) if rows else ()
         cells = [tuple(row.values()) for row in rows]
         return Block("", "\n".join(filter(None, notes)), columns, cells)

@@ -54,14 +54,6 @@ def _grouped_bwd(kept, g):
 
 grouped.defvjp(lambda *args: (grouped(*args), args), _grouped_bwd)
 
-# The layouts of weights of one layer without fsdp.
-WHOLE = {
-    **dict.fromkeys("qkv", (None, "tensor")),
-    "out": ("tensor",),
-    **dict.fromkeys(["gate", "up"], ("expert", None, "tensor")),
-    "down": ("expert", "tensor"),
-}
-
 
 def parameters(c):
     """Return (shape, spec) of each parameter; those of layers are stacked along dimension 1."""
@@ -194,9 +186,6 @@ def make_loss(c, mesh):
 
     def layer(x, w, positions, places):
         w = jax.tree.map(lambda a: a.astype(dtype), w)
-        if "gathered twice" in c.followed:
-            for name in ("q", "k", "v", "out", *(() if c.sparse else ("gate", "up", "down"))):
-                w[name] = checkpoint_name(constrained(w[name], *WHOLE[name]), "gathered")
         y = rms_norm(x, w["norm1"])
         q, k, v = (jnp.einsum("btd,dhk->bthk", y, w[name]) for name in "qkv")
         q, k = rotated(q, positions), rotated(k, positions)

@@ -241,25 +241,20 @@ LAYERS = {
 }
 
 
+def constrained(w):
+    return lax.with_sharding_constraint(w, P())
+
+
 @pytest.mark.parametrize("name", LAYERS)
-def test_weights_that_a_scan_under_jit_gathers_again(cpu_mesh, name):
+def test_weights_that_no_constraint_gathers_get_no_hint(cpu_mesh, name):
+    """To constrain one of several changes what the partitioner makes of the others."""
     layer, shapes = LAYERS[name]
     over = NamedSharding(cpu_mesh, P(None, "data"))
     ws = {k: jax.ShapeDtypeStruct(s, jnp.float32, sharding=over) for k, s in shapes.items()}
     (x,) = structs(cpu_mesh, [((256, 128), P("data"))])
     with jax.set_mesh(cpu_mesh):
-        f, g = (jax.jit(train(layer, how), out_shardings=over) for how in (lambda w: w, kept))
-        found = [h for h in hints(f, [x, ws]) if h.kind == "gathered twice"]
-        assert found and all("without data, by jax.lax.with_sharding" in h.advice for h in found)
-        promised = sum(h.sent_before - h.sent_after for h in found)
-        before, after = (testing.account(p, x, ws).total for p in (f, g))
-        assert 0 < promised <= before.wire_bytes - after.wire_bytes
-        assert before.count - after.count >= sum(h.round_trips_before for h in found)
-        assert not [h for h in hints(g, [x, ws]) if h.kind == "gathered twice"]
-        arrays = [a / 16 for a in random_like([x, *ws.values()])]
-        given = arrays[0], dict(zip(ws, arrays[1:]))
-        for one, other in zip(*(jax.tree.leaves(p(*given)) for p in (f, g))):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        f = jax.jit(train(layer, lambda w: w), out_shardings=over)
+        assert "gathered twice" not in [h.kind for h in hints(f, [x, ws])]
 
 
 @pytest.mark.tpu
@@ -271,7 +266,7 @@ def test_weights_that_xla_narrows_before_it_gathers_them(tpu_mesh, dtype, kinds)
     args = [((256, 128), P("data"), dtype), (shapes["u"], over.spec, dtype)]
     x, w = structs(tpu_mesh, args)
     with jax.set_mesh(tpu_mesh):
-        f, g = (jax.jit(train(layer, how), out_shardings=over) for how in (lambda w: w, kept))
+        f, g = (jax.jit(train(layer, how), out_shardings=over) for how in (constrained, kept))
         found = hints(f, [x, {"u": w}])
         assert [h.kind for h in found] == kinds
         saved = [testing.account(p, x, {"u": w}).total.wire_bytes for p in (f, g)]

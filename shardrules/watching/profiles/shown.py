@@ -103,6 +103,13 @@ class Profile:
         return sum(line.avoidable_seconds for line in self.findings)
 
     @property
+    def cheaper_seconds(self) -> float:
+        """Add up the exposed time a step that goes if every hint is followed, beside findings."""
+        each = {id(p.timings): p.content for p in self.programs}.values()
+        both = sum(content.avoidable.exposed_seconds for content in each)
+        return max(0.0, both - self.avoidable_seconds)
+
+    @property
     def headline(self) -> str:
         return grouping.of_step(self.avoidable_seconds, self.step_seconds)
 
@@ -116,6 +123,11 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [self.headline, self.about, *(f"note: {note}" for note in self.notes)]
+        if self.cheaper_seconds:
+            lines.append(
+                f"note: {grouping.milliseconds(self.cheaper_seconds)} more a step are of needed "
+                f"collectives that could be cheaper: shardrules report --profile {self.source}"
+            )
         if any(program.lines and not program.content.judgement.mesh for program in self.programs):
             lines.append(
                 "note: the mesh is not known; name its axes: --mesh data=4,model=2 (mesh=)"
@@ -153,6 +165,7 @@ class Profile:
                 "marked": self.marked,
             },
             "avoidable_seconds": self.avoidable_seconds,
+            "cheaper_seconds": self.cheaper_seconds,
             "planes": dict(self.planes),
             "notes": list(self.notes),
             "collectives": [_json(line) for line in self.lines],

@@ -34,8 +34,9 @@ SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, LIMIT
 _SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
     "  with the check on, the gradient of a replicated value is summed over the mesh axes already:",
-    "    leave out the psum or pmean that follows (of a loss that is a pmean it is the mean), or",
-    "    differentiate by shardrules.vary(w, axes), which keeps each device's own;",
+    "    differentiate with respect to shardrules.vary(w, 'data'), naming each axis of the psum or",
+    "    pmean that follows, which keeps each device's own gradient; or move that pmean into the",
+    "    function that is differentiated (to leave it out alone gives the sum, not the mean);",
     "  and a psum in what is differentiated passes its cotangent on once, and not once for each",
     "    device: compare the values of a step before and after",
 )

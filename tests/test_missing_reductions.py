@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules import errors, report, testing
-from shardrules.costs import findings
+from shardrules.costs import findings, missing
 from shardrules.report import several
 
 pytestmark = pytest.mark.one_lane
@@ -103,6 +103,41 @@ def step(mesh, f, out_specs=P()):
 
 def differing(w, x):
     return {"loss": lax.pmean(x.mean(), "data"), "sum": (x @ w).sum()}
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_tensor_parallel_layer_gets_no_pmean_at_the_end(cpu_mesh, loops):
+    """Over model the gradients of both layers lack a psum between them: a mean would hide that."""
+
+    def loss(ws, x):
+        def layer(h, _):
+            return h + lax.psum(jnp.tanh((h * ws["scale"]) @ ws["up"]) @ ws["down"], "model"), None
+
+        h = lax.scan(layer, x, None, length=2)[0] if loops else layer(layer(x, None)[0], None)[0]
+        return (h**2).mean()
+
+    def body(ws, x):
+        own = jax.grad(loss)(ws, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * lax.pmean(g, "data"), ws, own)
+
+    specs = {"scale": P(), "up": P(None, "model"), "down": P("model")}
+    f = jax.shard_map(
+        body, mesh=cpu_mesh, in_specs=(specs, P("data")), out_specs=specs, check_vma=False
+    )
+    shapes = {"scale": (8,), "up": (8, 16), "down": (16, 8)}
+    ws, x = (
+        jax.tree.map(
+            lambda shape, spec: jax.ShapeDtypeStruct(
+                shape, jnp.float32, sharding=NamedSharding(cpu_mesh, spec)
+            ),
+            *pair,
+            is_leaf=lambda leaf: type(leaf) is tuple,
+        )
+        for pair in ((shapes, specs), ((16, 8), P("data")))
+    )
+    (one,) = missing.find(testing.judge(jax.jit(f), ws, x))
+    assert one.name == "output['scale']" and "no reduction over {model} of the grad" in one.what
+    assert "as a tensor-parallel layer does" in one.advice and "jax.lax.pmean" not in one.advice
 
 
 def test_every_format_puts_it_first(cpu_mesh):

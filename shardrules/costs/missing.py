@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardrules import hlo
 from shardrules.costs import outputs, walk
@@ -53,6 +53,14 @@ class _Search:
             for verdict in judgement.verdicts
             if verdict.collective.kind in _EQUALIZE
         }
+        # The computations of the forward pass's sums over each axis.
+        self._forward: dict[str, set[str]] = {}
+        for verdict in judgement.verdicts:
+            collective = verdict.collective
+            if collective.kind == "all-reduce" and collective.phase != "backward":
+                for axis in collective.axes or ():
+                    places = self._forward.setdefault(axis, set())
+                    places.update([collective.name, f"in {collective.computation}"])
         self._depend: dict[tuple[int, tuple[str, ...]], set[Node]] = {}
 
     def named(self, number: int, cause: str, output: outputs.Unequal) -> outputs.Unequal:
@@ -69,16 +77,45 @@ class _Search:
         used = [walk.source(self._module, [n.instruction]) for n in gradients.values() if n]
         many = len(gradients) > 1
         what = "gradients" if many else "gradient"
+        advice = (
+            f"reduce the {what}{_at(' that come from' if many else ' that comes from', where)} "
+            f"over {quoted} before {'they go' if many else 'it goes'} "
+            f"{_at('into', used) or 'on'}: {_WHICH}"
+        )
+        if self._is_summed_before(gradients, axes):
+            advice = (
+                f"the forward pass sums over {quoted} what the {what}"
+                f"{_at(' at' if where else '', where)} {'are' if many else 'is'} made of, as a "
+                "tensor-parallel layer does: a psum is missing inside of its backward pass, and "
+                "one at the end would hide that. Let shard_map put it in: trace the step with the "
+                "check on, under shardrules.install() (shardrules migrate SCRIPT says what else "
+                "changes there), and compare its gradients with those of one device"
+            )
         return dataclasses.replace(
             output,
             missing=f"no reduction over {{{over}}} of the {what} that {'go' if many else 'goes'} "
             "into it",
-            advice=(
-                f"reduce the {what}{_at(' that come from' if many else ' that comes from', where)} "
-                f"over {quoted} before {'they go' if many else 'it goes'} "
-                f"{_at('into', used) or 'on'}: {_WHICH}"
-            ),
+            advice=advice,
         )
+
+    def _is_summed_before(self, gradients: Iterable[Node], axes: tuple[str, ...]) -> bool:
+        """Tell whether gradients depend on a sum of the forward pass over some of the axes."""
+        places: set[str] = set().union(*(self._forward.get(axis, set()) for axis in axes))
+        inside = places - {f"in {self._module.entry.name}"}
+        in_loops = any(place.startswith("in ") for place in inside)
+        stack = list(gradients)
+        seen = set(stack)
+        while stack:
+            node = stack.pop()
+            if node.instruction.name in places:
+                return True
+            if in_loops and node.opcode in ("while", "conditional", "call"):
+                return True
+            for operand in node.operands:
+                if operand not in seen:
+                    seen.add(operand)
+                    stack.append(operand)
+        return False
 
     def _gradients(
         self, returned: Node, parameter: int, axes: tuple[str, ...]

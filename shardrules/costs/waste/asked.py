@@ -18,8 +18,8 @@ def find(site: Site) -> Hint | None:
     advice = (
         "jax.vmap of a while loop goes on until each example of all devices is done, and asks on "
         f"every trip: jax.shard_map(jax.vmap(f), mesh=mesh, in_specs={spec}, out_specs={spec}), "
-        "with P() for what all examples share, lets each device stop by itself, and its round trip "
-        "on every trip goes (the values are the same)"
+        "with the axis at the dimension that vmap maps and P() for what all examples share, lets "
+        "each device stop by itself, and its round trip on every trip goes"
     )
     return site.hint(advice)
 
@@ -33,7 +33,7 @@ def _is_predicate(site: Site) -> bool:
         and site.taken.element_count == 1
         and site.taken.element_type.startswith(("pred", "s", "u"))
         and not site.in_shard_map
-        and "vmap(" in site.op_name
+        and site.op_name.count("vmap(") == 1
         and operation(collective) == "while"
     )
 

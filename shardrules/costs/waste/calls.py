@@ -28,6 +28,9 @@ def find(site: Site) -> Hint | None:
     if any(leaf.dimensions[:1] != (rows,) for leaf in call.shape.leaves()):
         return None  # its results have no such batch
     split = [_gathered(site.program, operand, site) for operand in call.operands]
+    for operand, is_split in zip(call.operands, split):
+        if not is_split and operand.shape.leaves()[0].dimensions[:1] == (rows,):
+            return None  # it may be a batch that was never split, or none
     spec = f"P({site.over})"
     specs = ", ".join(spec if is_split else "P()" for is_split in split)
     outs = ", ".join([spec] * len(call.shape.leaves()))

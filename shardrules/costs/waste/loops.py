@@ -72,7 +72,17 @@ def after_loop(site: Site) -> Hint | None:
 
 def accumulated(site: Site) -> Hint | None:
     """Find the gradient that each microbatch reduces, and that the loop only adds up."""
-    return _after(site, {"adds up"}) if _is_gradient(site) else None
+    if not _is_gradient(site) or not _is_apart(site):
+        return None
+    return _after(site, {"adds up"})
+
+
+def _is_apart(site: Site) -> bool:
+    """Tell whether its loop communicates nothing but such gradients: no example needs another."""
+    # A squared mean over the batch, a batch norm, a mask: each reduces something else there.
+    return all(
+        _is_gradient(other) or not other.in_loop for other in site.program.sites if other.needed
+    )
 
 
 def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
@@ -132,7 +142,8 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
         change = (
             "accumulate each shard's own gradient, jax.vmap(jax.grad(loss), (None, 0))(w, "
             "x.reshape(n, -1, *x.shape[1:])) for n shards of the batch, in a carry sharded by "
-            f"P({site.over}), and reduce over the shards once after the loop (XLA for TPU and GPU "
+            f"P({site.over}), and once after the loop take jnp.mean over the shards for a loss "
+            "that is a mean over the batch, jnp.sum for one that is a sum (XLA for TPU and GPU "
             "moves it there by itself)"
         )
     then = f"{'?' if after is None else after} B in {times}"

@@ -125,7 +125,7 @@ class _Search:
 
         def total(labels: Labels) -> int:
             sums = _sums(self.limits.graph, labels)
-            return sum(prices.of(None, count, runs, (axes,))[0] for count, axes, runs, _ in sums)
+            return sum(prices.of(None, count, runs, (axes,))[0] for count, axes, runs in sums)
 
         now, improved = total(labels), True
         while improved:
@@ -192,37 +192,31 @@ def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
     return total
 
 
-def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int, bool]]:
-    """Yield each psum's bytes, axes and runs, and whether its result is sliced at once."""
+def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int]]:
+    """Yield the bytes, the axes and the runs of each psum under these labels."""
     for value in graph.values.values():
         axes = labels[value.use] - labels[value]
         if axes:
-            size_bytes = value.cast_bytes if value.live else 0
-            yield size_bytes, axes, value.runs, axes == value.sliced
+            yield (value.cast_bytes if value.live else 0), axes, value.runs
     for step in graph.steps:
         for count, axes in step.left(labels[step]):
-            yield count, axes, 1, False
+            yield count, axes, 1
     for residual in graph.residuals.values():
         if axes := residual.casts(labels):
-            yield residual.cast_bytes, axes, 1, False
+            yield residual.cast_bytes, axes, 1
 
 
 def cost(graph: Graph, labels: Labels) -> Cost:
     """Return what the cotangents' psums move under these labels."""
-    sums = _sums(graph, labels)
-    return _cost(graph, ((count, axes, sliced) for count, axes, _, sliced in sums))
+    return _cost(graph, ((count, axes) for count, axes, _ in _sums(graph, labels)))
 
 
 def cost_as_traced(graph: Graph) -> Cost:
     """Return what the cotangents' psums move with the casts of the program as traced."""
     casts = [
-        (value.cast_bytes, axes, axes == value.sliced)
-        for value, made in graph.casts
-        if made.live
-        for axes in [made.varying - value.varying]
+        (value.cast_bytes, made.varying - value.varying) for value, made in graph.casts if made.live
     ]
-    own = ((*each, False) for step in graph.steps for each in step.left(NONE))
-    return _cost(graph, [*casts, *own])
+    return _cost(graph, [*casts, *(own for step in graph.steps for own in step.left(NONE))])
 
 
 def cost_unchecked(graph: Graph) -> Cost:
@@ -230,22 +224,19 @@ def cost_unchecked(graph: Graph) -> Cost:
     # JAX then sums each input's cotangent over every manual axis over which the input is invariant,
     # and transposes a psum to a psum.
     inputs = [
-        (value.cast_bytes, graph.every - value.varying, False)
-        for value in graph.inputs
-        if value.live
+        (value.cast_bytes, graph.every - value.varying) for value in graph.inputs if value.live
     ]
-    sums = [(value.cast_bytes, axes, False) for value, axes in graph.summed if value.live]
+    sums = [(value.cast_bytes, axes) for value, axes in graph.summed if value.live]
     return _cost(graph, [*inputs, *sums])
 
 
-def _cost(graph: Graph, sums: Iterable[tuple[int, Axes, bool]]) -> Cost:
+def _cost(graph: Graph, sums: Iterable[tuple[int, Axes]]) -> Cost:
     size_bytes, wire = 0, fractions.Fraction(0)
-    for count, axes, sliced in sums:
+    for count, axes in sums:
         n = graph.device_count(axes)
         if n > 1:
             size_bytes += count
-            # In a ring, a reduce-scatter sends half of what an all-reduce does.
-            wire += fractions.Fraction((1 if sliced else 2) * (n - 1) * count, n)
+            wire += fractions.Fraction(2 * (n - 1) * count, n)
     return Cost(size_bytes, wire)
 
 

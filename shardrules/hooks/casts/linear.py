@@ -64,9 +64,7 @@ class Value:
     stays: Axes = NONE
     # The axes over which it must not be cast, since what is cast earlier is more precise.
     narrow: Axes = NONE
-    # The axes along which its cotangent is sliced at once, as a gather's transpose does: XLA makes
-    # a reduce-scatter of a psum over these.
-    sliced: Axes = NONE
+    is_gathered: bool = False  # its cotangent is sliced at once, by the gather's transpose
     use: object = dataclasses.field(default_factory=object)  # where it is used, as a key of labels
 
     @property
@@ -311,7 +309,7 @@ class Graph:
             self.summed += [(value, named) for value in outputs]
         elif name_of(eqn) in GATHERS:
             for value in outputs:
-                value.sliced = named & self.every
+                value.is_gathered = True
         joined = self._axes(*eqn.invars)
         types = [*map(self._axes, eqn.invars), *(value.varying for value in outputs)]
         differing = NONE.union(*(joined ^ axes for axes in types))
@@ -402,7 +400,7 @@ class Graph:
         seen = set(queue)
         while queue:
             value, is_behind = queue.pop()
-            if value in inputs or value.sliced:
+            if value in inputs or value.is_gathered:
                 if is_behind:
                     found[value] = None
                 continue

@@ -30,18 +30,18 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     )
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import paired
-from absl import app, flags
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import paired  # noqa: E402
+from absl import app, flags  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.experimental import pallas as pl  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
-import shardrules
-from shardrules import aot, testing
+import shardrules  # noqa: E402
+from shardrules import aot, testing  # noqa: E402
 
 _PLATFORMS = flags.DEFINE_list("platforms", ["cpu", "tpu", "gpu"], "what to compile for")
 _ONLY = flags.DEFINE_list("only", [], "names of models")

@@ -66,8 +66,8 @@ class AxisType:
       RuleError: if an axis is in more than one of the three, or is not a name.
     """
 
-    __slots__ = ("reduced", "unreduced", "varying")
-    _types: dict[tuple[frozenset[str], ...], AxisType] = {}  # noqa: RUF012
+    __slots__ = ("varying", "unreduced", "reduced")
+    _types: dict[tuple[frozenset[str], ...], AxisType] = {}
 
     varying: frozenset[str]
     unreduced: frozenset[str]

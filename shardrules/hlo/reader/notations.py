@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 import zlib
@@ -137,7 +136,7 @@ def _axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.nda
         cuts.setdefault(axis, set()).update((before, before * width))
     for axis, (_, full) in enumerate(mesh.axes):
         edges = sorted(cuts.get(axis, set()) | {1, full})
-        for low, high in itertools.pairwise(edges):
+        for low, high in zip(edges, edges[1:]):
             if high % low:
                 raise NotationError("sub-axes that don't nest")
             slots[(axis, low, high // low)] = len(sizes)

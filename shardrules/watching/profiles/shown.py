@@ -159,11 +159,7 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         return {
             "source": self.source,
-            "steps": {
-                "count": self.step_count,
-                "seconds": self.step_seconds,
-                "marked": self.marked,
-            },
+            "steps": dict(count=self.step_count, seconds=self.step_seconds, marked=self.marked),
             "avoidable_seconds": self.avoidable_seconds,
             "cheaper_seconds": self.cheaper_seconds,
             "planes": dict(self.planes),

@@ -253,4 +253,4 @@ def test_a_program_that_is_checked_is_not_told_to_be(name, told):
     text = T.module("\n".join([T.parameter(T.DATA), T.all_reduce("%x", extra=extra)]))
     (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
     assert verdict.verdict == "redundant"
-    assert ("check_vma=True" in findings.advice(verdict)) is told
+    assert ("shardrules migrate" in findings.advice(verdict)) is told

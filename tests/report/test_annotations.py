@@ -26,7 +26,7 @@ def test_an_annotation_is_one_line_at_its_place():
     assert first.startswith(
         "::error file=model.py,line=7,title=shardrules%3A redundant::redundant: backward all-reduce"
     )
-    assert "in 50%25%0Asaves 32 B (100%25)%0Abecause " in first and "%0Ato do: " in first
+    assert "in 50%25%0Asaves at most 32 B (100%25)%0Abecause " in first and "%0Ato do: " in first
     assert last.startswith("50%: 32 B of 32 B")
 
 

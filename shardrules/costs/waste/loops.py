@@ -72,17 +72,15 @@ def after_loop(site: Site) -> Hint | None:
 
 def accumulated(site: Site) -> Hint | None:
     """Find the gradient that each microbatch reduces, and that the loop only adds up."""
-    if not _is_gradient(site) or not _is_apart(site):
+    if not _is_gradient(site) or not site.program.remembered(_are_apart):
         return None
     return _after(site, {"adds up"})
 
 
-def _is_apart(site: Site) -> bool:
-    """Tell whether its loop communicates nothing but such gradients: no example needs another."""
+def _are_apart(program: Program) -> bool:
+    """Tell whether loops communicate nothing but such gradients: no example needs another."""
     # A squared mean over the batch, a batch norm, a mask: each reduces something else there.
-    return all(
-        _is_gradient(other) or not other.in_loop for other in site.program.sites if other.needed
-    )
+    return all(_is_gradient(s) for s in program.sites if s.needed and s.in_loop)
 
 
 def _after(site: Site, only: Collection[str] = ()) -> Hint | None:

@@ -41,7 +41,7 @@ NAMES = {
     "pvary": tuple(CASTS),
     "checkpoint": ("checkpoint", "remat2"),
     "jit": ("jit", "pjit"),
-    "new_ref": tuple(linearity._NEW_REFS),
+    "new_ref": tuple(linearity.NEW_REFS),
 }
 
 
@@ -100,7 +100,7 @@ ROWS = (
     | linearity._BILINEAR
     | linearity._IN_FIRST
     | linearity._STORES
-    | linearity._NEW_REFS
+    | linearity.NEW_REFS
     | linearity._COPIES
     | CASTS
     | {*SUMS, *CALLS, *linearity._MORE_CALLS}

@@ -13,6 +13,7 @@ and on the wire. Function calls are those of tracing and lowering, 1 with the ch
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -34,7 +35,6 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import paired  # noqa: E402
-from absl import app, flags  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
@@ -42,9 +42,6 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import shardrules  # noqa: E402
 from shardrules import aot, testing  # noqa: E402
-
-_PLATFORMS = flags.DEFINE_list("platforms", ["cpu", "tpu", "gpu"], "what to compile for")
-_ONLY = flags.DEFINE_list("only", [], "names of models")
 
 # The axes of real code's meshes; a model gives the sizes of those that are not 1.
 AXES = (
@@ -483,9 +480,13 @@ def figures(program: Any) -> tuple[int, int, dict[str, int]]:
     return account.total.bytes, account.total.wire_bytes, dict(verdicts)
 
 
-def main(arguments: Sequence[str]) -> None:
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected arguments: {arguments[1:]}")
+def main() -> None:
+    # Not absl's flags: a test imports this module beside others, and flags have one name space.
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--platforms", default="cpu,tpu,gpu", help="what to compile for")
+    parser.add_argument("--only", default="", help="names of models, with commas between")
+    given = parser.parse_args()
+    only = [name for name in given.only.split(",") if name]
     paired.print_stamp()
     paired.print_head(
         ["step", "compiled for", *(f"{arm}, B / on the wire" for arm in ARMS)]
@@ -493,8 +494,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     for make in MODELS:
         model = make()
-        for platform in _PLATFORMS.value:
-            if _ONLY.value and model.name not in _ONLY.value:
+        for platform in given.platforms.split(","):
+            if only and model.name not in only:
                 continue
             mesh = model.mesh(devices_of(platform))
             _INTERPRET[0] = platform != "tpu"
@@ -515,4 +516,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

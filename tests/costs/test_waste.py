@@ -244,7 +244,7 @@ JITS = {
         lambda x: jnp.sin(constrain(jnp.tanh(x), None, "data")),
         [X],
         COLUMNS,
-        ("cpu", "gpu"),
+        ("cpu", "gpu", "tpu"),
     ),
     "undone": (
         lambda x: jnp.sin(constrain(jnp.tanh(constrain(jnp.sin(x), None, "data")), "data")),

@@ -295,6 +295,12 @@ def cholesky(x):
     return foreign(outs)(x, uplo=np.uint8(ord("L")))[0]
 
 
+def solved(a, b):
+    """A foreign function of two batches, of which the second may be whole on each device."""
+    call = jax.ffi.ffi_call("lapack_strsm_ffi", jax.ShapeDtypeStruct(b.shape, b.dtype))
+    return call(a, b)
+
+
 def positive(x):
     return x @ x.swapaxes(1, 2) + jnp.eye(16)
 
@@ -324,9 +330,10 @@ def test_a_call_whose_operand_is_gathered(cpu_mesh):
         ),
         lambda x: jnp.linalg.cholesky(positive(x)),  # XLA partitions it
         lambda x: foreign(jax.ShapeDtypeStruct((16, 16), x.dtype))(positive(x)),
+        lambda x: solved(positive(x), jnp.ones((64, 16, 16))),
         lambda x: cholesky(lax.with_sharding_constraint(positive(x), P(None, "data"))),
     ],
-    ids="read_whole_too own no_batch rows_of_each".split(),
+    ids="read_whole_too own no_batch whole_too rows_of_each".split(),
 )
 def test_calls_that_gain_nothing_or_that_xla_partitions(cpu_mesh, f):
     with jax.set_mesh(cpu_mesh):
@@ -445,8 +452,30 @@ def clipped(w, xs):
     return lax.scan(body, jnp.zeros_like(w), xs)[0]
 
 
-@pytest.mark.parametrize("f", [trained, clipped])
-def test_gradients_that_each_trip_reads(cpu_mesh, f):
+def coupled(loss):
+    """Accumulate the gradients of a loss to which no example contributes by itself."""
+
+    def sums(w, xs):
+        return lax.scan(lambda g, x: (g + jax.grad(loss)(w, x), None), jnp.zeros_like(w), xs)[0]
+
+    return sums
+
+
+def normed(w, x):
+    h = x @ w
+    return (jnp.tanh((h - h.mean(0)) / (1 + h.var(0))) ** 2).mean()
+
+
+def masked(w, x):
+    mask = (x[:, :1] > 0).astype(x.dtype)
+    return (mask * (x @ w) ** 2).sum() / mask.sum()
+
+
+COUPLED = [lambda w, x: (x @ w).mean() ** 2, normed, masked]
+
+
+@pytest.mark.parametrize("f", [trained, clipped, *map(coupled, COUPLED)])
+def test_gradients_that_each_trip_reads_or_that_need_all_examples(cpu_mesh, f):
     given = structs(cpu_mesh, [((128, 128), P()), MICROBATCHES])
     assert not {"accumulated", "after the loop"} & {h.kind for h in hints(jax.jit(f), given)}
 

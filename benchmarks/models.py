@@ -255,7 +255,7 @@ def _experts(rows: jax.Array, own: Any, sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot(hidden * lax.ragged_dot(rows, own["up"], sizes), own["down"], sizes)
 
 
-def _expert_params() -> tuple[Any, Any]:
+def _of_experts(name: str, body: Callable[..., Any]) -> Model:
     params = {
         "scale": 1 + array(1, WIDTH),
         "router": array(WIDTH, EXPERTS),
@@ -265,7 +265,16 @@ def _expert_params() -> tuple[Any, Any]:
     }
     by_expert = P("expert")
     specs = {"scale": P(), "router": P(), "gate": by_expert, "up": by_expert, "down": by_expert}
-    return params, specs
+    return Model(
+        name,
+        {"data": 2, "expert": 4},
+        body,
+        (params, array(8 * ROWS, WIDTH)),
+        (specs, P(("data", "expert"))),
+        P(),
+        frozenset({"data", "expert"}),
+        gradient,
+    )
 
 
 def experts_all_to_all() -> Model:
@@ -283,17 +292,7 @@ def experts_all_to_all() -> Model:
         back = lax.all_to_all(made, "expert", 0, 0, tiled=True).sum(0)
         return lax.psum(((x + back * gates) ** 2).sum(), ("data", "expert"))
 
-    params, specs = _expert_params()
-    return Model(
-        "experts by all_to_all",
-        {"data": 2, "expert": 4},
-        body,
-        (params, array(8 * ROWS, WIDTH)),
-        (specs, P(("data", "expert"))),
-        P(),
-        frozenset({"data", "expert"}),
-        gradient,
-    )
+    return _of_experts("experts by all_to_all", body)
 
 
 def experts_ring() -> Model:
@@ -317,17 +316,7 @@ def experts_ring() -> Model:
         made = lax.scan(turn, start, None, length=RANKS)[0][2]
         return lax.psum(((x + made * gates) ** 2).sum(), ("data", "expert"))
 
-    params, specs = _expert_params()
-    return Model(
-        "experts as a ring",
-        {"data": 2, "expert": 4},
-        body,
-        (params, array(8 * ROWS, WIDTH)),
-        (specs, P(("data", "expert"))),
-        P(),
-        frozenset({"data", "expert"}),
-        gradient,
-    )
+    return _of_experts("experts as a ring", body)
 
 
 def _in_order(x: jax.Array) -> jax.Array:

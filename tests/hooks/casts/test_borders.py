@@ -102,7 +102,7 @@ def test_no_bwd_is_passed_and_nothing_is_rewritten_for_it(cpu_mesh):
             assert behind(body, cpu_mesh) == late
 
 
-def test_a_psum_is_cheaper_where_a_gather_slices_its_result(cpu_mesh):
+def test_a_psum_stands_where_a_gather_slices_its_result(cpu_mesh):
     def between(casts):
         with sr.install(casts=casts):
             after = behind(gathered, cpu_mesh, specs=(SHARDED,) * 3)

@@ -26,6 +26,7 @@ import collections
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -40,6 +41,7 @@ if any(one.startswith("--random") for one in sys.argv):  # compiled to be execut
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -127,7 +129,7 @@ def two_axes(w, x):
 def programs():
     """From each name to body, arguments and their specs."""
     square, rows = array(WIDTH, WIDTH), array(16, WIDTH)
-    layer = {name: square for name in ("q", "k", "v", "up", "down")}
+    layer = dict.fromkeys(("q", "k", "v", "up", "down"), square)
     yield "top_k of two products", top_k, (square, rows), (P(), P("data"))
     yield "RNN, 12 steps", rnn, (square, array(12, 16, WIDTH)), (P(), P(None, "data"))
     yield "12 scanned layers, remat", scanned_layers, (layer, rows), (P(), P("data"))
@@ -320,7 +322,7 @@ def random_bodies(count, seed):
         total = totals[len(axes)]
         total["bodies"] += 1
         for arm, (casts, check) in ARMS.items():
-            make = lambda check=check: jax.jit(jax.grad(body.split(check), argnums=(0, 1)))  # noqa: E731, B023
+            make = lambda check=check: jax.jit(jax.grad(body.split(check), argnums=(0, 1)))  # noqa: E731
             try:
                 with Solved() if arm == "cheapest" else contextlib.nullcontext() as solved:
                     program = lowered(make, args, casts, fresh=False)[0]
@@ -346,7 +348,7 @@ def random_bodies(count, seed):
         above = [arm for arm in ("off", "late") if not within(found["cheapest"], found[arm])]
         if above:
             # Nothing is summed after a narrowing that the late cast has behind it.
-            with mock.patch.object(linear.Graph, "narrower", lambda *_, **__: []):
+            with mock.patch.object(linear.Graph, "narrower", lambda *_, **__: []):  # noqa: PT008
                 anywhere = summed(lowered(make, args, "cheapest", fresh=False)[0])
             if above == ["off"] and within(anywhere, found["off"]):
                 total["above off for precision"] += 1
@@ -370,7 +372,7 @@ def shared_out(count, seed):
             stdout=subprocess.PIPE,
             text=True,
         )
-        for start, end in zip(ends, ends[1:])
+        for start, end in itertools.pairwise(ends)
     ]
     texts = [process.communicate()[0] for process in processes]
     for process in processes:
@@ -430,7 +432,7 @@ def kernels():
                 made = functools.partial(build.build, case, check_vma=check)
                 try:
                     with Solved() as solved:
-                        program, _ = lowered(lambda: made()[0], made()[1], casts)  # noqa: B023
+                        program, _ = lowered(lambda: made()[0], made()[1], casts)
                     found[arm] = summed(program)
                     cells.append("{:,} / {:,}".format(*found[arm]))
                     totals[f"{arm} bytes"] += found[arm][0]

@@ -22,10 +22,10 @@ import tracemalloc
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
-import paired  # noqa: E402
-from absl import app, flags  # noqa: E402
+import paired
+from absl import app, flags
 
-from shardrules import hlo  # noqa: E402
+from shardrules import hlo
 
 MESH = {"data": 4, "model": 2}
 NAMES = {"cpu": "8 CPU devices", "tpu": "TPU v5e:2x4", "gpu": "8xH100"}

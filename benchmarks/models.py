@@ -31,17 +31,17 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     )
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import paired  # noqa: E402
-from jax import lax  # noqa: E402
-from jax.experimental import pallas as pl  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paired
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import shardrules  # noqa: E402
-from shardrules import aot, testing  # noqa: E402
+import shardrules
+from shardrules import aot, testing
 
 # The axes of real code's meshes; a model gives the sizes of those that are not 1.
 AXES = (

@@ -15,17 +15,17 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import paired  # noqa: E402
-from absl import app, flags  # noqa: E402
-from jax.experimental import pallas as pl  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paired
+from absl import app, flags
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
-import shardrules  # noqa: E402
-from shardrules import aot, testing  # noqa: E402
+import shardrules
+from shardrules import aot, testing
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "how often each is timed", lower_bound=1)
 _ABSENT = flags.DEFINE_bool("absent", False, "compile for an H100 that is not here; run nothing")

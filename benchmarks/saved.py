@@ -25,15 +25,15 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import paired  # noqa: E402
-from absl import app, flags  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax
+import numpy as np
+import paired
+from absl import app, flags
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import shardrules  # noqa: E402
-from shardrules import testing  # noqa: E402
+import shardrules
+from shardrules import testing
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "16", "64", "256"], "sizes of the gradient")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "how often each arm runs", lower_bound=1)

@@ -25,15 +25,15 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import paired  # noqa: E402
-from absl import app, flags  # noqa: E402
-from jax.experimental import pallas as pl  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paired
+from absl import app, flags
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
-import shardrules  # noqa: E402
+import shardrules
 
 _ROUNDS = flags.DEFINE_integer("rounds", 25, "how often each arm is traced", lower_bound=1)
 _CALLS = flags.DEFINE_integer("calls", 20, "kernel calls in the program", lower_bound=2)

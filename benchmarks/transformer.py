@@ -18,15 +18,15 @@ import sys
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import paired  # noqa: E402
-import train_transformer as example  # noqa: E402
-from absl import app, flags  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
+import jax
+import numpy as np
+import paired
+import train_transformer as example
+from absl import app, flags
+from jax.sharding import Mesh
 
-import shardrules  # noqa: E402
-from shardrules import aot  # noqa: E402
+import shardrules
+from shardrules import aot
 
 PLATFORMS = flags.DEFINE_list("platforms", ["cpu", "tpu", "gpu"], "what to compile for")
 LAYERS = flags.DEFINE_integer("layers", 4, "layers of the model", lower_bound=1)

@@ -10,21 +10,21 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
-import contextlib  # noqa: E402
-import functools  # noqa: E402
-import statistics  # noqa: E402
-import time  # noqa: E402
+import contextlib
+import functools
+import statistics
+import time
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import paired  # noqa: E402
-from absl import app, flags  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paired
+from absl import app, flags
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import shardrules  # noqa: E402
-from shardrules.watching import compiling  # noqa: E402
+import shardrules
+from shardrules.watching import compiling
 
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "pairs of compilations", lower_bound=1)
 _LAYERS = flags.DEFINE_multi_integer("layers", [1, 5, 30], "layers of the programs; repeatable")

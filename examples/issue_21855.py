@@ -14,18 +14,18 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 
-import inspect  # noqa: E402
-import textwrap  # noqa: E402
+import inspect
+import textwrap
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental import pallas as pl  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import shardrules  # noqa: E402
-from shardrules import aot, report, testing  # noqa: E402
+import shardrules
+from shardrules import aot, report, testing
 
 try:
     from jax import shard_map

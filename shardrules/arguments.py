@@ -103,7 +103,7 @@ def _home(f: Callable[..., Any]) -> str:
 def shown(value: Any) -> str:
     try:
         return reprlib.repr(value).replace("\n", " ")
-    except Exception:  # a user's own __repr__ may do anything
+    except Exception:  # a user's own __repr__ may do anything  # noqa: BLE001
         return "an object"
 
 

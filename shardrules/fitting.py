@@ -164,7 +164,7 @@ def _table(lines: Sequence[str], columns: int) -> list[str]:
             row[:] = [_FASTEST.sub(")", cell) for cell in row]
     shorten_paths(_PATH)
     left_out = []
-    for column, head in enumerate(heads):
+    for column in range(len(heads)):
         if total() > columns and not any(row[column] for row in rows[1:]):
             kept.remove(column)  # nothing stands in it
     # Of one run; the sum of all runs stays.

@@ -310,7 +310,7 @@ def _text_of(executable: Any) -> str:
     text, why = "", ""
     try:
         text = executable.as_text()
-    except Exception as error:  # the backend's C API may raise anything
+    except Exception as error:  # the backend's C API may raise anything  # noqa: BLE001
         why = f" ({str(error).splitlines()[0]})"
     if not text:
         raise ShardrulesError(

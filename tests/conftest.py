@@ -14,10 +14,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 # fewer threads than that, XLA's CPU client hangs.
 os.environ.setdefault("PJRT_NPROC", "32")
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import numpy as np
+import pytest
 
-from shardrules import aot, registry  # noqa: E402
+from shardrules import aot, registry
 
 AXES = ("data", "model")
 

@@ -4,7 +4,7 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).with_name("typing")))
-import check  # noqa: E402
+import check
 
 
 def test_what_is_planted_is_compared_line_by_line():

@@ -374,7 +374,7 @@ def assert_loop(
 
 
 def _trips(loop: launches.Loop, wanted: str | int | None) -> list[str]:
-    if wanted is None or wanted == "static" and loop.trip_count is not None:
+    if wanted is None or (wanted == "static" and loop.trip_count is not None):
         return []
     if wanted == "static" or loop.trip_count is None:
         waits = "; the host waits for its predicate on each trip" if loop.host_decides else ""
@@ -389,7 +389,7 @@ def _trips(loop: launches.Loop, wanted: str | int | None) -> list[str]:
 
 
 def _launches(loop: launches.Loop, most: int | None) -> list[str]:
-    if most is None or loop.launches is not None and loop.launches <= most:
+    if most is None or (loop.launches is not None and loop.launches <= most):
         return []
     if loop.launches is None:
         return ["its launches are not known: a loop of unknown length stands inside of it"]

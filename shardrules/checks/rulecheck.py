@@ -390,7 +390,7 @@ def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, val
             return _warn(kernels, str(error))
         except NotImplementedError as error:
             return _warn(kernels, f"JAX's TPU interpreter doesn't run them: {error}")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             if not (found := races(str(error))):
                 if "out-of-bounds" not in str(error).lower().replace(" ", "-"):
                     return _warn(kernels, f"JAX's TPU interpreter failed: {_first(error)}")

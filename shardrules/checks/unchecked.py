@@ -71,7 +71,7 @@ def _results(f: Callable[..., Any], args: tuple) -> dict[str, Any]:
     outcome = {"value": jax.jit(lambda *args: f(*args))(*args)}
     try:
         outcome["gradient"] = jax.jit(jax.grad(scalar))([leaves[i] for i in chosen])
-    except Exception as error:  # its type is compared
+    except Exception as error:  # its type is compared  # noqa: BLE001
         outcome["gradient"] = type(error).__name__
     return outcome
 

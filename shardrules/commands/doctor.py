@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         if error.version is None:  # JAX is not installed
             print(error)
             return 1
-    except Exception as error:  # importing JAX may raise anything
+    except Exception as error:  # importing JAX may raise anything  # noqa: BLE001
         print(f"JAX can't be imported here: {retrace.first_line(error)}")
         return 1
     print(", ".join(_versions()))
@@ -103,7 +103,7 @@ def _trouble() -> str:
 def _devices() -> str:
     try:
         return _counted(f"{d.platform} ({d.device_kind})" for d in places.devices())
-    except Exception as error:  # a backend may raise anything
+    except Exception as error:  # a backend may raise anything  # noqa: BLE001
         return retrace.first_line(error)
 
 

@@ -174,7 +174,7 @@ def _executed(code: types.CodeType, main: types.ModuleType, interrupts: list[boo
             print(error.code, file=sys.stderr)
             exit_code = 1
         ended = Ended(exit_code, "it called sys.exit" if exit_code else "")
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not code:
             trace = trace.tb_next  # Python's own report begins with the script

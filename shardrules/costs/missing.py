@@ -151,10 +151,11 @@ class _Search:
         if key not in self._depend:
             depend = self._depend[key] = set()
             for node in self._flat.nodes:  # operands come first
-                own = node.opcode == "parameter" and not node.fused
-                if own and int(node.instruction.literal) == parameter:
-                    depend.add(node)
-                elif not depend.isdisjoint(node.operands) and not self._equal_after(node, axes):
+                is_own = node.opcode == "parameter" and not node.fused
+                takes = not depend.isdisjoint(node.operands)
+                if (is_own and int(node.instruction.literal) == parameter) or (
+                    takes and not self._equal_after(node, axes)
+                ):
                     depend.add(node)
         return self._depend[key]
 

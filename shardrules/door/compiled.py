@@ -223,7 +223,7 @@ def sharding_text(op_sharding: bytes) -> str | None:
         proto = _of_jaxlib("OpSharding")()
         proto.ParseFromString(op_sharding)
         return str(_of_jaxlib("HloSharding").from_proto(proto))
-    except Exception:  # jaxlib's own, of no class that it names
+    except Exception:  # jaxlib's own, of no class that it names  # noqa: BLE001
         return None
 
 
@@ -301,7 +301,7 @@ def executable_text(executable: Any) -> str | None:
     """Return the HLO of what JAX runs, or None if the backend doesn't give it."""
     try:
         (module,) = executable.xla_executable.hlo_modules()
-    except Exception:  # whatever the backend's C API reports; or there are several
+    except Exception:  # whatever the backend's C API reports; or there are several  # noqa: BLE001
         return None
     return module.to_string()
 
@@ -374,7 +374,7 @@ def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict) -> list[lis
         if isinstance(leaf, jax.Array) and not leaf.is_deleted() and leaf.size:
             try:
                 key = leaf.addressable_shards[0].data.unsafe_buffer_pointer()
-            except Exception:  # a tracer, a key, an array of other processes
+            except Exception:  # a tracer, a key, an array of other processes  # noqa: BLE001
                 key = ("object", id(leaf))
             at.setdefault(key, []).append(number)
     return [numbers for numbers in at.values() if len(numbers) > 1]
@@ -401,7 +401,7 @@ def program_name(executable: Any) -> str:
     """Return the name of an executable's module, or a stand-in for those that don't give it."""
     try:
         return str(executable.xla_executable.hlo_modules()[0].name)
-    except Exception:  # the backend's C API may raise anything
+    except Exception:  # the backend's C API may raise anything  # noqa: BLE001
         return "a program"
 
 

@@ -122,7 +122,7 @@ class Door:
 
     def _retype(self, aval: Any, axis_type: AxisType) -> Any:
         have = self.axis_type(aval)
-        partial = dict(unreduced=axis_type.unreduced, reduced=axis_type.reduced)
+        partial = {"unreduced": axis_type.unreduced, "reduced": axis_type.reduced}
         if self.ManualAxisType is not None:
             mat = self.ManualAxisType(varying=axis_type.varying, **partial)
             return aval.update(manual_axis_type=mat)

@@ -7,6 +7,7 @@ from shardrules.hlo.reader.module import Computation, Frame, Instruction, Metada
 from shardrules.hlo.reader.parser import parse
 
 __all__ = [
+    "VERDICTS",
     "Blocker",
     "Collective",
     "Computation",
@@ -19,7 +20,6 @@ __all__ = [
     "Range",
     "Shape",
     "Support",
-    "VERDICTS",
     "Verdict",
     "judge",
     "parse",

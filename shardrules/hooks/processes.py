@@ -108,7 +108,7 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
     started = time.monotonic()
     try:
         client.wait_at_barrier(f"{_ROOT}/{round_}", max(1, int(1000 * timeout_s)))
-    except Exception as error:  # a timeout, or the service knows that a process is gone
+    except Exception as error:  # a timeout, or the service knows that a process is gone  # noqa: BLE001
         _missing(job, digests, time.monotonic() - started, error)
     groups: dict[str, list[int]] = {}
     for process, digest in sorted(_stored(job, digests).items()):
@@ -156,7 +156,7 @@ def _called(processes: list[int]) -> str:
 def _missing(job: Any, digests: str, waited_s: float, error: Exception) -> None:
     try:
         arrived = {*_stored(job, digests)}
-    except Exception:  # the service is gone, and so is the process that ran it
+    except Exception:  # the service is gone, and so is the process that ran it  # noqa: BLE001
         arrived = {job.process_id}
     missing = [process for process in range(job.num_processes) if process not in arrived]
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -199,7 +199,7 @@ def _read(value: Any, name: str, otherwise: Any = None) -> Any:
     """Read an attribute of an object, past what its class does for those that it lacks."""
     try:
         return object.__getattribute__(value, name)
-    except Exception:  # a property's own, too
+    except Exception:  # a property's own, too  # noqa: BLE001
         return otherwise
 
 

@@ -150,7 +150,7 @@ def derivatives(
                 order = len(made) + 1
                 made.append(Derivative(chosen, order, traced(f, args, chosen, order)))
                 put_back()
-        except Exception as error:  # an integer loop, an effect: what JAX can't transpose
+        except Exception as error:  # an integer loop, an effect: what JAX can't transpose  # noqa: BLE001
             put_back()
             why = why or ("" if made else first_line(error))
         return made

@@ -95,7 +95,7 @@ def _differences(state: State) -> Iterator[str]:
         try:
             with state.enter(Scope(True, "varying")):  # that is for a call without a rule
                 difference = _difference(body)
-        except Exception as error:  # whatever a JAX that nobody has tried raises
+        except Exception as error:  # whatever a JAX that nobody has tried raises  # noqa: BLE001
             difference = f"it ended in {first_line(error)}"
         if difference:
             yield f"{body.name}: {difference}"

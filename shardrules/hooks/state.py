@@ -82,7 +82,7 @@ class _Here(threading.local):
     batched: list[Any] | None = None  # avals of the primals of the custom_vjp in vmap
     running: tuple[Any, ...] = ()  # the running bwds under replication sets, outermost first
     met: list[Any] | None = None  # sites of inner unchecked shard_maps of a traced one
-    blamed: list[Any] = []  # their errors, each with the innermost site that raised it
+    blamed: list[Any] = []  # their errors, each with the innermost site that raised it  # noqa: RUF012
     under: tuple[Any, Any, Any] = (None, None, None)  # overlays, a scope, both combined
 
     def __init__(self):

@@ -233,7 +233,7 @@ class _Unchecked:
             try:
                 with self._enter(scope, "on"):
                     return self.on()(*args)
-            except Exception as error:  # although the first trace passed
+            except Exception as error:  # although the first trace passed  # noqa: BLE001
                 why = f"another trace was refused: {retrace.first_line(error)}"
         with self._enter(scope, "off"):
             result = self.off(*args)  # if this raises too, the error is the program's own
@@ -260,7 +260,7 @@ class _Unchecked:
                 return self._note(key, self.hooks.decisions[key])
             kind = _kind(args)
             call, *inner = self._compare(args, kind, scope.casts, off, kept)
-        except Exception as error:  # the program's own error comes from the call as written
+        except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
             why = f"it can't be looked at: {retrace.first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
         # The reason of the site that fails comes before "waits for" of the others.
@@ -328,7 +328,7 @@ class _Unchecked:
                 then = self._trace_on(args, derivative, casts)
                 kept.put_back()
                 doubts += then.notes.doubts
-                if derivative.order == 1 and not undifferentiated or then.error is not None:
+                if (derivative.order == 1 and not undifferentiated) or then.error is not None:
                     on = then
                 if then.error is not None:
                     break
@@ -400,7 +400,7 @@ class _Unchecked:
             try:
                 some = () if derivative is None else derivative[:2]
                 closed = retrace.traced(self.on(), args, *some)
-            except Exception as error:  # it becomes the reason why the check stays off
+            except Exception as error:  # it becomes the reason why the check stays off  # noqa: BLE001
                 failed = error
             blamed = self.state.here.blamed
         culprit = next((site for error, site in blamed if error is failed), None)

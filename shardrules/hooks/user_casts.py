@@ -208,7 +208,7 @@ def checking_claims() -> Iterator[Claims]:
       CotangentError: at the end, if a claimed cotangent was different on two devices.
     """
     claims = Claims()
-    with held() as hooks:  # for the trace key: what was traced without comparing is traced again
+    with held() as hooks:  # for the trace key: what was traced without comparing is traced again  # noqa: SIM117
         with hooks.enter(dataclasses.replace(hooks.scope, claims=claims)):
             yield claims
             jax.effects_barrier()

@@ -67,7 +67,7 @@ class AxisType:
     """
 
     __slots__ = ("varying", "unreduced", "reduced")
-    _types: dict[tuple[frozenset[str], ...], AxisType] = {}
+    _types: dict[tuple[frozenset[str], ...], AxisType] = {}  # noqa: RUF012
 
     varying: frozenset[str]
     unreduced: frozenset[str]

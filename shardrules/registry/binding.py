@@ -117,7 +117,7 @@ def declare(target: _F, rule: Any) -> _F:
 
 def declared() -> list[tuple[str, Binding]]:
     """Return (``module:name``, binding) of all declared functions, sorted."""
-    return [(name, binding) for (name, _), binding in sorted(list(_declared.items()), key=str)]
+    return [(name, binding) for (name, _), binding in sorted(_declared.items(), key=str)]
 
 
 def _name_of(target: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -136,7 +137,7 @@ def differences(
             yield key[1], f"{label} is {their_entry} in {them}, and {our_entry} in {us}"
     both = [key for key, e in left.items() if e.ordered and key in right]
     order = {key: position for position, key in enumerate(right)}
-    for first, second in zip(both, both[1:]):
+    for first, second in itertools.pairwise(both):
         if first[0] == second[0] and order[first] > order[second]:
             yield (
                 first[1],

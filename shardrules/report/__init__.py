@@ -16,9 +16,9 @@ from shardrules.report.several import as_json as _as_json
 from shardrules.report.text import describe_finding, listed, markdown, over, plain, table
 
 __all__ = [
+    "DIFFS",
     "Block",
     "Content",
-    "DIFFS",
     "Item",
     "Row",
     "as_json",

@@ -30,7 +30,7 @@ def start(
                     pending[-1]()
                     pending.pop()
             calls = retrace()
-        except Exception as error:  # the program must not see it
+        except Exception as error:  # the program must not see it  # noqa: BLE001
             calls = [failed(f"it can't be looked at: {error}")]
         for call in calls:
             listener(call)

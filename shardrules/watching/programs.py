@@ -47,7 +47,7 @@ class WatchedProgram:
         try:
             (self._module,) = executable.xla_executable.hlo_modules()
             self.name = str(self._module.name)
-        except Exception as error:  # the backend's C API may raise anything; or there are several
+        except Exception as error:  # the backend's C API may raise anything; or there are several  # noqa: BLE001
             self._failure = first_line(error)
 
     @property

@@ -11,7 +11,7 @@ from shardrules.costs import launches
 from shardrules.errors import CostAssertionError, ShardrulesError
 
 sys.path.insert(0, "examples")
-import loop_of_tiny_kernels as sampler  # noqa: E402
+import loop_of_tiny_kernels as sampler
 
 F32 = jax.ShapeDtypeStruct((8,), jnp.float32)
 # What is no kernel, copy or call, in the words of XLA's HloOpcode.

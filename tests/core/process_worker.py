@@ -119,7 +119,7 @@ def traced(*gradients):
             loss = lambda x: jax.lax.psum((x * x).sum(), "data")  # noqa: E731
             return jax.grad(loss)(x) if takes else 2 * x
 
-        f = lambda x: shard_map(part, mesh, P("data"), P("data"), check=False)(x)  # noqa: B023, E731
+        f = lambda x: shard_map(part, mesh, P("data"), P("data"), check=False)(x)  # noqa: E731
         jax.make_jaxpr(f)(X)
     return handle
 

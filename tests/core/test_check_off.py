@@ -303,7 +303,7 @@ def test_a_jitted_function_inside_is_traced_anew(cpu_mesh):
         inner = wrapped(lambda x: jax.lax.psum(x * x, "data"))
         body = wrapped(lambda x: inner(x) + inner(2 * x))
         with looking() as found:
-            jax.grad(lambda x: off(body, cpu_mesh, P("data"), P("data"))(x).sum())(X)  # noqa: B023
+            jax.grad(lambda x: off(body, cpu_mesh, P("data"), P("data"))(x).sum())(X)
             off(body, cpu_mesh, P("data"), P())(X)
             off(body, cpu_mesh, P(None, "model"), P())(X)
         seen.append([(call.before, call.after, call.outputs) for call in found])

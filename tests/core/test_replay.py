@@ -8,7 +8,7 @@ shard_map rewrites what is run, whatever it was traced with.
 from __future__ import annotations
 
 import jax
-import jax.extend.core  # noqa: F401  a module of its own on some JAX
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest

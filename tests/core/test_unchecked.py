@@ -510,7 +510,7 @@ def test_one_look_for_each_site_and_program(cpu_mesh, monkeypatch):
         jax.make_jaxpr(f)(X[:4])
         assert len(looks) == 2
         for scale in (4, 5):  # another body at the same place
-            jax.make_jaxpr(off(lambda x: scale * x, cpu_mesh, P("data"), P("data")))(X)  # noqa: B023
+            jax.make_jaxpr(off(lambda x: scale * x, cpu_mesh, P("data"), P("data")))(X)
     assert len(looks) == 4 and len(handle.unchecked()) == 4
 
 

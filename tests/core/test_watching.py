@@ -189,7 +189,7 @@ def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):
     x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
     with shardrules.watch() as seen:
         for n in range(3):
-            jax.jit(lambda x: (x * n).sum())(x)  # noqa: B023  at once
+            jax.jit(lambda x: (x * n).sum())(x)
         jax.random.normal(jax.random.PRNGKey(0), (8,)).block_until_ready()
     found = seen.judged()
     assert len({one.text for one in seen if "lambda" in one.name}) > 1

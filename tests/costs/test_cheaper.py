@@ -247,5 +247,5 @@ def test_a_scatter_at_places_that_differ_stays(gpu_mesh):
     f, args = local(gpu_mesh, body, P("data"))
     assert cheaper(f, args)[0] == []
     for start, kinds in ((jnp.zeros((2, 8)), ["reduce first"]), (jnp.ones((2, 8)), [])):
-        constant = lambda x, y: start.at[jnp.array([0, 1] * 4)].add(over(x))[None]  # noqa: B023, E731
+        constant = lambda x, y: start.at[jnp.array([0, 1] * 4)].add(over(x))[None]  # noqa: E731
         assert cheaper(*local(gpu_mesh, constant, P("data")))[0] == kinds

@@ -146,7 +146,7 @@ def _check(text: str) -> str | None:
     except errors.HloSyntaxError as error:
         if error.line < 1 or error.column < 1:
             return f"an error without a place: {error}"
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     taken = time.process_time() - start
     return f"took {taken:.1f} s" if taken > LIMIT_S else None

@@ -82,14 +82,14 @@ NOTATIONS = {
         """%a = f32[8]{0} parameter(0)
         %s = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%a), async_execution_thread="t", calls=%wrapped
         %u = ((f32[8]{0}), f32[8]{0}, u32[]) async-update(%s)
-        ROOT %d = f32[8]{0} async-done(%u)""",  # noqa: E501
+        ROOT %d = f32[8]{0} async-done(%u)""",
         ["f32[8]", "((f32[8]), f32[8], u32[])", "((f32[8]), f32[8], u32[])", "f32[8]"],
         [32, None, None, 32],
     ),
     "aliasing and braces in configs": (
         """%a = f32[8]{0} parameter(0)
         %k = (f32[8]{0}, f32[8]{0}) custom-call(%a, /*index=1*/%a), custom_call_target="k", operand_layout_constraints={f32[8]{0}, f32[8]{0}}, output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}, backend_config={"a":{"b":["}",{"c":"\\"{"}]}}
-        ROOT %r = f32[8]{0} get-tuple-element(%k), index=1, backend_config="{\\"a\\": \\"{\\"}\"""",  # noqa: E501
+        ROOT %r = f32[8]{0} get-tuple-element(%k), index=1, backend_config="{\\"a\\": \\"{\\"}\"""",
         ["f32[8]", "(f32[8], f32[8])", "f32[8]"],
         [32, None, 32],
     ),

@@ -39,7 +39,7 @@ ENTRY %main.1 (p: f32[8,128]) -> (f32[8,128], (s32[], f32[2])) {
   %u = f32[8] frobnicate(%n), color=blue, set={{1,2},{3}}, shape=[2,4]<=[8]T(0)
   ROOT %out = (f32[8,128], (s32[], f32[2])) tuple(%sum, %t) // the end
 }, execution_thread="main"
-"""  # noqa: E501
+"""
 
 
 def test_every_notation_in_one_module():

@@ -28,7 +28,7 @@ def test_sums_that_some_devices_of_a_group_do_not_join_are_not_equal():
   ROOT %b.5 = s32[] parameter(0)
 }
 
-"""  # noqa: E501
+"""
     entry = (
         INDEX + "%one = s32[] constant(1)\n%odd = s32[] and(%i, %one)\n"
         "%z = s32[] constant(0)\n"

@@ -274,7 +274,7 @@ COND = """%yes (p: f32[8]) -> f32[8] {
   ROOT %q = f32[8] parameter(0)
 }
 
-"""  # noqa: E501
+"""
 
 
 def branching(groups, predicate_sharding, sharding="{replicated}"):
@@ -402,7 +402,7 @@ LOOP = """%body (c: (f32[8], f32[8], s32[])) -> (f32[8], f32[8], s32[]) {
   ROOT %go = pred[] compare(%k, %zero), direction=GT
 }
 
-"""  # noqa: E501
+"""
 
 
 def looping(groups, second="{replicated}", count="{replicated}"):

@@ -223,7 +223,7 @@ def evaluated(line, shapes, values):
             ["s32[2]", "s32[1]"],
             ([1, 2], 3),
             None,
-        ),  # noqa: E501
+        ),
         ("%o = s32[0] slice(%p0), slice={[0:0]}", ["s32[2]"], ([1, 2],), None),
         ("%o = s32[2] slice(%p0), slice={[0:3:2]}", ["s32[3]"], ([1, 2, 3],), [1, 3]),
     ],

@@ -370,7 +370,7 @@ def run_case(case: Case) -> list[tuple[str, Any]]:
         step = STEPS[kind](WAYS[way]({**LINEAR, **OTHERS}[what]))
         body = BODIES[case.body](step)
         specs = (P(case.split), P()), P(case.split)
-        f = lambda *args: shard_map(body, mesh, *specs, check=case.casts)(*args)  # noqa: B023, E731
+        f = lambda *args: shard_map(body, mesh, *specs, check=case.casts)(*args)  # noqa: E731
         free = [(a, n) for a, n in zip(names, case.mesh) if a not in case.split]
         for asked in case.asked:
             run = functools.partial(ASKED[asked], f)

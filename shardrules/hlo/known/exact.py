@@ -204,7 +204,7 @@ def _moved(instruction, arrays, shapes):
     own = shapes[0].dimensions
     if opcode in ("reshape", "bitcast"):
         same = shape.element_count == shapes[0].element_count
-        if not same or opcode == "bitcast" and not ranges.keeps_order(shapes[0], shape):
+        if not same or (opcode == "bitcast" and not ranges.keeps_order(shapes[0], shape)):
             return None
         return rows.reshape(_ones(shape) if rows[0].size == 1 else (-1,) + shape.dimensions)
     if opcode == "broadcast":

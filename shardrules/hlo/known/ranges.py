@@ -32,7 +32,7 @@ class Ranged:
 class Exact:
     """Integers or booleans known on every device."""
 
-    __slots__ = ("state", "array", "_key", "_hash")
+    __slots__ = ("_hash", "_key", "array", "state")
 
     def __init__(self, state: int, array: np.ndarray):
         self.state = state
@@ -122,10 +122,8 @@ def keeps_order(before: Shape, after: Shape) -> bool:
     # permutes or splits elements. Without printed layouts only a single element is certain.
     return before.element_type == after.element_type and (
         before.element_count == after.element_count == 1
-        or before.is_row_major
-        and after.is_row_major
-        or before.dimensions == after.dimensions
-        and before.layout == after.layout != ""
+        or (before.is_row_major and after.is_row_major)
+        or (before.dimensions == after.dimensions and before.layout == after.layout != "")
     )
 
 

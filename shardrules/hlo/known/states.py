@@ -225,7 +225,7 @@ def cancels(computation: hm.Computation, instruction: hm.Instruction) -> bool:
     if opcode in _SAME and operands[0] == operands[1]:
         return True
     zeros = [_is_zero(computation, o) for o in operands] if opcode in _ZERO else [False, False]
-    return zeros[0] and opcode != "power" or zeros[1] and opcode != "divide"
+    return (zeros[0] and opcode != "power") or (zeros[1] and opcode != "divide")
 
 
 def _is_zero(computation: hm.Computation, position: int) -> bool:

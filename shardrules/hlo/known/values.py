@@ -101,7 +101,7 @@ class Values:
 
     def with_state(self, value: Any, state: int) -> Any:
         """Refine every leaf of a value by a state."""
-        if not state or state == hs.SAME and isinstance(value, (Exact, Started)):
+        if not state or (state == hs.SAME and isinstance(value, (Exact, Started))):
             return value
         if state == hs.SAME and isinstance(value, tuple):
             return tuple([self.with_state(v, state) for v in value])
@@ -390,12 +390,12 @@ class Values:
             if re.fullmatch(r"-?\d{1,18}_-?\d{1,18}(_\d{1,18})?", p)
         ]
         dims = instruction.shape.dimensions
-        inner = any(min(p) < 0 or len(p) == 3 and p[2] for p in parts)
+        inner = any(min(p) < 0 or (len(p) == 3 and p[2]) for p in parts)
         if inner or len(parts) != len(dims) or len(operands) != 2:
             return None
         moved = [i for i, p in enumerate(parts) if p[0] or p[1]]
         cuts = self._cuts(operands[0], shape.element_count)
-        if cuts is None or len(moved) > 1 or moved and any(d != 1 for d in dims[: moved[0]]):
+        if cuts is None or len(moved) > 1 or (moved and any(d != 1 for d in dims[: moved[0]])):
             return None
         fill = self.collapse(operands[1])
         if self._alike([fill] + [p for _, p in cuts]):

@@ -107,7 +107,7 @@ def read_channel(
             why = f"attribute {key!r} is given twice"
             raise attributes.syntax_error(instruction.text, start, why)
         values[key] = (instruction.text[start:end], start)
-        if key not in _ATTRIBUTES or key == "has_dynamic_root" and values[key][0] != "false":
+        if key not in _ATTRIBUTES or (key == "has_dynamic_root" and values[key][0] != "false"):
             unread = f"an unknown attribute, {key}={values[key][0][:40]}"
     (groups, mesh), doubt = _connections(module, instruction, kind, values, relations, cache)
     if kind == "collective-permute":

@@ -111,7 +111,7 @@ def _element(proof: Proof, computation, position, instruction, operands, guard):
         return value[known]
     match = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
     text = match[1] if match else instruction.attribute("index")
-    if text is None or not match and not re.fullmatch(r"\d{1,9}", text):
+    if text is None or (not match and not re.fullmatch(r"\d{1,9}", text)):
         raise proof.reach.error(instruction, "has no index")
     index = int(text)
     if isinstance(value, tuple):
@@ -328,7 +328,7 @@ def _recv_done(proof: Proof, computation, position, instruction, operands, guard
 def _result(proof: Proof, instruction, channel: hc.Channel, operands, moved) -> Any:
     """Give a collective's value; ``moved`` maps an operand's state to the result's."""
     values, kind = proof.values, channel.kind
-    if kind == "ragged-all-to-all" or kind == "all-to-all" and len(operands) > 1:
+    if kind == "ragged-all-to-all" or (kind == "all-to-all" and len(operands) > 1):
         # A member's piece k may come from any operand of member k.
         return moved(values.merged(operands))
     if hc.updates_in_place(instruction, kind):

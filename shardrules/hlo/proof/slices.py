@@ -168,7 +168,7 @@ def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> li
         names = [[int(number) for number in re.split(",|->", group)] for group in groups]
     else:
         return unknown
-    if permute and any(len(pair) != 2 for pair in names) or not names:
+    if (permute and any(len(pair) != 2 for pair in names)) or not names:
         return unknown
     if relations.by_id:
         devices = [[relations.by_id.get(name, -1) for name in group] for group in names]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import zlib
@@ -136,7 +137,7 @@ def _axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.nda
         cuts.setdefault(axis, set()).update((before, before * width))
     for axis, (_, full) in enumerate(mesh.axes):
         edges = sorted(cuts.get(axis, set()) | {1, full})
-        for low, high in zip(edges, edges[1:]):
+        for low, high in itertools.pairwise(edges):
             if high % low:
                 raise NotationError("sub-axes that don't nest")
             slots[(axis, low, high // low)] = len(sizes)

@@ -102,7 +102,7 @@ class _Reader:
         tables: dict[str, str] = {}
         if head:
             position = head.end()
-            for key, value, position in attributes.iter_attributes(text, position, len(text)):
+            for key, value, position in attributes.iter_attributes(text, position, len(text)):  # noqa: B020
                 header[key] = text[value:position]
         elif not _HEADER.match(text, position):
             raise self._not_hlo(position)
@@ -123,7 +123,7 @@ class _Reader:
                 raise self.error(position, "a second ENTRY computation")
             position = skip(text, self._computation(name, is_entry, body))
             if text.startswith(",", position):
-                for _, _, position in attributes.iter_attributes(text, position, len(text)):
+                for _, _, position in attributes.iter_attributes(text, position, len(text)):  # noqa: B007, B020
                     pass  # its execution thread
             if is_entry:
                 entry = self.computations[name]

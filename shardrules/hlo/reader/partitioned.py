@@ -45,8 +45,12 @@ def is_compiled(module: hm.Module) -> bool:
             taken.update(i.operands)
         early = early or any(
             i.opcode == "reshape"
-            or _is_fused(i)
-            and any(taken[o] == 1 and _is_fused(instructions[o], _PRODUCERS) for o in i.operands)
+            or (
+                _is_fused(i)
+                and any(
+                    taken[o] == 1 and _is_fused(instructions[o], _PRODUCERS) for o in i.operands
+                )
+            )
             for i in instructions
         )
     return not early

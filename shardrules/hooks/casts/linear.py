@@ -316,7 +316,7 @@ class Graph:
         if (
             why_not_linear(self.door, eqn, self.opaque)
             or rounded_to(eqn)
-            or not (named or not differing and (has_refs or not eqn.effects))
+            or not (named or (not differing and (has_refs or not eqn.effects)))
         ):
             step.fixed = None
             return
@@ -423,7 +423,7 @@ class Graph:
         """Describe a bwd that needs whole cotangents; empty if none does."""
         for step, eqn, _ in self._customs:
             varied = self._axes(*eqn.invars, *eqn.outvars)
-            assert step.fixed is not None and step.bwd is not None
+            assert step.fixed is not None and step.bwd is not None  # noqa: PT018
             kept = step.fixed - (varied - self.most_sums(eqn).moves)
             if self.counts(kept):
                 bwd = eqn.params["bwd"]

@@ -175,7 +175,7 @@ class CastHooks(Hooks):
             note = Placement(
                 before_bytes, after_bytes, tuple(reached), asked, "", off.bytes, beyond, at_borders
             )
-        except Exception as error:  # the program as traced is correct, so its casts stay
+        except Exception as error:  # the program as traced is correct, so its casts stay  # noqa: BLE001
             text = str(error).splitlines()[0] if str(error) else ""
             why = text if isinstance(error, Unplaceable) else f"{type(error).__name__}: {text}"
             placed, note = jaxpr, Placement(before_bytes, before_bytes, (), asked, why)
@@ -206,7 +206,7 @@ class CastHooks(Hooks):
             try:
                 moved = _TracedBwd(self, eqn, arriving)
                 _TracedBwd(self, eqn, every, every)
-            except Exception:  # a pullback that fwd saved takes cotangents of its own types alone
+            except Exception:  # a pullback that fwd saved takes cotangents of its own types alone  # noqa: BLE001
                 return Bwd(sums, NONE, None)
             fixed = self._needed_inside(run, moved)
             run = moved

@@ -208,10 +208,8 @@ class _Run:
             return given[0] if all(kinds) else _UNKNOWN
         if name == "select_n":
             return _join(given[1:]) if given[0] in _KNOWN else _UNKNOWN
-        if (
-            name in SUMS
-            and not eqn.params.get("axis_index_groups")
-            or (self.kernels and name in _MOVES)
+        if (name in SUMS and not eqn.params.get("axis_index_groups")) or (
+            self.kernels and name in _MOVES
         ):
             self.summed |= strings(eqn.params)
             return _join(given)

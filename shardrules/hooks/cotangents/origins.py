@@ -408,7 +408,7 @@ def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
         return first * eqn.invars[0].aval.size / max(eqn.outvars[0].aval.size, 1)
     return (
         first
-        if name in _SAME_NUMBER and (is_float or not first) or not first and name in _OF_ZEROS
+        if (name in _SAME_NUMBER and (is_float or not first)) or (not first and name in _OF_ZEROS)
         else None
     )
 

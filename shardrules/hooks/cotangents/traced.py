@@ -143,7 +143,7 @@ class Forward:
 
         try:
             return jax.make_jaxpr(run)(*structs).jaxpr
-        except Exception:  # the first trace succeeded, so any error comes from tracing again
+        except Exception:  # the first trace succeeded, so any error comes from tracing again  # noqa: BLE001
             return None
 
     @functools.cached_property
@@ -196,7 +196,7 @@ class Forward:
         moving = set()
         for eqn in equations(self.jaxpr):
             opaque = self.opaque_call_of(eqn.primitive, eqn.params) is not None
-            if opaque or axis in named_axes(eqn.params) and eqn.primitive.name not in CASTS:
+            if opaque or (axis in named_axes(eqn.params) and eqn.primitive.name not in CASTS):
                 moving.add(eqn.primitive.name)
         return bool(moving) and moving <= {"pmax", "pmin"}
 

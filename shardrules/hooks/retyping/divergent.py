@@ -67,7 +67,7 @@ class Divergent(Hooks):
         collectives = [self._waiting(jaxpr, over, is_backward, axes_of) for jaxpr in jaxprs]
         some = next(filter(None, collectives), None)
         is_loop = "while_loop" in what
-        if some is None or not is_loop and all(_kinds(c) == _kinds(some) for c in collectives):
+        if some is None or (not is_loop and all(_kinds(c) == _kinds(some) for c in collectives)):
             return
         first = _first(some)
         place = self.door.source_line(first.source_info)

@@ -242,7 +242,7 @@ def _as_traced(jaxpr: Any, avals: Sequence[Any]) -> bool:
     jaxpr = opened(jaxpr)
     if jaxpr is None or len(jaxpr.invars) != len(avals):
         return False
-    for var, aval in zip(jaxpr.invars, avals):  # a loop, which makes no calls
+    for var, aval in zip(jaxpr.invars, avals):  # a loop, which makes no calls  # noqa: SIM110
         if var.aval is not aval:
             return False
     return True

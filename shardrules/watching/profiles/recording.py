@@ -59,7 +59,7 @@ class Recorder(watching.Listener):
             self._recording = False
             try:
                 jax.profiler.stop_trace()
-            except Exception as error:  # the script ended it itself
+            except Exception as error:  # the script ended it itself  # noqa: BLE001
                 self.trouble = first_line(error)
             if self.left == self._wanted:
                 self.trouble = "the script ended before a step did"
@@ -136,7 +136,7 @@ class Recorder(watching.Listener):
             options["profiler_options"].python_tracer_level = 0  # Python's calls take time and room
         try:
             jax.profiler.start_trace(self.folder, **options)
-        except Exception as error:  # the script records a profile itself, say
+        except Exception as error:  # the script records a profile itself, say  # noqa: BLE001
             self.trouble = first_line(error)
             self.left = 0
             return

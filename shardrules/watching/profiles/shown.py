@@ -159,7 +159,11 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         return {
             "source": self.source,
-            "steps": dict(count=self.step_count, seconds=self.step_seconds, marked=self.marked),
+            "steps": {
+                "count": self.step_count,
+                "seconds": self.step_seconds,
+                "marked": self.marked,
+            },
             "avoidable_seconds": self.avoidable_seconds,
             "cheaper_seconds": self.cheaper_seconds,
             "planes": dict(self.planes),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "benchmarks"))
-import models  # noqa: E402
+import models
 
 pytestmark = [pytest.mark.one_lane, pytest.mark.filterwarnings("ignore:shardrules.vary")]
 

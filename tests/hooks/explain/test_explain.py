@@ -73,7 +73,7 @@ varying over {data}  backward  within <return lambda *args: (inner(*args) ** 2).
 
 psum  phase  at  value  why
 over {data}  backward  within <return lambda *args: (inner(*args) ** 2).sum()>  float32[1,128], 512 B  bwd '<lambda>' returns one device's share at output[1]"""
-    )  # noqa: E501
+    )
     first = explanation.calls[0]
     assert (
         first.kernel,

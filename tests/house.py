@@ -19,27 +19,30 @@ ARROWS = {
     "fitting": set(),
     "registry": {"arguments", "errors"},
     "door": {"errors", "registry"},
+    "jaxprs": {"errors", "door"},
     # Inside of hooks, from what is below to what installs all of it.
     "hooks": {"door", "hooks.install"},
     "hooks.notes": set(),
     "hooks.state": set("door errors registry hooks.notes".split()),
-    "hooks.types": set("door errors registry hooks.notes hooks.state".split()),
-    "hooks.retyping": set("door errors registry hooks.notes hooks.state hooks.types".split()),
+    "hooks.types": set("door jaxprs errors registry hooks.notes hooks.state".split()),
+    "hooks.retyping": set(
+        "door jaxprs errors registry hooks.notes hooks.state hooks.types".split()
+    ),
     "hooks.cotangents": set(
-        "door errors registry hooks.notes hooks.state hooks.types hooks.retyping".split()
+        "door jaxprs errors registry hooks.notes hooks.state hooks.types hooks.retyping".split()
     ),
     "hooks.casts": set(
-        "door errors registry hooks.notes hooks.state hooks.types hooks.retyping hooks.cotangents".split()
+        "door jaxprs errors registry hooks.notes hooks.state hooks.types hooks.retyping hooks.cotangents".split()
     ),
     "hooks.sets": set(
         "door errors registry hooks.notes hooks.state hooks.types hooks.cotangents".split()
     ),
     "hooks.python_state": set(),
-    "hooks.retrace": {"door", "hooks.python_state"},
+    "hooks.retrace": {"door", "jaxprs", "hooks.python_state"},
     "hooks.unchecked": set(
-        "door hooks.notes hooks.state hooks.cotangents hooks.retrace hooks.python_state".split()
+        "door jaxprs hooks.notes hooks.state hooks.cotangents hooks.retrace hooks.python_state".split()
     ),
-    "hooks.selftest": set("door registry hooks.retrace hooks.state".split()),
+    "hooks.selftest": set("door jaxprs registry hooks.retrace hooks.state".split()),
     "hooks.order": set(
         "hooks.state hooks.types hooks.retyping hooks.cotangents hooks.casts hooks.sets "
         "hooks.unchecked".split()
@@ -48,13 +51,13 @@ ARROWS = {
         "arguments door errors registry hooks.state hooks.order hooks.selftest hooks.unchecked".split()
     ),
     "hooks.explain": set(
-        "arguments door errors registry hooks.notes hooks.state hooks.types hooks.unchecked hooks.install".split()
+        "arguments door jaxprs errors registry hooks.notes hooks.state hooks.types hooks.unchecked hooks.install".split()
     ),
     "hooks.user_casts": set(
         "arguments door errors registry hooks.notes hooks.types hooks.install".split()
     ),
     "hooks.processes": set("arguments door errors registry hooks.install hooks.unchecked".split()),
-    "pallas": {"errors", "registry", "door"},
+    "pallas": {"errors", "registry", "door", "jaxprs"},
     "hlo.reader": {"arguments", "errors"},
     "hlo.known": {"errors", "hlo.reader"},
     "hlo.proof": {"arguments", "errors", "registry", "hlo.reader", "hlo.known"},
@@ -62,9 +65,9 @@ ARROWS = {
     "costs": {"arguments", "errors", "registry", "hlo"},
     "report": {"arguments", "errors", "hlo", "costs"},
     "program": {"arguments", "errors", "registry", "hlo", "door", "hooks"},
-    "watching": set("arguments errors hlo costs report program door hooks".split()),
+    "watching": set("arguments errors hlo costs report program door jaxprs hooks".split()),
     "checks": set(
-        "arguments errors fitting registry hlo costs report program door hooks watching migration".split()
+        "arguments errors fitting registry hlo costs report program door jaxprs hooks watching migration".split()
     ),
     "testing": set("arguments errors registry hlo costs report program checks door hooks".split()),
     "aot": {"arguments", "errors", "door"},

@@ -22,8 +22,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules import hooks
 from shardrules.arguments import checked, shown
 from shardrules.door.interpreter import interpreted
-from shardrules.door.jaxprs import KERNELS, equations, kernel_name
+from shardrules.door.jaxprs import KERNELS, kernel_name
 from shardrules.errors import RuleCheckError, ShardrulesError, UnsupportedJaxError
+from shardrules.jaxprs.walk import equations
 from shardrules.report.grouping import counted
 
 

@@ -1,12 +1,10 @@
-"""Reading jaxprs: their equations, what is in an equation's parameters, and primitives by name.
+"""JAX's primitives by name, and what is in an equation's parameters.
 
 The lists hold every name that a primitive has had from JAX 0.4.28 to 0.12.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -32,6 +30,9 @@ KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
 # Primitives that make a ref of a value, by JAX's names (0.4.28 to 0.12).
 NEW_REFS = frozenset("new_ref ref mutable_array array_ref".split())
 
+# Primitives that read refs and store nothing.
+READS = frozenset("get freeze masked_load load".split())
+
 # JAX's effects of reading and writing a ref (0.4.28 to 0.12). What else a kernel's jaxpr has, mesh
 # axes and communication say, is free to ask for: JAX keeps the set.
 _OF_REFS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
@@ -47,8 +48,12 @@ CALLS = {
     "eval_jaxpr": "call_jaxpr",
 }
 
-
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
+# Those whose derivative is a rule of their author's (0.4.28 to 0.12).
+CUSTOM_CALLS = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
 
 
 def only_touches_refs(jaxpr: Any) -> bool:
@@ -139,15 +144,6 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
                 yield inner
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield a jaxpr's equations and those of inner jaxprs, but not a kernel's."""
-    for equation in jaxpr.eqns:
-        yield equation
-        if equation.primitive.name not in KERNELS:
-            for inner in inner_jaxprs(equation.params):
-                yield from equations(inner)
-
-
 def is_transposed(eqn: Any) -> bool:
     # Inner equations carry no marks; up to JAX 0.6 only named scopes do.
     return _is_under(eqn, ("transpose",))
@@ -165,42 +161,6 @@ def _is_under(eqn: Any, transforms: tuple[str, ...]) -> bool:
 def is_in(eqn: Any, scope: str) -> bool:
     """Whether an equation, or the one it is the transpose of, is in a name scope."""
     return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)
-
-
-def _transposed(jaxpr: Any, runs: int = 1, inside: bool = False) -> Iterator[tuple[Any, int]]:
-    """Yield the equations of a jaxpr's backward passes, and how often scans around run each."""
-    for eqn in jaxpr.eqns:
-        is_inside = inside or is_transposed(eqn)
-        if is_inside:
-            yield eqn, runs
-        if eqn.primitive.name not in KERNELS:
-            for inner in inner_jaxprs(eqn.params):
-                yield from _transposed(inner, runs * eqn.params.get("length", 1), is_inside)
-
-
-def gradient_sums(jaxpr: Any) -> frozenset[str]:
-    """Return the mesh axes over which backward passes in a jaxpr sum."""
-    sums = [eqn for eqn, _ in _transposed(jaxpr) if "psum" in eqn.primitive.name]
-    return frozenset().union(*(named_axes(eqn.params) for eqn in sums))
-
-
-def transposed_sums(jaxpr: Any) -> Iterator[tuple[int, frozenset[str]]]:
-    """Yield the bytes and the axes of each psum that a jaxpr's backward passes hold."""
-    for eqn, runs in _transposed(jaxpr):
-        for atom in eqn.invars if eqn.primitive.name in SUMS else ():
-            size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
-            yield size_bytes * runs, named_axes(eqn.params)
-
-
-def program_text(closed: Any) -> str:
-    """Return a program's text without addresses, with the kernels that it calls."""
-    return _ADDRESS.sub("", "\n".join([str(closed), *_kernel_texts(opened(closed))]))
-
-
-def _kernel_texts(jaxpr: Any) -> Iterator[str]:
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name in KERNELS:
-            yield from map(str, eqn.params.values())
 
 
 def kernel_name(params: dict[str, Any]) -> tuple[str, str]:

@@ -16,8 +16,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, equations, inner_jaxprs, name_of, opened
+from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, name_of, opened
 from shardrules.hooks.python_state import Kept
+from shardrules.jaxprs.walk import equations
 
 
 class Output(NamedTuple):

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 from shardrules.door import places
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import equations, is_inexact, is_transposed, opened, program_text
+from shardrules.door.jaxprs import is_inexact, is_transposed, opened
 from shardrules.door.patching import Patches
 from shardrules.hooks import retrace
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.python_state import Kept
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
+from shardrules.jaxprs.walk import equations, program_text
 
 _CHECKS = ("check_vma", "check_rep")
 

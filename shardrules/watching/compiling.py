@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardrules.door import compiled, watching
-from shardrules.door.jaxprs import equations, opened
+from shardrules.door.jaxprs import opened
 from shardrules.door.patching import Patches
 from shardrules.door.places import COMPILER, compilers, leave_out_frames
+from shardrules.jaxprs.walk import equations
 
 _lock = threading.RLock()
 _patches = Patches()

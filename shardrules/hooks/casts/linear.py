@@ -21,10 +21,11 @@ import jax
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
-from shardrules.hooks.cotangents.linearity import strings
-from shardrules.hooks.cotangents.steps import precision, rounded_to, why_not_linear
+from shardrules.hooks.cotangents.linearity import precision, rounded_to, strings
+from shardrules.hooks.cotangents.steps import why_not_linear
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.types.identities import MARK
+from shardrules.jaxprs.reach import Reach
 
 # The primitives that return their operand with another type: the cast to varying, and the mark.
 CAST = "pvary"
@@ -38,6 +39,8 @@ REORDERS = frozenset(
 )
 # Gathers whose result is invariant: the transpose slices.
 GATHERS = ("all_gather_invariant",)
+# What is followed into its jaxprs; what else holds some is one step.
+_FOLLOWED = frozenset((*CALLS, "scan", "cond"))
 # The primitives that read, store or add, and so return no new ref.
 REFS = ("get", "swap", "addupdate")
 
@@ -269,15 +272,9 @@ class Graph:
         params, inner = eqn.params, opened(eqn.params["jaxpr"])
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]
-        while True:  # a carry that becomes a tangent is one in the next step
-            ends = _linear_outputs(inner, linear, self.is_ref)
-            grown = list(linear)
-            for i in range(carries):
-                grown[constants + i] |= ends[i]
-            if grown == linear:
-                break
-            linear = grown
-        made = results(linear[constants + i] if i < carries else end for i, end in enumerate(ends))
+        ends = _Tangents().equation(eqn, linear)
+        linear[constants : constants + carries] = ends[:carries]
+        made = results(ends)
         runs, castable = self._around[inside[:-1]]
         values = self._walk(inner, inside, linear, runs * params["length"], castable)
         takers = [self._read(inside, var) for var in inner.invars]
@@ -472,13 +469,12 @@ def absent_tangents(eqn: Any) -> Sequence[bool]:
     return eqn.params.get("in_zeros", [False] * (len(eqn.invars) - eqn.params["num_res"]))
 
 
-def _linear_outputs(
-    jaxpr: Any, linear: Sequence[bool], is_ref: Callable[[Any], bool]
-) -> list[bool]:
-    """Return which outputs depend on the tangents among a jaxpr's inputs, or on a new ref."""
-    reached = {var for var, is_in in zip(jaxpr.invars, linear) if is_in}
-    for eqn in jaxpr.eqns:
-        takes = any(not hasattr(atom, "val") and atom in reached for atom in eqn.invars)
-        if takes or any(map(is_ref, eqn.outvars)):
-            reached.update(eqn.outvars)
-    return [not hasattr(atom, "val") and atom in reached for atom in jaxpr.outvars]
+class _Tangents(Reach):
+    """Which values are tangents, in the same steps as ``Graph``'s."""
+
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if name_of(eqn) in _FOLLOWED:
+            return super().equation(eqn, operands)
+        # A new ref of zeros may hold a tangent later.
+        is_tangent = any(operands) or any(hasattr(var.aval, "inner_aval") for var in eqn.outvars)
+        return [is_tangent] * len(eqn.outvars)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardrules.door import watching
-from shardrules.door.jaxprs import equations, gradient_sums, is_differentiated, transposed_sums
+from shardrules.door.jaxprs import is_differentiated
 from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import (
     Cost,
@@ -37,11 +37,12 @@ from shardrules.hooks.casts.linear import (
 )
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.communication import moved_by_kernels
-from shardrules.hooks.cotangents.linearity import linear_in, sums_of_others
-from shardrules.hooks.cotangents.steps import Shares, rounds
+from shardrules.hooks.cotangents.linearity import linearity
+from shardrules.hooks.cotangents.steps import Shares
 from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK
+from shardrules.jaxprs.walk import equations, gradient_sums, transposed_sums
 
 
 class CastHooks(Hooks):
@@ -226,7 +227,7 @@ class CastHooks(Hooks):
         # how the cotangents enter; and those that a result needs that is not summed afterwards.
         if run.linear_in is None or moved.linear_in is None:
             return gradient_sums(run.jaxpr)
-        axes = sums_of_others(run.jaxpr, run.cotangents)
+        axes = linearity(run.jaxpr, run.cotangents).summed_of_others
         returned = [i for i, zero in enumerate(run.zeros) if not zero]
         for position, i in enumerate(returned):
             used = [position == other for other in range(len(returned))]
@@ -268,9 +269,8 @@ class _TracedBwd:
         # From JAX 0.11 closed-over values come first.
         self.cotangents = self.jaxpr.invars[len(self.jaxpr.invars) - len(eqn.outvars) :]
         # The axes over which it sums; None if it is not linear, or rounds.
-        self.linear_in = linear_in(self.jaxpr, self.cotangents, kernels=True)
-        if rounds(self.jaxpr, self.cotangents):
-            self.linear_in = None
+        proof = linearity(self.jaxpr, self.cotangents, kernels=True)
+        self.linear_in = None if proof.rounds else proof.summed
         if self.linear_in is not None:
             every = frozenset(door.manual_axes())
             self.linear_in |= moved_by_kernels(hooks.state, self.jaxpr, every)

@@ -15,21 +15,14 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import (
-    SUMS,
-    equations,
-    inner_jaxprs,
-    is_inexact,
-    named_axes,
-    program_text,
-)
+from shardrules.door.jaxprs import SUMS, inner_jaxprs, is_inexact, named_axes
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.communication import communicates
-from shardrules.hooks.cotangents.linearity import linear_in
+from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, size_of
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
-from shardrules.hooks.cotangents.steps import rounds
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
+from shardrules.jaxprs.walk import equations, program_text
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.suggestions import is_library
 
@@ -107,12 +100,10 @@ class Bwd:
         left = [eqn for eqn in jaxpr.eqns if not any(eqn is other for other in sums)]
         after = jaxpr.replace(eqns=left, invars=[*results, *jaxpr.invars])
         inputs = [*trace.constants, *trace.arrays]
-        if (
-            len(jaxpr.outvars) != 1
-            or len(inputs) != len(jaxpr.constvars) + len(jaxpr.invars)
-            or linear_in(after, results) != frozenset()
-            or rounds(after, results)
-        ):
+        if len(jaxpr.outvars) != 1 or len(inputs) != len(jaxpr.constvars) + len(jaxpr.invars):
+            return None
+        proof = linearity(after, results)
+        if proof.summed != frozenset() or proof.rounds:
             return None
 
         def run(jaxpr, consts, args):

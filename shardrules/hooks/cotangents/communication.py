@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardrules.door.jaxprs import CASTS, equations, named_axes
+from shardrules.door.jaxprs import CASTS, named_axes
 from shardrules.hooks.cotangents.origins import rule_of
 from shardrules.hooks.state import COLLECT, State
+from shardrules.jaxprs.walk import equations
 from shardrules.registry.axistypes import Effect, show_axes
 
 # Parts of the names of JAX's primitives, and of rules, that sum over mesh axes.

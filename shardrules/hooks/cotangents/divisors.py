@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardrules.door.jaxprs import CASTS
 
 Number = Callable[[Any], "float | None"]  # from an atom to the number that all its elements hold
+# From a jaxpr's variables to the equation that makes each, and to those that use it.
+Makers = Mapping[Any, Any]
+Uses = Mapping[Any, "list[tuple[Any, int]]"]
 
 # Equations that change the shape, type or dtype of their operand, but not its values.
 SAME_VALUES = CASTS | set(
@@ -20,61 +23,64 @@ _SAME_SIZE = SAME_VALUES | {"neg"}
 _MOST_FACTORS = 12  # whose products are formed
 
 
-def divisors_of(jaxpr: Any, number: Number, operand: Any, result: Any) -> list[float]:
+def divisors_of(
+    jaxpr: Any, made: Makers, used: Uses, number: Number, operand: Any, result: Any
+) -> list[float]:
     """Return the known numbers that divide a sum's operand, or all uses of its result.
 
     A sum over elements divides by one over their number.
     """
     divisors: list[float] = []
-    made = maker_of(jaxpr, operand)
-    while made is not None and (divisor := _scaled_by(made, number)) != 1:
+    maker = maker_of(made, operand)
+    while maker is not None and (divisor := _scaled_by(maker, number)) != 1:
         divisors.append(divisor)
-        made = maker_of(jaxpr, next(atom for atom in made.invars if number(atom) is None))
-    names, variables = {result}, lambda atoms: {a for a in atoms if not hasattr(a, "val")}
-    while names.isdisjoint(variables(jaxpr.outvars)):
-        uses: set[float] = set()
-        divided: set[Any] = set()
-        for eqn in jaxpr.eqns:
-            if names.isdisjoint(variables(eqn.invars)):
-                continue
-            if eqn.primitive.name in _SAME_SIZE:
-                names.update(eqn.outvars)
-            else:
-                uses.add(_scaled_by(eqn, number))
-                divided.update(eqn.outvars)
-        if len(uses) != 1 or 1 in uses or not names.isdisjoint(variables(jaxpr.outvars)):
+        maker = maker_of(made, next(atom for atom in maker.invars if number(atom) is None))
+    returned = {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}
+    names = [result]
+    while returned.isdisjoint(names):
+        scales: set[float] = set()
+        divided: dict[Any, None] = {}
+        for name in names:  # grows
+            for eqn, _ in used.get(name, ()):
+                if eqn.primitive.name in _SAME_SIZE:
+                    names += eqn.outvars
+                else:
+                    scales.add(_scaled_by(eqn, number))
+                    divided.update(dict.fromkeys(eqn.outvars))
+        if len(scales) != 1 or 1 in scales or not returned.isdisjoint(names):
             break
-        divisors += uses
-        names = divided
+        divisors += scales
+        names = list(divided)
     return divisors
 
 
 def _scaled_by(eqn: Any, number: Number) -> float:
-    return size_ratio(eqn) if eqn.primitive.name == "reduce_sum" else divided_by(eqn, number)
+    if eqn.primitive.name == "reduce_sum":
+        return size_ratio(eqn)
+    if eqn.primitive.name in ("div", "mul"):
+        return divided_by(eqn.primitive.name, *map(number, eqn.invars))
+    return 1
 
 
 def size_ratio(eqn: Any) -> float:
     return max(eqn.outvars[0].aval.size, 1) / max(eqn.invars[0].aval.size, 1)
 
 
-def maker_of(jaxpr: Any, atom: Any) -> Any:
+def maker_of(made: Makers, atom: Any) -> Any:
     """Return the equation that computed an atom's values, before reshapes; None for an input."""
-    for eqn in reversed(jaxpr.eqns):
-        if any(atom is var for var in eqn.outvars):
-            if eqn.primitive.name not in _SAME_SIZE:
-                return eqn
-            atom = eqn.invars[eqn.outvars.index(atom)]
+    while not hasattr(atom, "val"):
+        eqn = made.get(atom)
+        if eqn is None or eqn.primitive.name not in _SAME_SIZE:
+            return eqn
+        atom = eqn.invars[eqn.outvars.index(atom)]
     return None
 
 
-def divided_by(eqn: Any, number: Number) -> float:
-    """Return the known number by which an equation divides its other operand, or 1."""
-    if eqn.primitive.name not in ("div", "mul"):
-        return 1
-    first, second = map(number, eqn.invars)
+def divided_by(name: str, first: float | None, second: float | None) -> float:
+    """Return the known number by which a ``div`` or ``mul`` divides its other operand, or 1."""
     if (first is None) == (second is None):
         return 1
-    if eqn.primitive.name == "div":
+    if name == "div":
         return second or 1
     factor = first if second is None else second
     divisor = 1 / factor if factor else 1

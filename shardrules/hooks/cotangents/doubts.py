@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import equations, is_inexact
+from shardrules.door.jaxprs import is_inexact
 from shardrules.errors import WholeCotangentWarning
 from shardrules.hooks.cotangents.bwd import Bwd, axes_of
 from shardrules.hooks.cotangents.communication import communicates
-from shardrules.hooks.cotangents.linearity import linear_in
+from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.origins import size_of
-from shardrules.hooks.cotangents.steps import rounds
+from shardrules.jaxprs.walk import equations
 from shardrules.registry.suggestions import is_library
 
 
@@ -123,11 +123,12 @@ class Doubts:
             jaxpr, dynamic = bwd.sliced(path), bwd.trace.dynamic
             inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
             arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= bwd.first]
-            if linear_in(jaxpr, arriving, kernels=True) is None:
+            proof = linearity(jaxpr, arriving, kernels=True)
+            if proof.summed is None:
                 opaque = next(filter(None, map(self._opaque_call, equations(jaxpr))), None)
                 holds = f" (it calls {opaque.call})" if opaque is not None else ""
                 return f"the bwd {self.parts.name!r} is not known to be linear{holds}"
             shares = self.state.here.shares
-            if (shares is None or axis in shares().differing) and rounds(jaxpr, arriving):
+            if (shares is None or axis in shares().differing) and proof.rounds:
                 return f"the bwd {self.parts.name!r} rounds a cotangent"
         return ""

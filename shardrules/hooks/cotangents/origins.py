@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,19 +19,14 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     CASTS,
     DECLARED,
-    KERNELS,
     SUMS,
-    inner_jaxprs,
     is_in,
     is_inexact,
     is_transposed,
     named_axes,
-    opened,
-    scan_counts,
 )
 from shardrules.hooks.cotangents.divisors import (
     SAME_VALUES,
-    Number,
     divided_by,
     divisors_of,
     maker_of,
@@ -39,6 +34,8 @@ from shardrules.hooks.cotangents.divisors import (
     products_of,
     size_ratio,
 )
+from shardrules.jaxprs.fold import Cell, Fold
+from shardrules.jaxprs.walk import makers, uses
 from shardrules.registry.axistypes import show_axes
 
 # Equations whose results hold a number if all of their operands hold it.
@@ -142,7 +139,11 @@ class Reduction:
         return not self.products.isdisjoint(sizes)
 
 
-class Origins:
+class Origins(Fold[Origin]):
+    """The origins of a jaxpr's outputs, and its reductions and divisions."""
+
+    bottom = NOWHERE
+
     def __init__(
         self,
         door: Door,
@@ -152,6 +153,7 @@ class Origins:
         inputs: Sequence[Origin],
         declared: str = "",
     ):
+        super().__init__()
         self.door = door
         self.opaque_of = opaque_of
         self.mesh_axes = mesh_axes
@@ -160,10 +162,10 @@ class Origins:
         self._reductions: dict[tuple, Reduction] = {}
         self._divisors: dict[tuple, float] = {}  # of the equations that divide by a known number
         self._means: dict[tuple, float] = {}  # of the equations that divide a sum over elements
-        self._in_gradient = False
-        self._stored = NOWHERE  # the origin of what the current equation's jaxprs store to refs
+        # What is to be completed when the jaxpr at a place was read: see ``finished``.
+        self._noted: dict[tuple, list[tuple[tuple, Any, int | None]]] = {}
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
-        self.outputs = self._jaxpr(jaxpr, [*map(self._constant, closed), *inputs], ())
+        self.outputs = self.run(jaxpr, [*map(self.constant, closed), *inputs])
 
     @property
     def reductions(self) -> list[Reduction]:
@@ -189,104 +191,54 @@ class Origins:
         sizes = [size_of(s.axes) or 1 for s in self.reductions if s.is_mean(size_of(s.axes))]
         return product_of(self._divisors.values()) / (self.mean_size * product_of(sizes))
 
-    def _jaxpr(self, jaxpr: Any, inputs: Sequence[Origin], place: tuple) -> list[Origin]:
-        env = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars)))
-        env.update(zip(jaxpr.invars, inputs))
+    # What a value is.
 
-        def read(atom):
-            return _literal(atom.val) if hasattr(atom, "val") else env.get(atom, NOWHERE)
+    def literal(self, value: Any) -> Origin:
+        return _literal(value)
 
-        while True:
-            grown = False
-            for eqn in jaxpr.eqns:
-                operands = [read(atom) for atom in eqn.invars]
-                here, outside = (*place, id(eqn)), self._in_gradient
-                self._in_gradient = outside or is_transposed(eqn)
-                before, self._stored = self._stored, NOWHERE
-                results = self._equation(jaxpr, eqn, operands, here)
-                number = _number(eqn, operands)
-                if number is not None:
-                    results = [Origin(number=number)] * len(results)
-                self._in_gradient, inside, self._stored = outside, self._stored, before
-                for var, result in zip(eqn.outvars, results):
-                    # The next pass knows what this pass stored to a new ref.
-                    is_ref = isinstance(var.aval, self.door.AbstractRef)
-                    env[var] = result | env.get(var, NOWHERE) if is_ref else result
-                refs = [a for a in eqn.invars if isinstance(a.aval, self.door.AbstractRef)]
-                if not refs:
-                    continue
-                # The equation may store any of its operands and results, and values made in its
-                # jaxprs may leave them only through a ref.
-                stored = _union([*operands, *results, inside])
-                self._stored |= stored
-                for ref in refs:
-                    grown = grown or env.get(ref, NOWHERE) != stored
-                    env[ref] = stored
-            if not grown:
-                self._note_divisors(jaxpr, lambda atom: read(atom).number, place)
-                return [read(atom) for atom in jaxpr.outvars]
-
-    def _note_divisors(self, jaxpr: Any, number: Number, place: tuple) -> None:
-        for eqn in jaxpr.eqns:
-            here = (*place, id(eqn))
-            self._divisors[here] = divided_by(eqn, number)
-            if eqn.primitive.name == "div":
-                made = maker_of(jaxpr, eqn.invars[0])
-                if made is not None and made.primitive.name == "reduce_sum":
-                    gathered = self._reductions.get((*place, id(made), 0))
-                    devices = size_of(gathered.axes) if gathered is not None else None
-                    self._means[here] = self._divisors[here] / (devices or 1)
-            for i, operand in enumerate(eqn.invars):
-                reduction = self._reductions.get((*here, i))
-                if reduction is not None:
-                    result = eqn.outvars[min(i, len(eqn.outvars) - 1)]
-                    factors = divisors_of(jaxpr, number, operand, result)
-                    if eqn.primitive.name == "reduce_sum":  # of gathered values, and elements
-                        elements = size_ratio(eqn) * (size_of(reduction.axes) or 1)
-                        factors.insert(0, elements)
-                    self._reductions[(*here, i)] = dataclasses.replace(
-                        reduction, divisors=frozenset(factors), products=products_of(factors)
-                    )
-
-    def _constant(self, var: Any) -> Origin:
+    def constant(self, var: Any) -> Origin:
         axes = self.door.axes_of(var.aval)
         return Origin(axes=self.mesh_axes if axes is None else axes)
 
-    def _equation(self, jaxpr: Any, eqn: Any, operands: list[Origin], place: tuple) -> list[Origin]:
-        name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
-        opaque = self.opaque_of(eqn.primitive, params)
+    def join(self, values: Iterable[Origin]) -> Origin:
+        return _union(values)
+
+    def chosen(self, by: Origin, value: Origin) -> Origin:
+        return by | value
+
+    # Equations.
+
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        opaque = self.opaque_of(eqn.primitive, eqn.params)
         if opaque is not None:
-            # A kernel without results writes to refs.
-            return [self._opaque(opaque, _union(operands), count or 1, place)] * (count or 1)
-        if name in CASTS or name == "optimization_barrier":
+            joined = _union(map(self.content, operands))
+            result = self._opaque(eqn, opaque, joined, len(eqn.outvars) or 1)
+            return self.one_step(eqn, operands, result)  # one without results writes to refs
+        results = super().equation(eqn, operands)
+        name = eqn.primitive.name
+        if name in ("div", "mul"):
+            key = self._note(eqn) if name == "div" else (*self.place, id(eqn))
+            self._divisors[key] = divided_by(name, *(operand.number for operand in operands))
+        number = _number(eqn, operands)
+        return results if number is None else [Origin(number=number)] * len(results)
+
+    def other(self, eqn: Any, name: str, operands: list[Origin]) -> Sequence[Origin]:
+        params, count = eqn.params, len(eqn.outvars)
+        if name in CASTS:
             if self.declared in named_axes(params) and is_in(eqn, DECLARED):
                 return [NOWHERE] * count
             return operands
-        if name == "scan":
-            return self._loop(opened(params["jaxpr"]), operands, scan_counts(params), place)
-        if name == "while":
-            return self._while(params, operands, place)
-        if name == "cond":
-            results = [
-                self._jaxpr(opened(branch), operands[1:], (*place, i))
-                for i, branch in enumerate(params["branches"])
-            ]
-            return [operands[0] | _union(each) for each in zip(*results)]
-        inner = [] if name in KERNELS else list(inner_jaxprs(params))
-        if [(len(body.invars), len(body.outvars)) for body in inner] == [(len(operands), count)]:
-            return self._jaxpr(inner[0], operands, place)
-        joined = _union(operands)
-        for i, body in enumerate(inner):
-            joined |= _union(self._jaxpr(body, [joined] * len(body.invars), (*place, i)))
-            joined |= self._stored  # the results of a run_state are the contents of its refs
+        results, joined = self.anything(eqn, operands)
+        if results is not None:
+            return results
         over = named_axes(params)
         if over:
-            return self._collective(jaxpr, eqn, operands, joined, over, place)
+            return self._collective(eqn, operands, joined, over)
         if name == "reduce_sum" and joined.gathered:
             over = frozenset().union(*(axes for axes, _ in joined.gathered))
             text = f"the sum of what is gathered over {show_axes(over)}"
             values = _union([origin for _, origin in joined.gathered])
-            self._reductions[(*place, 0)] = Reduction(text, over, values)
+            self._reduces(eqn, 0, Reduction(text, over, values))
             joined = dataclasses.replace(joined, gathered=frozenset())
         # An equation may add axes, such as a random draw that differs by device.
         entering = frozenset().union(*(self.door.axis_type(a.aval).axes for a in eqn.invars))
@@ -294,8 +246,45 @@ class Origins:
             joined.along(self.door.axis_type(var.aval).varying - entering) for var in eqn.outvars
         ]
 
+    def finished(self, jaxpr: Any, read: Callable[[Any], Any]) -> None:
+        """Complete the reductions of a jaxpr by the numbers that divide them there."""
+        noted = self._noted.pop(self.place, None)
+        if noted is None:
+            return
+        made, used = makers(jaxpr), uses(jaxpr)
+
+        def number(atom: Any) -> float | None:
+            return self.content(read(atom)).number
+
+        for key, eqn, i in noted:
+            if i is None:
+                source = maker_of(made, eqn.invars[0])
+                if source is not None and source.primitive.name == "reduce_sum":
+                    gathered = self._reductions.get((*self.place, id(source), 0))
+                    devices = size_of(gathered.axes) if gathered is not None else None
+                    self._means[key] = self._divisors[key] / (devices or 1)
+                continue
+            reduction = self._reductions[(*key, i)]
+            result = eqn.outvars[min(i, len(eqn.outvars) - 1)]
+            factors = divisors_of(jaxpr, made, used, number, eqn.invars[i], result)
+            if eqn.primitive.name == "reduce_sum":  # of gathered values, and elements
+                elements = size_ratio(eqn) * (size_of(reduction.axes) or 1)
+                factors.insert(0, elements)
+            self._reductions[(*key, i)] = dataclasses.replace(
+                reduction, divisors=frozenset(factors), products=products_of(factors)
+            )
+
+    def _note(self, eqn: Any, i: int | None = None) -> tuple[Any, ...]:
+        """Note a reduction's operand, or a division, for ``finished``; return its key."""
+        key = (*self.place, id(eqn))
+        self._noted.setdefault(self.place, []).append((key, eqn, i))
+        return key
+
+    def _reduces(self, eqn: Any, i: int, reduction: Reduction) -> None:
+        self._reductions[(*self._note(eqn, i), i)] = reduction
+
     def _collective(
-        self, jaxpr, eqn, operands, joined, over: frozenset[str], place
+        self, eqn: Any, operands: list[Origin], joined: Origin, over: frozenset[str]
     ) -> list[Origin]:
         name = eqn.primitive.name
         scatters = "scatter" in name
@@ -303,7 +292,7 @@ class Origins:
             text = f"{name} over {show_axes(over)}"
             for i, origin in enumerate(operands):
                 if origin.number is None:  # not a count of the devices
-                    self._reductions[(*place, i)] = Reduction(text, over, origin)
+                    self._reduces(eqn, i, Reduction(text, over, origin))
         if "axis_size" in name:
             return [joined] * len(eqn.outvars)
         if name != "axis_index":
@@ -315,14 +304,15 @@ class Origins:
         if whole and name in ("pmax", "pmin"):
             return [origin.equal(over) for origin in operands]
         if whole and "psum" in name:
+            in_gradient = any(map(is_transposed, (eqn, *self.around)))
             if len(operands) == len(eqn.outvars):
-                return [origin.summed(over, self._in_gradient) for origin in operands]
-            return [joined.summed(over, self._in_gradient)] * len(eqn.outvars)
+                return [origin.summed(over, in_gradient) for origin in operands]
+            return [joined.summed(over, in_gradient)] * len(eqn.outvars)
         if name == "axis_index":
             return [joined.along(over)] * len(eqn.outvars)
         return [joined.moved(over)] * len(eqn.outvars)
 
-    def _opaque(self, opaque: Any, joined: Origin, count: int, place: tuple) -> Origin:
+    def _opaque(self, eqn: Any, opaque: Any, joined: Origin, count: int) -> Origin:
         rule = rule_of(opaque)
         if rule is None:
             return joined.crossing(self.mesh_axes).moved(self.mesh_axes)
@@ -333,34 +323,11 @@ class Origins:
         joined = joined.crossing(along)
         if any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
             text = f"{opaque.call}, whose rule is {rule!r}"
-            self._reductions[place] = Reduction(text, over, joined)
+            self._reductions[(*self.place, id(eqn))] = Reduction(text, over, joined)
         if effects and all(effect.kind == "local" for effect in effects):
             return joined
         whole = effects and all(effect.kind == "join" for effect in effects)
         return joined.summed(over) if rule.drops and whole else joined.moved(over or self.mesh_axes)
-
-    def _loop(self, body, operands, counts, place) -> list[Origin]:
-        """Read a scan until its carry stops changing; its first results are the carry."""
-        constants, carries = counts
-        while True:
-            results = self._jaxpr(body, operands, place)
-            carry = operands[constants : constants + carries]
-            wider = [a | b for a, b in zip(carry, results)]
-            if wider == carry:
-                return [*wider, *results[carries:]]
-            operands = [*operands[:constants], *wider, *operands[constants + carries :]]
-
-    def _while(self, params, operands, place) -> list[Origin]:
-        cond, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
-        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-        first, carry = operands[: of_cond + of_body], operands[of_cond + of_body :]
-        while True:
-            (runs,) = self._jaxpr(cond, [*first[:of_cond], *carry], (*place, 0))
-            results = self._jaxpr(body, [*first[of_cond:], *carry], (*place, 1))
-            wider = [a | b | runs for a, b in zip(carry, results)]
-            if wider == carry:
-                return carry
-            carry = wider
 
 
 def rule_of(opaque: Any) -> Any:
@@ -368,7 +335,7 @@ def rule_of(opaque: Any) -> Any:
     return getattr(getattr(opaque, "registration", None), "rule", None)
 
 
-def _union(origins: Sequence[Origin]) -> Origin:
+def _union(origins: Iterable[Origin]) -> Origin:
     joined = NOWHERE
     for origin in origins:
         joined |= origin
@@ -383,9 +350,10 @@ def _literal(value: Any) -> Origin:
     return Origin(number=number) if math.isfinite(number) else NOWHERE
 
 
-def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
+def _number(eqn: Any, operands: Sequence[Any]) -> float | None:
     """Return the one number that an equation's results hold, if known."""
-    name, numbers = eqn.primitive.name, [operand.number for operand in operands]
+    name = eqn.primitive.name
+    numbers = [None if isinstance(x, Cell) else x.number for x in operands]
     if name == "select_n":
         del numbers[0]  # the predicate
     if (name in _OF_ONE_ZERO and 0 in numbers) or (name == "div" and numbers[0] == 0):

@@ -8,40 +8,25 @@ function is only if its jaxpr proves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from shardrules.door import places
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import (
-    CALLS,
-    CASTS,
-    SUMS,
-    inner_jaxprs,
-    is_inexact,
-    name_of,
-    opened,
-    scan_counts,
-)
-from shardrules.hooks.cotangents.linearity import linear_in
+from shardrules.door.jaxprs import CALLS, CASTS, NEW_REFS, SUMS, is_inexact, name_of, opened
+from shardrules.hooks.cotangents.linearity import is_less, linearity, precision, rounded_to
 from shardrules.hooks.retyping.retyping import transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 from shardrules.hooks.types.lost_axes import hijax_object
+from shardrules.jaxprs.fold import TooLong
+from shardrules.jaxprs.reach import Reach
 
-Precision = tuple[int, int]  # bits of the mantissa and of the exponent
 IsOpaque = Callable[[Any], bool]
 _IDENTITIES = CASTS | {MARK}
-
-
-def precision(dtype: Any) -> Precision:
-    kind = jax.numpy.finfo(dtype)
-    return kind.nmant, kind.nexp
-
-
-def is_less(a: Precision, b: Precision) -> bool:
-    return a[0] < b[0] or a[1] < b[1]
+# What is followed into its jaxprs; what else holds some is one step.
+_FOLLOWED = frozenset((*CALLS, "scan", "cond"))
 
 
 def why_not_linear(door: Door, eqn: Any, is_opaque: IsOpaque) -> str:
@@ -71,43 +56,11 @@ def has_rule(door: Door, eqn: Any) -> bool:
     )
 
 
-def rounded_to(eqn: Any) -> Precision | None:
-    """Return the precision that an equation rounds cotangents to in one dtype, or None."""
-    if name_of(eqn) != "reduce_precision":
-        return None
-    return eqn.params["mantissa_bits"], eqn.params["exponent_bits"]
-
-
-def rounds(jaxpr: Any, inputs: Sequence[Any]) -> bool:
-    """Whether a jaxpr may round what depends on ``inputs`` below their and its results' dtypes."""
-    ends = [*inputs, *jaxpr.outvars]
-    kept = [precision(atom.aval.dtype) for atom in ends if is_inexact(atom.aval)]
-    least = min((p[0] for p in kept), default=0), min((p[1] for p in kept), default=0)
-    return any(is_less(each, least) for each in _precisions(jaxpr, set(inputs)))
-
-
-def _precisions(jaxpr: Any, reached: set[Any] | None) -> Iterator[Precision]:
-    """Yield the precisions of all that depends on what is ``reached``; on all inputs if None."""
-    for eqn in jaxpr.eqns:
-        atoms = [atom for atom in eqn.invars if not hasattr(atom, "val")]
-        if reached is not None and reached.isdisjoint(atoms):
-            continue
-        if reached is not None:
-            reached.update(eqn.outvars)
-        to = rounded_to(eqn)
-        if to is not None:
-            yield to
-        for var in eqn.outvars:
-            if is_inexact(var.aval):
-                yield precision(var.aval.dtype)
-        for inner in inner_jaxprs(eqn.params):
-            yield from _precisions(inner, None)
-
-
-class Shares:
+class Shares(Reach):
     """What keeps gradients from being those of the check off, in one linear program."""
 
     def __init__(self, door: Door, is_opaque: IsOpaque, jaxpr: Any, linear: Sequence[bool]):
+        super().__init__()
         self.door = door
         self._is_opaque = is_opaque
         sizes = {axis: jax.lax.psum(1, axis) for axis in door.manual_axes()}
@@ -121,51 +74,28 @@ class Shares:
         inputs = [v.aval for v, is_in in zip(jaxpr.invars, linear) if is_in and is_inexact(v.aval)]
         kept = [precision(aval.dtype) for aval in inputs]
         self._kept = max((p[0] for p in kept), default=0), max((p[1] for p in kept), default=0)
-        self._walk(jaxpr, linear)
+        try:
+            self.run(jaxpr, linear)
+        except TooLong as error:
+            self._reasons.append(str(error))
 
     def doubts(self) -> list[str]:
         """Say at which steps the gradients may differ from those with the check off."""
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))
 
-    def _walk(self, jaxpr: Any, linear: Sequence[bool]) -> list[bool]:
-        reached = {var for var, is_in in zip(jaxpr.invars, linear) if is_in}
-
-        def is_in(atom: Any) -> bool:
-            return not hasattr(atom, "val") and atom in reached
-
-        for eqn in jaxpr.eqns:
-            given = [is_in(atom) for atom in eqn.invars]
-            if any(given):
-                reached.update(
-                    v for v, is_out in zip(eqn.outvars, self._step(eqn, given)) if is_out
-                )
-            reached.update(v for v in eqn.outvars if isinstance(v.aval, self.door.AbstractRef))
-        return [is_in(atom) for atom in jaxpr.outvars]
-
-    def _step(self, eqn: Any, given: list[bool]) -> Sequence[bool]:
-        name, params = name_of(eqn), eqn.params
-        if name in CALLS:
-            return self._walk(opened(params[CALLS[name]]), given)
-        if name == "cond" and not given[0]:
-            each = [self._walk(opened(branch), given[1:]) for branch in params["branches"]]
-            return [any(ends) for ends in zip(*each)]
-        if name == "scan":
-            constants, carries = scan_counts(params)
-            while True:  # a carry that becomes a tangent is one in the next step
-                ends = self._walk(opened(params["jaxpr"]), given)
-                grown = list(given)
-                for i in range(carries):
-                    grown[constants + i] |= ends[i]
-                if grown == given:
-                    return ends
-                given = grown
-        tangents = [atom for atom, is_in in zip(eqn.invars, given) if is_in]
-        if name in _IDENTITIES or name == "custom_lin":
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        name = name_of(eqn)
+        if name in _FOLLOWED and not (name == "cond" and self.content(operands[0])):
+            return super().equation(eqn, operands)
+        tangents = [atom for atom, value in zip(eqn.invars, operands) if self.content(value)]
+        if tangents and (name in _IDENTITIES or name == "custom_lin"):
             self._cast(eqn, tangents)
-        elif name not in SUMS:
+        elif tangents and name not in SUMS:
             self._operation(eqn, tangents)
-        return [True] * len(eqn.outvars)
+        if name in NEW_REFS:
+            return super().equation(eqn, operands)
+        return self.one_step(eqn, operands, bool(tangents))
 
     def _varying(self, atoms: Sequence[Any]) -> frozenset[str]:
         types = [self.door.axis_type(atom.aval).varying for atom in atoms]
@@ -207,12 +137,17 @@ def _solves(eqn: Any) -> bool:
     """Whether a linear solve calls functions that are linear on each device."""
     jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
     return all(
-        jaxpr is not None and linear_in(opened(jaxpr), opened(jaxpr).invars[count:]) == frozenset()
+        jaxpr is not None
+        and linearity(opened(jaxpr), opened(jaxpr).invars[count:]).summed == frozenset()
         for jaxpr, count in (
             (jaxprs.solve, counts.solve),
             (jaxprs.transpose_solve, counts.transpose_solve),
         )
     )
+
+
+def _is_linear(jaxpr: Any, const_count: int) -> bool:
+    return linearity(jaxpr, jaxpr.invars[const_count:]).summed == frozenset()
 
 
 def _calls(eqn: Any) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.arguments import checked
 from shardrules.door import internals
-from shardrules.door.jaxprs import inner_jaxprs, scan_counts
+from shardrules.door.jaxprs import scan_counts
 from shardrules.errors import ShardrulesError
+from shardrules.jaxprs.fold import Fold
+from shardrules.jaxprs.walk import makers
 
 
 class NamedValue(NamedTuple):
@@ -27,7 +30,9 @@ class NamedValue(NamedTuple):
 # Equations whose result is the same residual as their operand. A new name makes a new one.
 _SAME = ("copy", "copy_p", "device_put", "optimization_barrier", "reduce_precision", "pvary")
 _ORDER = ("offloaded", "saved", "recomputed", "not a residual")
-_NONE: frozenset[tuple[int, bool]] = frozenset()
+_Place = tuple[Any, ...]  # where a named value is made
+_Copied = frozenset[tuple[_Place, bool]]  # the named values of which it is a copy; if by the host
+_NONE: _Copied = frozenset()
 
 
 @checked
@@ -53,19 +58,19 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
         jaxpr = f.trace(*args, **kwargs).jaxpr.jaxpr
     else:
         jaxpr = jax.make_jaxpr(f)(*args, **kwargs).jaxpr
-    walk = _Walk()
-    walk.read(jaxpr, [_NONE] * len(jaxpr.invars), 1, False)
-    if not walk.has_backward:
+    names = _Names()
+    names.run(jaxpr, [_NONE] * len(jaxpr.invars))
+    if not names.has_backward:
         raise ShardrulesError(
             f"{getattr(f, '__name__', 'the program')} holds no backward pass of a jax.checkpoint, "
             "so no policy decides on names; pass the function that takes the gradient, and wrap "
             "its blocks in jax.checkpoint(block, policy=...)"
         )
     values: dict[tuple[str, str], NamedValue] = {}
-    for at, value in enumerate(walk.values):
-        if value.status != "recomputed" and (at, True) in walk.kept:
+    for at, value in names.values.items():
+        if value.status != "recomputed" and (at, True) in names.kept:
             value = value._replace(status="offloaded")
-        elif value.status != "recomputed" and (at, False) in walk.kept:
+        elif value.status != "recomputed" and (at, False) in names.kept:
             value = value._replace(status="saved")
         # A recomputed value is in the forward pass too, where it is not a residual.
         key = (value.name, value.source)
@@ -74,62 +79,77 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
     return list(values.values())
 
 
-class _Walk:
+class _Names(Fold[_Copied]):
     """Follows each named value, and copies of it, to the backward passes that recompute."""
 
-    def __init__(self):
+    bottom = _NONE
+
+    def __init__(self) -> None:
+        super().__init__()
         self.line = internals.load().source_line
         self.has_backward = False
-        self.values: list[NamedValue] = []
-        # The named values that enter such a pass, by their position, and whether by the host.
-        self.kept: set[tuple[int, bool]] = set()
+        self.values: dict[_Place, NamedValue] = {}
+        # The named values that enter such a pass, and whether by the host.
+        self.kept: set[tuple[_Place, bool]] = set()
 
-    def read(self, jaxpr: Any, given: Sequence[Any], times: int, recomputing: bool) -> list[Any]:
-        """Read a jaxpr; return which named values each of its outputs is a copy of."""
-        env = dict(zip(jaxpr.invars, given))
+    def literal(self, value: Any) -> _Copied:
+        return _NONE
 
-        def copied(atom):
-            return _NONE if hasattr(atom, "val") else env.get(atom, _NONE)
+    def constant(self, var: Any) -> _Copied:
+        return _NONE
 
-        for eqn in jaxpr.eqns:
-            name, operands = eqn.primitive.name, [copied(atom) for atom in eqn.invars]
-            # As ``remat2`` and ``checkpoint``.
-            is_backward = bool(eqn.params.get("differentiated")) and "policy" in eqn.params
-            if is_backward:
-                self.has_backward = True
-                self.kept.update(*operands)
-            if name == "name":
-                env[eqn.outvars[0]] = frozenset({(len(self.values), False)})
-                is_output = any(out is eqn.outvars[0] for out in jaxpr.outvars)
-                self._name(eqn, is_output, times, recomputing)
-            elif name in _SAME:
-                if _to_host(eqn):
-                    operands = [frozenset((at, True) for at, _ in values) for values in operands]
-                env.update(zip(eqn.outvars, operands))
-            runs, carried = times, 0
-            if name == "scan":
-                # We don't follow a carry: it is the next trip's input, without a name.
-                runs, carried = times * eqn.params["length"], scan_counts(eqn.params)[1]
-            for inner in inner_jaxprs(eqn.params):
-                # Operands that a jaxpr doesn't take come first.
-                given = [*[_NONE] * len(inner.invars), *operands][-len(inner.invars) :]
-                results = self.read(inner, given, runs, recomputing or is_backward)
-                for var, values in list(zip(eqn.outvars, results))[carried:]:
-                    env[var] = copied(var) | values
-        return [copied(atom) for atom in jaxpr.outvars]
+    def join(self, values: Iterable[_Copied]) -> _Copied:
+        return _NONE.union(*values)
 
-    def _name(self, eqn: Any, is_output: bool, times: int, recomputing: bool) -> None:
-        aval = eqn.outvars[0].aval
-        self.values.append(
-            NamedValue(
-                eqn.params["name"],
-                "recomputed" if recomputing else "not a residual",
-                f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
-                aval.size * aval.dtype.itemsize * times,
-                is_output,
-                self.line(eqn.source_info),
-            )
+    def chosen(self, by: _Copied, value: _Copied) -> _Copied:
+        return value
+
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if _recomputes(eqn):
+            self.has_backward = True
+            self.kept.update(*map(self.content, operands))
+        if eqn.primitive.name == "scan":
+            # We don't follow a carry: it is the next trip's input, without a name.
+            _, carries = scan_counts(eqn.params)
+            results = self.inside(eqn, eqn.params["jaxpr"], operands)
+            return [*[_NONE] * carries, *results[carries:]]
+        return super().equation(eqn, operands)
+
+    def other(self, eqn: Any, name: str, operands: list[_Copied]) -> Sequence[_Copied]:
+        if name == "name":
+            return [frozenset({(self._name(eqn), False)})]
+        if name in _SAME:
+            if _to_host(eqn):
+                operands = [frozenset((at, True) for at, _ in values) for values in operands]
+            return operands
+        results, _ = self.anything(eqn, operands)
+        return [_NONE] * len(eqn.outvars) if results is None else results
+
+    def _name(self, eqn: Any) -> _Place:
+        aval, place = eqn.outvars[0].aval, (*self.place, id(eqn))
+        scans = [outer.params["length"] for outer in self.around if "length" in outer.params]
+        self.values[place] = NamedValue(
+            eqn.params["name"],
+            "recomputed" if any(map(_recomputes, self.around)) else "not a residual",
+            f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
+            aval.size * aval.dtype.itemsize * math.prod(scans),
+            False,
+            self.line(eqn.source_info),
         )
+        return place
+
+    def finished(self, jaxpr: Any, read: Callable[[Any], Any]) -> None:
+        made = makers(jaxpr)
+        for out in jaxpr.outvars:
+            eqn = None if hasattr(out, "val") else made.get(out)
+            if eqn is not None and eqn.primitive.name == "name":
+                place = (*self.place, id(eqn))
+                self.values[place] = self.values[place]._replace(is_output=True)
+
+
+def _recomputes(eqn: Any) -> bool:
+    """Whether an equation is the backward pass of a ``jax.checkpoint`` (``remat2``)."""
+    return bool(eqn.params.get("differentiated")) and "policy" in eqn.params
 
 
 def _to_host(equation: Any) -> bool:

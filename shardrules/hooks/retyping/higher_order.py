@@ -24,6 +24,8 @@ from shardrules.door.jaxprs import (
     union,
     widened,
 )
+from shardrules.jaxprs.fold import Cell
+from shardrules.jaxprs.reach import Reach
 from shardrules.registry.axistypes import AxisType
 
 _THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
@@ -125,28 +127,40 @@ class _Cond(HigherOrderOp):
             if _missing(self.door, over, [aval]) and is_inexact(aval)
         ]
         return bool(narrow) and any(
-            self._casts(branch, [branch.invars[i] for i in narrow], over)
+            _Casts(self.retyping, over).found_in(branch, narrow)
             for branch in map(opened, self.params["branches"])
         )
 
-    def _casts(self, jaxpr, narrow, over) -> bool:
-        """Whether a jaxpr casts what comes from inputs that don't vary over all of ``over``."""
-        narrow = set(narrow)
-        for eqn in jaxpr.eqns:
-            if not any(atom in narrow for atom in eqn.invars if not hasattr(atom, "val")):
-                continue
-            if eqn.primitive.name in TO_VARYING and over & named_axes(eqn.params):
-                return True
-            if "bwd" in eqn.params:  # a custom_vjp, whose bwd's cotangents are summed
-                types = self.door.axis_types(v.aval for v in eqn.invars if is_inexact(v.aval))
-                if len({operand.varying & over for operand in types}) > 1:
-                    return True
-            if self.retyping.state.opaque_call_of(eqn.primitive, eqn.params) is None and any(
-                self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)
-            ):
-                return True
-            narrow |= {var for var in eqn.outvars if is_inexact(var.aval)}
-        return False
+
+class _Casts(Reach):
+    """Whether a jaxpr casts what comes from inputs that don't vary over all of ``over``."""
+
+    def __init__(self, retyping: Any, over: frozenset[str]):
+        super().__init__()
+        self.door = retyping.door
+        self._opaque_of = retyping.state.opaque_call_of
+        self._over = over
+        self._is_found = False
+
+    def found_in(self, jaxpr: Any, narrow: Sequence[int]) -> bool:
+        self.run(jaxpr, [n in narrow for n in range(len(jaxpr.invars))])
+        return self._is_found
+
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        takes = any(map(self.content, operands))
+        if takes and eqn.primitive.name in TO_VARYING:
+            self._is_found |= bool(self._over & named_axes(eqn.params))
+        if takes and "bwd" in eqn.params:  # a custom_vjp, whose bwd's cotangents are summed
+            types = self.door.axis_types(v.aval for v in eqn.invars if is_inexact(v.aval))
+            self._is_found |= len({operand.varying & self._over for operand in types}) > 1
+        if self._opaque_of(eqn.primitive, eqn.params) is not None:
+            results: Sequence[Any] = self.one_step(eqn, operands, takes)
+        else:
+            results = super().equation(eqn, operands)
+        return [
+            made if isinstance(made, Cell) else made and is_inexact(var.aval)
+            for made, var in zip(results, eqn.outvars)
+        ]
 
 
 class _While(HigherOrderOp):

@@ -22,7 +22,6 @@ from shardrules.door.jaxprs import (
     CASTS,
     TO_VARYING,
     gained,
-    gradient_sums,
     inner_jaxprs,
     named_axes,
     opened,
@@ -38,6 +37,7 @@ from shardrules.hooks.types.calls.annotations import note_called, note_cast
 from shardrules.hooks.types.funnel import Funnel
 from shardrules.hooks.types.refs import DECIDES
 from shardrules.hooks.types.type_notes import TypeNoteHooks
+from shardrules.jaxprs.walk import gradient_sums
 from shardrules.registry.axistypes import AxisType
 
 

@@ -21,7 +21,6 @@ from shardrules.door.jaxprs import (
     TO_VARYING,
     callable_of,
     gained,
-    gradient_sums,
     inner_jaxprs,
     is_inexact,
     name_of,
@@ -36,6 +35,7 @@ from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.lost_axes import hijax_object, is_typed_by_hand, typed_alike
+from shardrules.jaxprs.walk import gradient_sums
 from shardrules.registry.axistypes import AxisType, show_axes
 
 

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import testing
-from shardrules.door.jaxprs import SUMS, equations, named_axes
+from shardrules.door.jaxprs import SUMS, named_axes
+from shardrules.jaxprs.walk import equations
 
 HEADS, WIDTH = 2, 8
 RANKS = 4  # the devices along data, over which the sequence is split

@@ -16,7 +16,7 @@ import shardrules as sr
 from hooks.casts import promise
 from shardrules.door.jaxprs import opened
 from shardrules.hooks.cotangents.communication import moved_by_kernels
-from shardrules.hooks.cotangents.linearity import linear_in
+from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.install import state
 
 WIDTH, HIDDEN, ROWS = 8, 16, 16
@@ -151,4 +151,4 @@ def test_reading_a_kernel_with_scratch_in_a_loop_ends():
         return pl.pallas_call(tripled, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
     jaxpr = jax.make_jaxpr(call)(np.ones(4, np.float32)).jaxpr
-    assert linear_in(jaxpr, jaxpr.invars, kernels=True) == frozenset()
+    assert linearity(jaxpr, jaxpr.invars, kernels=True).summed == frozenset()

@@ -8,7 +8,7 @@ from jax import lax
 from hooks import bodies
 from shardrules.door import internals
 from shardrules.hooks.casts.linear import Bwd, Graph, Unplaceable
-from shardrules.hooks.cotangents.linearity import linear_in
+from shardrules.hooks.cotangents.linearity import linearity
 
 DATA, NONE = frozenset({"data"}), frozenset()
 
@@ -154,4 +154,4 @@ def test_a_ref_that_a_loop_takes_has_no_form(cpu_mesh, hooks):
 )
 def test_what_is_linear_and_over_which_axes_it_sums(f, axes, cpu_mesh, hooks):
     jaxpr = bodies.inside(cpu_mesh, lambda r, t: jax.make_jaxpr(f)(r, t).jaxpr, ("data",), ())
-    assert linear_in(jaxpr, jaxpr.invars[1:]) == axes
+    assert linearity(jaxpr, jaxpr.invars[1:]).summed == axes

@@ -228,6 +228,7 @@ CASES = {
         lambda g: g.at[TWO].apply(lambda z: jnp.clip(z, -0.1, 0.1)),
         lambda g: g.at[TWO].apply(lambda z: z + 1),
         lambda g: g.at[g[:2].astype(int) % 8].set(0.0),
+        lambda g: g + lax.full(8, 0.0).at[0].apply(lambda z: z + 1),
     ],
     "scatter-add": [
         put(lax.scatter_add),

@@ -7,7 +7,7 @@ from core import versions
 from jax import lax
 from jax.experimental import pallas as pl
 
-from shardrules.hooks.cotangents.linearity import linear_in
+from shardrules.hooks.cotangents.linearity import linearity
 
 pytestmark = versions.where(versions.types_values)
 
@@ -128,9 +128,9 @@ def jaxpr_of(kernel, **options):
 def test_a_kernel(kernel):
     jaxpr = jaxpr_of(kernel)
     expected = frozenset() if kernel in LINEAR else None
-    assert linear_in(jaxpr, jaxpr.invars[1:], kernels=True) == expected
-    assert linear_in(jaxpr, jaxpr.invars[1:]) is None
-    assert linear_in(jaxpr, [], kernels=True) is None  # a constant is not zero
+    assert linearity(jaxpr, jaxpr.invars[1:], kernels=True).summed == expected
+    assert linearity(jaxpr, jaxpr.invars[1:]).summed is None
+    assert linearity(jaxpr, [], kernels=True).summed is None  # a constant is not zero
 
 
 def test_an_output_that_is_an_inputs_memory():
@@ -139,7 +139,7 @@ def test_an_output_that_is_an_inputs_memory():
 
     for source, expected in ((1, frozenset()), (0, None)):
         jaxpr = jaxpr_of(kernel, input_output_aliases={source: 0})
-        assert linear_in(jaxpr, jaxpr.invars[1:], kernels=True) == expected
+        assert linearity(jaxpr, jaxpr.invars[1:], kernels=True).summed == expected
 
 
 def test_collectives_may_move_the_inputs():
@@ -148,8 +148,8 @@ def test_collectives_may_move_the_inputs():
         return lax.all_gather(lax.fori_loop(0, 2, step, t), "i")
 
     jaxpr = jax.make_jaxpr(ring, axis_env=[("i", 2)])(SHAPE, SHAPE).jaxpr
-    assert linear_in(jaxpr, jaxpr.invars[1:], kernels=True) == {"i"}
-    assert linear_in(jaxpr, jaxpr.invars[1:]) is None
+    assert linearity(jaxpr, jaxpr.invars[1:], kernels=True).summed == {"i"}
+    assert linearity(jaxpr, jaxpr.invars[1:]).summed is None
 
 
 def test_scratch_memory_and_copies():
@@ -171,6 +171,17 @@ def test_scratch_memory_and_copies():
             scratch_shapes=[pltpu.VMEM((8, 8), jnp.float32), pltpu.SemaphoreType.DMA],
         )
         jaxpr = jax.make_jaxpr(f)(SHAPE, SHAPE).jaxpr
-        return linear_in(jaxpr, jaxpr.invars[1:], kernels=True)
+        return linearity(jaxpr, jaxpr.invars[1:], kernels=True).summed
 
     assert of(None) == frozenset() and of(2.0) is None
+
+
+def test_what_is_rounded_behind_a_ref_is_seen():
+    def f(ct):
+        ref = jax.new_ref(jnp.zeros(4))
+        ref[...] = ct
+        return jax.lax.reduce_precision(ref[...], 8, 3)
+
+    jaxpr = jax.make_jaxpr(f)(jnp.zeros(4)).jaxpr
+    assert linearity(jaxpr, jaxpr.invars).rounds
+    assert not linearity(jaxpr, []).rounds

@@ -73,6 +73,15 @@ def counts(x, w):
     return w * ref[0]
 
 
+def kept(x, w):
+    def branch(w):
+        ref = jax.new_ref(jnp.zeros(SIZE))
+        ref[...] = w
+        return ref[...] * x[0]
+
+    return jax.lax.cond(x[0, 0] > 7, branch, lambda w: 2 * x[0], w)[None]
+
+
 def steps(x, w):
     def step(carry):
         i, total = carry
@@ -86,10 +95,10 @@ def steps(x, w):
     ]
 
 
-BODIES = [adds, loops, nests, counts, steps]
+BODIES = [adds, loops, nests, counts, kept, steps]
 # JAX 0.10.2 differentiates no branch that gives a jit its ref, and no JAX a while_loop.
-DIFFERENTIATED = [adds, loops, counts]
-IDS = "adds loops nests counts steps".split()
+DIFFERENTIATED = [adds, loops, counts, kept]
+IDS = "adds loops nests counts kept steps".split()
 
 
 def split(body, mesh, check):
@@ -108,7 +117,7 @@ def test_values_are_those_of_the_check_off(cpu_mesh, body):
     np.testing.assert_array_equal(found, jax.jit(split(body, cpu_mesh, False))(*arguments()))
 
 
-@pytest.mark.parametrize("body", DIFFERENTIATED, ids=["adds", "loops", "counts"])
+@pytest.mark.parametrize("body", DIFFERENTIATED, ids=["adds", "loops", "counts", "kept"])
 def test_gradients_are_those_of_the_check_off(cpu_mesh, body):
     x, w = arguments()
 

@@ -12,14 +12,15 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import CALLS, TO_VARYING, inner_jaxprs, is_inexact, named_axes, opened
+from shardrules.door.jaxprs import CALLS, TO_VARYING, inner_jaxprs, is_inexact, named_axes
 from shardrules.errors import AnnotationWarning, RuleError
 from shardrules.hooks.state import State
 from shardrules.hooks.types.calls.opaque import Contradiction, OpaqueCall
+from shardrules.jaxprs.fold import Fold
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.suggestions import is_library
 
@@ -70,7 +71,7 @@ def note_called(state: State, jaxpr: Any, results: Any) -> None:
     """Record the results of a jit that returns a contradicted kernel's output."""
     # Between the kernel and the jit's end they may have been converted, reshaped or masked: no
     # gradient flows into anything but the kernel there.
-    sources = _sources(state, jaxpr, [_ELSEWHERE] * len(jaxpr.invars))
+    sources = _Sources(state).run(jaxpr, [_ELSEWHERE] * len(jaxpr.invars))
     for contradictions, result in zip(sources, results):
         for contradiction in contradictions or ():
             contradiction.values.append(weakref.ref(result))
@@ -82,31 +83,38 @@ _Source = tuple[Contradiction, ...] | None
 _ELSEWHERE: _Source = ()
 
 
-def _sources(state: State, jaxpr: Any, inputs: Sequence[_Source]) -> list[_Source]:
-    """Return where the gradients of a jaxpr's outputs flow, from where those of its inputs do."""
-    sources: dict[Any, _Source] = dict(zip(jaxpr.invars, inputs))
+class _Sources(Fold[_Source]):
+    """Where the gradients of a jaxpr's outputs flow, from where those of its inputs do."""
 
-    def read(atom):
-        return None if hasattr(atom, "val") else sources.get(atom, _ELSEWHERE)
+    bottom = None
 
-    made: list[_Source]
-    for eqn in jaxpr.eqns:
-        taken, name = [*map(read, eqn.invars)], eqn.primitive.name
-        opaque = state.opaque_call_of(eqn.primitive, eqn.params)
+    def __init__(self, state: State):
+        super().__init__()
+        self._opaque_of = state.opaque_call_of
+
+    def literal(self, value: Any) -> _Source:
+        return None
+
+    def constant(self, var: Any) -> _Source:
+        return _ELSEWHERE
+
+    def join(self, values: Iterable[_Source]) -> _Source:
+        into = set(values) - {None}
+        return into.pop() if len(into) == 1 else _ELSEWHERE if into else None
+
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        name, outputs = eqn.primitive.name, range(len(eqn.outvars))
+        opaque = self._opaque_of(eqn.primitive, eqn.params)
         if opaque is not None:
-            outputs = range(len(eqn.outvars))
-            made = [tuple(c for c in opaque.contradictions if c.output == i) for i in outputs]
-        elif name in CALLS:
-            made = _sources(state, opened(eqn.params[CALLS[name]]), taken)
-        elif name in TO_VARYING:
-            made = taken
-        elif named_axes(eqn.params) or next(inner_jaxprs(eqn.params), None) is not None:
-            made = [_ELSEWHERE] * len(eqn.outvars)
-        else:
-            into = [s for s, v in zip(taken, eqn.invars) if s is not None and is_inexact(v.aval)]
-            made = [into[0] if len(into) == 1 else _ELSEWHERE if into else None] * len(eqn.outvars)
-        sources.update(zip(eqn.outvars, made))
-    return [*map(read, jaxpr.outvars)]
+            return [tuple(c for c in opaque.contradictions if c.output == i) for i in outputs]
+        if name in CALLS:
+            return super().equation(eqn, operands)
+        if name in TO_VARYING:
+            return operands
+        if named_axes(eqn.params) or next(inner_jaxprs(eqn.params), None) is not None:
+            return [_ELSEWHERE for _ in outputs]
+        into = [s for s, v in zip(operands, eqn.invars) if s is not None and is_inexact(v.aval)]
+        return [into[0] if len(into) == 1 else _ELSEWHERE if into else None for _ in outputs]
 
 
 def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:

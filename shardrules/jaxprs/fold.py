@@ -1,0 +1,311 @@
+"""One reader of jaxprs: values go forward through equations, calls, loops, refs and kernels.
+
+An analysis is a subclass of ``Fold``. It says what a value is (``bottom``, ``literal``, ``join``),
+holds a table from primitives to what they make of their operands' values (``rows``), and gives the
+safe answer for a primitive that has no row (``other``). The nesting is known here alone: what a
+branch, a loop, a ref or a kernel hands to the jaxprs inside, and what comes back.
+
+A ref is a ``Cell``, which holds the join of all that was ever stored to it: the whole jaxpr is read
+again until no cell changes. A loop's carry is joined with what its body returns until that changes
+nothing. Both end, because ``join`` only ever widens a value and there are few values; what takes
+more than ``MOST_EQUATIONS`` all the same raises ``TooLong``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from shardrules.door.jaxprs import (
+    CALLS,
+    CUSTOM_CALLS,
+    KERNELS,
+    NEW_REFS,
+    READS,
+    inner_jaxprs,
+    name_of,
+    opened,
+    scan_counts,
+)
+from shardrules.errors import ShardrulesError
+
+V = TypeVar("V")
+
+_UNSEEN: Any = object()
+MOST_EQUATIONS = 2_000_000  # read, those in loops and cells at each pass
+
+
+class TooLong(ShardrulesError):
+    """A jaxpr whose loops and refs take too many passes to settle."""
+
+
+class Cell(Generic[V]):
+    """A ref: the join of what was ever stored to it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: V):
+        self.value = value
+
+
+class Fold(Generic[V]):
+    """One analysis of one jaxpr; ``run`` it once."""
+
+    # From a primitive's name to its row. A row of a name that nests jaxprs is asked before these.
+    rows: ClassVar[Mapping[str, Callable[[Any, Any, list[Any]], Sequence[Any]]]] = {}
+    reads_kernels: bool = False  # whether to go into a Pallas kernel
+
+    bottom: V  # of what holds nothing yet; joined with a value it is that value
+
+    def literal(self, value: Any) -> V:
+        """Return the value of a constant that stands in the jaxpr."""
+        raise NotImplementedError
+
+    def constant(self, var: Any) -> V:
+        """Return the value of a constant that the jaxpr closes over."""
+        raise NotImplementedError
+
+    def join(self, values: Iterable[V]) -> V:
+        """Return the value of what may be any of these."""
+        raise NotImplementedError
+
+    def chosen(self, by: V, value: V) -> V:
+        """Return the value of what a predicate or a position of value ``by`` chooses."""
+        raise NotImplementedError
+
+    def other(self, eqn: Any, name: str, operands: list[V]) -> Sequence[V]:
+        """Return what an equation without a row makes: the safe answer."""
+        raise NotImplementedError
+
+    def on_refs(self, eqn: Any, name: str, operands: list[Any]) -> Sequence[Any]:
+        """Return what an equation reads from refs, and ``store`` what it may write to them."""
+        results, joined = self.anything(eqn, operands)
+        return self.one_step(eqn, operands, joined) if results is None else results
+
+    def finished(self, jaxpr: Any, read: Callable[[Any], Any]) -> None:
+        """Take notes of a jaxpr that was read; ``read`` gives an atom's value."""
+
+    def __init__(self) -> None:
+        self.around: list[Any] = []  # the equations whose jaxprs are being read
+        self.place: tuple[Any, ...] = ()  # the same, as a key: one jaxpr may stand in several
+        self._cells: dict[tuple[Any, ...], Cell[V]] = {}
+        self._changed = False  # whether a cell did, in this pass
+        self._count = 0
+
+    def run(self, jaxpr: Any, given: Sequence[V]) -> list[V]:
+        """Return the values of a jaxpr's outputs, for these values of its inputs.
+
+        Raises:
+          TooLong: if its loops and refs don't settle within MOST_EQUATIONS.
+        """
+        while True:
+            self._changed = False
+            entering: list[Any] = [
+                self._cell(jaxpr, n, value) if hasattr(var.aval, "inner_aval") else value
+                for n, (var, value) in enumerate(zip(jaxpr.invars, given))
+            ]
+            results = self.jaxpr(jaxpr, entering)
+            if not self._changed:  # a ref may be read, in a loop, before it is written
+                return [self.content(result) for result in results]
+
+    def jaxpr(self, jaxpr: Any, given: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+        """Return what a jaxpr returns in this pass; refs are ``Cell``s."""
+        env = dict(zip(jaxpr.invars, given))
+        if consts:
+            env.update(zip(jaxpr.constvars, consts))
+
+        def read(atom: Any) -> Any:
+            if hasattr(atom, "val"):
+                return self.literal(atom.val)
+            value = env.get(atom, _UNSEEN)
+            if value is _UNSEEN:
+                value = env[atom] = self.constant(atom)
+            return value
+
+        self._count += len(jaxpr.eqns)
+        if self._count > MOST_EQUATIONS:
+            raise TooLong(f"its loops and refs don't settle within {MOST_EQUATIONS:,} equations")
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self.equation(eqn, [read(a) for a in eqn.invars])))
+        self.finished(jaxpr, read)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """Return what an equation makes of its operands."""
+        name = name_of(eqn)
+        row = self.rows.get(name)
+        if row is None:
+            nested = _NESTED.get(name)
+            if nested is not None:
+                return nested(self, eqn, operands)
+        for operand in operands:
+            if isinstance(operand, Cell):  # also where nobody knows what is done with it
+                return self.on_refs(eqn, name, operands)
+        return self.other(eqn, name, operands) if row is None else row(self, eqn, operands)
+
+    def one_step(self, eqn: Any, operands: list[Any], joined: V) -> list[V]:
+        """Return that an equation makes ``joined`` in all results, and stores it to its refs."""
+        if name_of(eqn) not in READS:
+            for operand in operands:
+                if isinstance(operand, Cell):
+                    self.store(operand, joined)
+        return [joined] * len(eqn.outvars)
+
+    # Cells.
+
+    def content(self, value: Any) -> V:
+        return value.value if isinstance(value, Cell) else value
+
+    def store(self, cell: Cell[V], value: V) -> None:
+        joined = self.join((cell.value, value))
+        if joined != cell.value:
+            cell.value = joined
+            self._changed = True
+
+    def _cell(self, maker: Any, number: int, value: V) -> Cell[V]:
+        """Return the ref that an equation makes, with what was stored to it in earlier passes."""
+        key = (*self.place, id(maker), number)
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = Cell(value)
+        else:
+            self.store(cell, value)
+        return cell
+
+    def _either(self, values: Sequence[Any]) -> Any:
+        """Join what branches or passes return."""
+        cells = [value for value in values if isinstance(value, Cell)]
+        if not cells:
+            return self.join(values)
+        joined = self.join(map(self.content, values))
+        for cell in cells:
+            self.store(cell, joined)
+        return cells[0]
+
+    def _choose(self, by: V, values: Iterable[Any]) -> list[Any]:
+        """Let a predicate choose values; of a ref, what is in it."""
+        made: list[Any] = []
+        for value in values:
+            if isinstance(value, Cell):
+                self.store(value, self.chosen(by, value.value))
+                made.append(value)
+            else:
+                made.append(self.chosen(by, value))
+        return made
+
+    # What is nested.
+
+    def inside(
+        self, eqn: Any, jaxpr: Any, given: Sequence[Any], consts: Sequence[Any] = (), at: int = 0
+    ) -> list[Any]:
+        """Return what a jaxpr of an equation returns."""
+        outside = self.place
+        self.place = (*outside, id(eqn), at)
+        self.around.append(eqn)
+        results = self.jaxpr(opened(jaxpr), given, consts)
+        self.around.pop()
+        self.place = outside
+        return results
+
+    def anything(self, eqn: Any, operands: list[Any]) -> tuple[list[Any] | None, V]:
+        """Read the jaxprs of an equation of which only its parameters are known.
+
+        Returns what the one jaxpr that takes all operands returns, or None; and the join of its
+        operands and of all that its jaxprs return and store, if each takes any of that. A kernel
+        is not read.
+        """
+        joined = self.join(map(self.content, operands))
+        inner = [] if name_of(eqn) in KERNELS else list(inner_jaxprs(eqn.params))
+        if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(operands), len(eqn.outvars))]:
+            return self.inside(eqn, inner[0], operands), joined
+        while inner:
+            before = joined
+            for at, jaxpr in enumerate(inner):
+                given = [
+                    self._cell(eqn, n, joined) if hasattr(var.aval, "inner_aval") else joined
+                    for n, var in enumerate(jaxpr.invars)
+                ]
+                results = self.inside(eqn, jaxpr, given, [joined] * len(jaxpr.constvars), at)
+                joined = self.join(map(self.content, (joined, *results, *given)))
+            if joined == before:
+                break
+        return None, joined
+
+    def _call(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        return self.inside(eqn, eqn.params[_CALLS[name_of(eqn)]], operands)
+
+    def _barrier(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        return operands
+
+    def _cond(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        chosen, *given = operands
+        branches = eqn.params["branches"]
+        results = [self.inside(eqn, branch, given, at=at) for at, branch in enumerate(branches)]
+        self._choose(chosen, (value for value in given if isinstance(value, Cell)))
+        return self._choose(chosen, map(self._either, zip(*results)))
+
+    def _scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        constants, carries = scan_counts(eqn.params)
+        first, carry = operands[:constants], operands[constants : constants + carries]
+        slices = operands[constants + carries :]
+        while True:
+            results = self.inside(eqn, eqn.params["jaxpr"], [*first, *carry, *slices])
+            joined = [self._either(pair) for pair in zip(carry, results)]
+            if joined == carry:
+                return [*carry, *results[carries:]]
+            carry = joined
+
+    def _while(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        params = eqn.params
+        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+        tested, first = operands[:of_cond], operands[of_cond : of_cond + of_body]
+        carry = operands[of_cond + of_body :]
+        while True:
+            (goes_on,) = self.inside(eqn, params["cond_jaxpr"], [*tested, *carry], at=0)
+            results = self.inside(eqn, params["body_jaxpr"], [*first, *carry], at=1)
+            self._choose(goes_on, (value for value in first if isinstance(value, Cell)))
+            results = self._choose(goes_on, results)
+            joined = [self._either(pair) for pair in zip(carry, results)]
+            if joined == carry:
+                return carry
+            carry = joined
+
+    def _new_ref(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        return [self._cell(eqn, 0, self.join(map(self.content, operands)))]
+
+    def _run_scoped(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        body = opened(eqn.params["jaxpr"])
+        refs = [self._cell(eqn, n, self.bottom) for n in range(len(body.invars))]
+        return self.inside(eqn, body, refs, operands)
+
+    def _pallas_call(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if not self.reads_kernels or any(isinstance(value, Cell) for value in operands):
+            return self.other(eqn, name_of(eqn), operands)
+        mapping, body = eqn.params["grid_mapping"], opened(eqn.params["jaxpr"])
+        dynamic = getattr(mapping, "num_dynamic_grid_bounds", 0)
+        # Grid bounds and prefetched operands decide which blocks are read and written.
+        positions = self.join(operands[: dynamic + mapping.num_index_operands])
+        inputs = operands[dynamic:]
+        cells = [self._cell(eqn, n, value) for n, value in enumerate(inputs)]
+        aliases = dict(eqn.params.get("input_output_aliases", ()))
+        of_output = {output: cells[source] for source, output in aliases.items()}  # the same memory
+        for n in range(len(inputs), len(body.invars)):
+            cell = of_output.get(n - len(inputs))
+            cells.append(self._cell(eqn, n, self.bottom) if cell is None else cell)
+        self.inside(eqn, body, cells)
+        outputs = cells[len(inputs) : len(inputs) + mapping.num_outputs]
+        return [self.chosen(positions, cell.value) for cell in outputs]
+
+
+_CALLS = CALLS | CUSTOM_CALLS
+_NESTED: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
+    **dict.fromkeys(_CALLS, Fold._call),
+    "optimization_barrier": Fold._barrier,
+    "cond": Fold._cond,
+    "scan": Fold._scan,
+    "while": Fold._while,
+    **dict.fromkeys(NEW_REFS, Fold._new_ref),
+    "run_scoped": Fold._run_scoped,
+    "pallas_call": Fold._pallas_call,
+}
+NESTED = frozenset(_NESTED)

@@ -1,0 +1,108 @@
+"""The contents of a jaxpr: its equations, those of the jaxprs in their parameters, and their uses.
+
+Nothing of what they compute is followed; that is ``fold``'s part.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from shardrules.door.jaxprs import KERNELS, SUMS, inner_jaxprs, is_transposed, named_axes, opened
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+# Reads the jaxprs in an equation's parameters: from what is known around them to one list for each.
+Inside = Callable[[C], "list[list[T]]"]
+
+
+def read(jaxpr: Any, visit: Callable[[Any, C, Inside], Iterator[T]], around: C) -> list[T]:
+    """Return what ``visit`` yields of each equation, in order.
+
+    Args:
+      jaxpr: the jaxpr, without its constants.
+      visit: takes an equation, what is known around it, and a function that reads the jaxprs in
+        its parameters, which takes what is known around these.
+      around: what is known around the jaxpr: how often it runs, say.
+    """
+
+    def each(jaxpr: Any, around: C) -> list[T]:
+        found: list[T] = []
+        for eqn in jaxpr.eqns:
+            found += visit(eqn, around, functools.partial(inside, eqn))
+        return found
+
+    def inside(eqn: Any, around: C) -> list[list[T]]:
+        return [each(inner, around) for inner in inner_jaxprs(eqn.params)]
+
+    return each(jaxpr, around)
+
+
+def equations(jaxpr: Any, kernels: bool = False) -> Iterator[Any]:
+    """Yield a jaxpr's equations and those of inner jaxprs; a kernel's only if asked for."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if kernels or equation.primitive.name not in KERNELS:
+            for inner in inner_jaxprs(equation.params):
+                yield from equations(inner, kernels)
+
+
+def makers(jaxpr: Any) -> dict[Any, Any]:
+    """Map each variable to the equation that makes it; inputs have none."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def uses(jaxpr: Any) -> dict[Any, list[tuple[Any, int]]]:
+    """Map each variable to its uses, in order: an equation and an operand's position."""
+    found: dict[Any, list[tuple[Any, int]]] = {}
+    for eqn in jaxpr.eqns:
+        for i, atom in enumerate(eqn.invars):
+            if not hasattr(atom, "val"):
+                found.setdefault(atom, []).append((eqn, i))
+    return found
+
+
+def _transposed(jaxpr: Any) -> list[tuple[Any, int]]:
+    """Return the equations of a jaxpr's backward passes, and how often scans around run each."""
+
+    def visit(eqn, around, inside):
+        runs, is_inside = around
+        is_inside = is_inside or is_transposed(eqn)
+        if is_inside:
+            yield eqn, runs
+        if eqn.primitive.name not in KERNELS:
+            for found in inside((runs * eqn.params.get("length", 1), is_inside)):
+                yield from found
+
+    return read(jaxpr, visit, (1, False))
+
+
+def gradient_sums(jaxpr: Any) -> frozenset[str]:
+    """Return the mesh axes over which backward passes in a jaxpr sum."""
+    sums = [eqn for eqn, _ in _transposed(jaxpr) if "psum" in eqn.primitive.name]
+    return frozenset().union(*(named_axes(eqn.params) for eqn in sums))
+
+
+def transposed_sums(jaxpr: Any) -> Iterator[tuple[int, frozenset[str]]]:
+    """Yield the bytes and the axes of each psum that a jaxpr's backward passes hold."""
+    for eqn, runs in _transposed(jaxpr):
+        for atom in eqn.invars if eqn.primitive.name in SUMS else ():
+            size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
+            yield size_bytes * runs, named_axes(eqn.params)
+
+
+def program_text(closed: Any) -> str:
+    """Return a program's text without addresses, with the kernels that it calls."""
+    return _ADDRESS.sub("", "\n".join([str(closed), *_kernel_texts(opened(closed))]))
+
+
+def _kernel_texts(jaxpr: Any) -> Iterator[str]:
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name in KERNELS:
+            yield from map(str, eqn.params.values())

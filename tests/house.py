@@ -19,7 +19,7 @@ ARROWS = {
     "fitting": set(),
     "registry": {"arguments", "errors"},
     "door": {"errors", "registry"},
-    "jaxprs": {"errors", "door"},
+    "jaxprs": {"errors", "registry", "door"},
     # Inside of hooks, from what is below to what installs all of it.
     "hooks": {"door", "hooks.install"},
     "hooks.notes": set(),

@@ -116,6 +116,16 @@ def test_files_and_folders_stay_small():
     assert [str(folder) for folder, count in modules.items() if count > 15] == []
 
 
+def test_equations_are_read_in_three_places():
+    """What reads a jaxpr another way has an idea of its own of loops, branches and refs."""
+    found = [
+        str(p.relative_to(PACKAGE))
+        for p in FILES
+        if re.search(r"\bin [\w.]+\.eqns\b", p.read_text())
+    ]
+    assert found == ["jaxprs/fold.py", "jaxprs/rewrite.py", "jaxprs/walk.py"]
+
+
 def test_the_hooks_keep_one_thread_local():
     held = [str(p.relative_to(PACKAGE)) for p in FILES if "threading.local" in p.read_text()]
     assert [path for path in held if path.startswith("hooks")] == ["hooks/state.py"]

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
 from shardrules.door.audit_names import Primitives
-from shardrules.door.jaxprs import opened, read
 from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.patching import MeshKey
 from shardrules.door.symbols import SYMBOLS
@@ -224,42 +223,6 @@ class Door:
             self.cast(x, want) if want is not None and self.can_cast(self.typeof(x)) else x
             for x, want in zip(values, wants)
         ]
-
-    def cast_atoms(
-        self, atoms: Sequence[Any], wants: Sequence[AxisType], scope: str = "", **changes: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """Return equations that cast a jaxpr's atoms to these types, and the atoms then."""
-        import jax
-
-        wide = [
-            i
-            for i, (atom, want) in enumerate(zip(atoms, wants))
-            if self.axis_type(atom.aval) != want and self.can_cast(atom.aval)
-        ]
-        atoms = [*atoms]
-        if not wide:
-            return [], atoms
-
-        def cast(*values):
-            with jax.named_scope(scope) if scope else contextlib.nullcontext():
-                return [self.cast(x, wants[i]) for x, i in zip(values, wide)]
-
-        casts = jax.make_jaxpr(cast)(*(atoms[i].aval for i in wide)).jaxpr
-        env = dict(zip(casts.invars, (atoms[i] for i in wide)))
-        for i, var in zip(wide, casts.outvars):
-            atoms[i] = read(env, var)
-        return [
-            eqn.replace(invars=[read(env, v) for v in eqn.invars], **changes) for eqn in casts.eqns
-        ], atoms
-
-    def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType], scope: str = "") -> Any:
-        """Return a jaxpr whose outputs have these axis types, by casts at its end."""
-        inner = opened(jaxpr)
-        eqns, outvars = self.cast_atoms(inner.outvars, types, scope)
-        if not eqns:
-            return jaxpr
-        new = inner.replace(eqns=[*inner.eqns, *eqns], outvars=outvars)
-        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
     # Kernels.
 

@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, name_of, opened
+from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, name_of, opened
 from shardrules.hooks.python_state import Kept
-from shardrules.jaxprs.walk import equations
+from shardrules.jaxprs.walk import Inside, equations, read
 
 
 class Output(NamedTuple):
@@ -160,32 +160,35 @@ def derivatives(
     return attempt(every) or [d for n in every if len(every) > 1 for d in attempt((n,))], why
 
 
-def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterator[Sum]:
+def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> list[Sum]:
     """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
-    for eqn in opened(jaxpr).eqns:
-        name, params = eqn.primitive.name, eqn.params
-        if name in KERNELS:
-            continue
-        if name in SUMS and sizes is not None:
-            axes = [axis for axis in params.get("axes", ()) if isinstance(axis, str)]
-            groups = params.get("axis_index_groups")
-            count = len(groups[0]) if groups else math.prod(sizes.get(axis, 1) for axis in axes)
-            avals = [v.aval for v in eqn.invars]
-            moved = sum(int(a.size) * a.dtype.itemsize for a in avals if hasattr(a, "size"))
-            if axes and count > 1:  # an axis of one device moves nothing
-                yield Sum(moved, count, runs)
-        inner_sizes, inner_runs = sizes, runs
-        if name == "shard_map":
-            inner_sizes = {str(k): int(v) for k, v in dict(params["mesh"].shape).items()}
-        elif name == "scan":
-            inner_runs = None if runs is None else runs * params["length"]
-        elif name == "while":
-            inner_runs = None
-        inside = [list(sums(j, inner_sizes, inner_runs)) for j in inner_jaxprs(params)]
-        if name == "cond":
-            yield from max(inside, key=summed_bytes, default=())
-        else:
-            yield from itertools.chain(*inside)
+    return read(opened(jaxpr), _sums_of, (sizes, runs))
+
+
+def _sums_of(eqn: Any, around: tuple[dict | None, int | None], inside: Inside) -> Iterator[Sum]:
+    (sizes, runs), name, params = around, eqn.primitive.name, eqn.params
+    if name in KERNELS:
+        return
+    if name in SUMS and sizes is not None:
+        axes = [axis for axis in params.get("axes", ()) if isinstance(axis, str)]
+        groups = params.get("axis_index_groups")
+        count = len(groups[0]) if groups else math.prod(sizes.get(axis, 1) for axis in axes)
+        avals = [v.aval for v in eqn.invars]
+        moved = sum(int(a.size) * a.dtype.itemsize for a in avals if hasattr(a, "size"))
+        if axes and count > 1:  # an axis of one device moves nothing
+            yield Sum(moved, count, runs)
+    inner_sizes, inner_runs = sizes, runs
+    if name == "shard_map":
+        inner_sizes = {str(k): int(v) for k, v in dict(params["mesh"].shape).items()}
+    elif name == "scan":
+        inner_runs = None if runs is None else runs * params["length"]
+    elif name == "while":
+        inner_runs = None
+    found = inside((inner_sizes, inner_runs))
+    if name == "cond":
+        yield from max(found, key=summed_bytes, default=())
+    else:
+        yield from itertools.chain(*found)
 
 
 def sent_bytes(sums: Iterable[Sum]) -> int:

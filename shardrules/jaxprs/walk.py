@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from shardrules.door.jaxprs import KERNELS, SUMS, inner_jaxprs, is_transposed, named_axes, opened
@@ -22,7 +22,12 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 Inside = Callable[[C], "list[list[T]]"]
 
 
-def read(jaxpr: Any, visit: Callable[[Any, C, Inside], Iterator[T]], around: C) -> list[T]:
+def read(
+    jaxpr: Any,
+    visit: Callable[[Any, C, Inside], Iterable[T]],
+    around: C,
+    enter: Callable[[Any, C], C] | None = None,
+) -> list[T]:
     """Return what ``visit`` yields of each equation, in order.
 
     Args:
@@ -30,10 +35,12 @@ def read(jaxpr: Any, visit: Callable[[Any, C, Inside], Iterator[T]], around: C) 
       visit: takes an equation, what is known around it, and a function that reads the jaxprs in
         its parameters, which takes what is known around these.
       around: what is known around the jaxpr: how often it runs, say.
+      enter: adds to that what is known of a jaxpr, before its equations are visited.
     """
 
     def each(jaxpr: Any, around: C) -> list[T]:
         found: list[T] = []
+        around = around if enter is None else enter(jaxpr, around)
         for eqn in jaxpr.eqns:
             found += visit(eqn, around, functools.partial(inside, eqn))
         return found
@@ -51,6 +58,11 @@ def equations(jaxpr: Any, kernels: bool = False) -> Iterator[Any]:
         if kernels or equation.primitive.name not in KERNELS:
             for inner in inner_jaxprs(equation.params):
                 yield from equations(inner, kernels)
+
+
+def named(jaxpr: Any, name: str) -> list[Any]:
+    """Return a jaxpr's own equations of one primitive, by its name."""
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
 
 
 def makers(jaxpr: Any) -> dict[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules.door.audit_names import key_kind
+from shardrules.jaxprs.walk import uses
 from shardrules.pallas.walk import Walk, mesh_axes
 
 ACTIONS: dict[str | None, Any] = {}
@@ -88,8 +89,8 @@ def _axis_index(walk, eqn):
 
 def _is_read(jaxpr: Any, eqn: Any) -> bool:
     # JAX 0.9 and older keep an axis_index that nothing reads.
-    atoms = (*(a for other in jaxpr.eqns for a in other.invars), *jaxpr.outvars)
-    return any(atom is out for atom in atoms for out in eqn.outvars)
+    used = uses(jaxpr)
+    return any(out in used or any(out is atom for atom in jaxpr.outvars) for out in eqn.outvars)
 
 
 # --- refs ------------------------------------------------------------------------------------

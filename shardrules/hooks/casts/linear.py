@@ -25,6 +25,7 @@ from shardrules.hooks.cotangents.linearity import precision, rounded_to, strings
 from shardrules.hooks.cotangents.steps import why_not_linear
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.types.identities import MARK
+from shardrules.jaxprs.fold import Fold
 from shardrules.jaxprs.reach import Reach
 
 # The primitives that return their operand with another type: the cast to varying, and the mark.
@@ -47,7 +48,7 @@ REFS = ("get", "swap", "addupdate")
 Axes = frozenset[str]
 NONE: Axes = frozenset()
 Sums = Sequence[tuple[int, Axes]]
-Where = tuple[Any, ...]  # indices of the equations (and branches) around a jaxpr
+Where = tuple[Any, ...]  # the ids of the equations (and the branches' numbers) around a jaxpr
 
 
 class Unplaceable(Exception):
@@ -123,7 +124,7 @@ class Step:
                 yield count, axes - (over & self.moves)
 
 
-class Graph:
+class Graph(Fold["Value | None"]):
     """The tangents of a linear program and the steps between them, or Unplaceable."""
 
     def __init__(
@@ -135,6 +136,7 @@ class Graph:
         opaque: Callable[[Any], bool],  # whether an equation is an opaque call
         again: bool = False,  # whether the transpose is differentiated in reverse mode
     ):
+        super().__init__()
         self.door = door
         self.opaque = opaque
         self.again = again
@@ -147,6 +149,7 @@ class Graph:
         self.counted = tuple(axis for axis in self.axes if self._sizes[axis] > 1)
         # For each jaxpr, how often it runs, and whether casts may stand in it.
         self._around: dict[Where, tuple[int, bool]] = {}
+        self._where: Where = ()  # the place of the jaxpr that is being read
         self.values: dict[tuple[Where, Any], Value] = {}
         self.steps: list[Step] = []
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
@@ -198,20 +201,31 @@ class Graph:
     ) -> list[Value | None]:
         """Add a jaxpr's tangents and steps; return the tangent of each of its outputs."""
         self._around[where] = runs, castable
-        for var, is_linear in zip(jaxpr.invars, linear):
-            if is_linear:
-                self._value(where, var)
-        for index, eqn in enumerate(jaxpr.eqns):
-            inputs = [self._read(where, atom) for atom in eqn.invars]
-            # A new ref of zeros may hold a tangent later.
-            if any(value is not None for value in inputs) or any(map(self.is_ref, eqn.outvars)):
-                self._equation(eqn, (*where, index), inputs)
-        return [self._read(where, atom) for atom in jaxpr.outvars]
+        pairs = zip(jaxpr.invars, linear)
+        given = [self._value(where, var) if is_linear else None for var, is_linear in pairs]
+        outside, self._where = self._where, where
+        ends = self.jaxpr(jaxpr, given)
+        self._where = outside
+        return ends
+
+    def literal(self, value: Any) -> None:
+        return None
+
+    def constant(self, var: Any) -> None:
+        return None
+
+    def equation(self, eqn: Any, operands: list[Value | None]) -> Sequence[Value | None]:
+        # A new ref of zeros may hold a tangent later.
+        is_tangent = any(value is not None for value in operands)
+        if not (is_tangent or any(map(self.is_ref, eqn.outvars))):
+            return [None] * len(eqn.outvars)
+        self._equation(eqn, (*self._where, id(eqn)), operands)
+        return [self._read(self._where, var) for var in eqn.outvars]
 
     def _read(self, where: Where, atom: Any) -> Value | None:
         return None if hasattr(atom, "val") else self.values.get((where, atom))
 
-    def _equation(self, eqn, inside: Where, inputs) -> None:
+    def _equation(self, eqn: Any, inside: Where, inputs: list[Any]) -> None:
         where, name = inside[:-1], name_of(eqn)
         runs, castable = self._around[where]
         refs = [atom for atom in eqn.invars if self.is_ref(atom)]
@@ -234,7 +248,7 @@ class Graph:
             ends = walk(opened(eqn.params[CALLS[name]]), inside, inputs, eqn.invars, castable)
             self._join(ends, results(ends), eqn.outvars)
         elif name == "scan":
-            self._scan(eqn, inside, inputs, results)
+            self._loop(eqn, inside, inputs, results)
         elif name == "cond":
             # A psum in a branch hangs if only some devices take the branch.
             castable = castable and not self._axes(eqn.invars[0])
@@ -268,7 +282,7 @@ class Graph:
             elif taker is not None:
                 self.steps.append(Step([], [taker], self._axes(atom)))
 
-    def _scan(self, eqn, inside: Where, inputs, results) -> None:
+    def _loop(self, eqn, inside: Where, inputs, results) -> None:
         params, inner = eqn.params, opened(eqn.params["jaxpr"])
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]

@@ -42,7 +42,7 @@ from shardrules.hooks.cotangents.steps import Shares
 from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK
-from shardrules.jaxprs.walk import equations, gradient_sums, transposed_sums
+from shardrules.jaxprs.walk import equations, gradient_sums, named, transposed_sums
 
 
 class CastHooks(Hooks):
@@ -109,9 +109,7 @@ class CastHooks(Hooks):
     def _asked(self, jaxpr: Any) -> bool:
         """Whether to place this program's casts: by ``install``, or by ``place_casts`` in it."""
         scope = self.state.scope
-        return (scope.active and scope.casts == "cheapest") or any(
-            eqn.primitive.name == MARK for eqn in jaxpr.eqns
-        )
+        return (scope.active and scope.casts == "cheapest") or bool(named(jaxpr, MARK))
 
     def _linear(self, jaxpr: Any, values: Sequence[Any]) -> list[bool]:
         """Return whether each input is a tangent."""

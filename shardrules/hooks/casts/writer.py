@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import CALLS, name_of, opened, read, scan_counts, variable
+from shardrules.door.jaxprs import CALLS, name_of, opened, read, renamed_effects, scan_counts
 from shardrules.hooks.casts.cuts import Labels
 from shardrules.hooks.casts.linear import IDENTITIES, Axes, Graph, Step, Unplaceable, Value, Where
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import uncast
+from shardrules.jaxprs.rewrite import Rewrite
 from shardrules.registry.axistypes import AxisType
 
 
@@ -48,19 +49,15 @@ class Writer:
         key = id(jaxpr), types, *(self.labels[key] for key in self._keys[where])
         if key in self._written:
             return self._written[key]
-        inner = opened(jaxpr)
-        body = Body(self, where)
+        body = Body(self, jaxpr, where)
+        inner = body.new.inner
         invars = [body.renew(var) for var in inner.invars]
-        for index, eqn in enumerate(inner.eqns):
-            body.write(eqn, index)
+        body.new.each(body.write)
         outvars = [
             body.read(atom, end.varying, self.door.current_source())
             for atom, end in zip(inner.outvars, types)
         ]
-        new = inner.replace(
-            invars=invars, eqns=body.eqns, outvars=outvars, debug_info=inner.debug_info
-        )
-        new = new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+        new = body.new.finish(invars, outvars)
         if where and all(self.labels[value] == value.varying for value in self._values[where]):
             if self.door.axis_types(atom.aval for atom in inner.outvars) == types:
                 new = jaxpr  # its casts stay where they are
@@ -71,15 +68,14 @@ class Writer:
 class Body:
     """A jaxpr that is being rewritten; ``where`` is its place."""
 
-    def __init__(self, writer: Writer, where: Where):
+    def __init__(self, writer: Writer, jaxpr: Any, where: Where):
         self.writer = writer
         self.door = writer.door
         self.graph = writer.graph
         self.labels = writer.labels
         self.where = where
-        self.env: dict[Any, Any] = {}
+        self.new = Rewrite(jaxpr)
         self.cast: dict[tuple[Any, Axes], Any] = {}
-        self.eqns: list[Any] = []
 
     def value(self, atom: Any) -> Value | None:
         return None if hasattr(atom, "val") else self.graph.values.get((self.where, atom))
@@ -88,14 +84,13 @@ class Body:
         value = self.value(var)
         if value is None or self.writer.aval(value) is var.aval:
             return var
-        self.env[var] = variable(var, self.writer.aval(value))
-        return self.env[var]
+        return self.new.renew(var, self.writer.aval(value))
 
     def read(self, atom: Any, want: Axes | None, source: Any) -> Any:
         """Return an atom that varies over ``want``; None means no particular type."""
         # A tangent is cast once, to all the axes that any use needs. A use that needs fewer axes
         # un-casts the result, so that all cotangents share one psum.
-        value, now = self.value(atom), read(self.env, atom)
+        value, now = self.value(atom), read(self.new.env, atom)
         have = self.door.axis_type(now.aval).varying
         if want is None or want == have or not self.door.can_cast(atom.aval):
             return now
@@ -121,22 +116,18 @@ class Body:
             return uncast(x, order) if order else x
 
         jaxpr = jax.make_jaxpr(cast)(atom.aval).jaxpr
-        env = {jaxpr.invars[0]: atom}
-        self.eqns += [
-            eqn.replace(invars=[read(env, a) for a in eqn.invars], source_info=source)
-            for eqn in jaxpr.eqns
-        ]
-        return read(env, jaxpr.outvars[0])
+        (result,) = self.new.inline(jaxpr, [atom], source_info=source)
+        return result
 
     # Equations.
 
-    def write(self, eqn: Any, index: int) -> None:
-        name, inside = name_of(eqn), (*self.where, index)
+    def write(self, eqn: Any) -> None:
+        name, inside = name_of(eqn), (*self.where, id(eqn))
         if all(self.value(atom) is None for atom in (*eqn.invars, *eqn.outvars)):
-            self.eqns.append(eqn)
+            self.new.eqns.append(eqn)
         elif name in IDENTITIES:
             (out,) = eqn.outvars
-            self.env[out] = self.read(eqn.invars[0], self._made(out), eqn.source_info)
+            self.new.env[out] = self.read(eqn.invars[0], self._made(out), eqn.source_info)
         elif name in CALLS:
             self._calls(eqn, CALLS[name], [inside], [var.aval for var in eqn.outvars])
         elif name == "scan":
@@ -164,13 +155,9 @@ class Body:
 
     def _done(self, eqn: Any, operands: list[Any], **changes: Any) -> None:
         outvars = [self.renew(var) for var in eqn.outvars]
-        # From JAX 0.10 a write to a ref names the ref's variable.
-        effects = {
-            effect.replace(read(self.env, effect.input)) if hasattr(effect, "input") else effect
-            for effect in eqn.effects
-        }
+        effects = renamed_effects(eqn.effects, self.new.env)
         params = {**eqn.params, **changes}
-        self.eqns.append(
+        self.new.eqns.append(
             eqn.replace(invars=operands, outvars=outvars, params=params, effects=effects)
         )
 

@@ -22,6 +22,7 @@ from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, size_of
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
+from shardrules.jaxprs.rewrite import split
 from shardrules.jaxprs.walk import equations, program_text
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.suggestions import is_library
@@ -89,16 +90,16 @@ class Bwd:
         # the sums inside the branch if all that follows them is linear in them. All other values
         # that it depends on are equal along the axes, as the cotangent is.
         trace, jaxpr = self.trace, self.sliced(path)
-        sums = [
-            eqn
-            for eqn in jaxpr.eqns
-            if eqn.primitive.name in SUMS and axes <= named_axes(eqn.params)
-            if eqn.params.get("axis_index_groups") is None
-            if all(is_inexact(var.aval) for var in eqn.outvars)
-        ]
-        results = [var for eqn in sums for var in eqn.outvars]
-        left = [eqn for eqn in jaxpr.eqns if not any(eqn is other for other in sums)]
-        after = jaxpr.replace(eqns=left, invars=[*results, *jaxpr.invars])
+        sums, after = split(
+            jaxpr,
+            lambda eqn: (
+                eqn.primitive.name in SUMS
+                and axes <= named_axes(eqn.params)
+                and eqn.params.get("axis_index_groups") is None
+                and all(is_inexact(var.aval) for var in eqn.outvars)
+            ),
+        )
+        results = after.invars[: len(after.invars) - len(jaxpr.invars)]
         inputs = [*trace.constants, *trace.arrays]
         if len(jaxpr.outvars) != 1 or len(inputs) != len(jaxpr.constvars) + len(jaxpr.invars):
             return None

@@ -207,7 +207,7 @@ def _together(fold: _Linearity, eqn: Any, given: list[str]) -> str:
 def _applies(eqn: Any) -> bool:
     """Whether a scatter applies a function of the program's (``x.at[i].apply(f)``)."""
     update = opened(eqn.params.get("update_jaxpr"))
-    return update is not None and bool(update.eqns) and name_of(eqn) == "scatter"
+    return update is not None and name_of(eqn) == "scatter" and any(equations(update))
 
 
 @_rows(" ".join(CASTS))

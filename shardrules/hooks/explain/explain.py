@@ -10,22 +10,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from shardrules.arguments import checked
 from shardrules.door import internals
-from shardrules.door.jaxprs import (
-    SUMS,
-    TO_UNREDUCED,
-    TO_VARYING,
-    inner_jaxprs,
-    named_axes,
-    opened,
-    scan_counts,
-)
+from shardrules.door.jaxprs import SUMS, TO_UNREDUCED, TO_VARYING, named_axes, opened, scan_counts
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.explain.explanation import (
     WRITTEN,
@@ -42,6 +34,7 @@ from shardrules.hooks.install import held, state
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT
 from shardrules.hooks.types.calls.opaque import confirm, to_paste
+from shardrules.jaxprs.walk import Inside, read, uses
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.suggestions import is_library
 
@@ -142,6 +135,9 @@ class _Place:
     at: str = ""  # its source line, or ``within`` and the source line of an equation around it
     checked: bool | None = None  # whether the check is on; None outside shard_map
     steps: int | None = 1  # how often the loops around it run it; None if unknown
+    outcome: str = "a result"  # what the outputs of its jaxpr become
+    # of its jaxpr's variables
+    uses: Mapping[Any, Sequence[tuple[Any, int]]] = dataclasses.field(default_factory=dict)
 
     @property
     def phase(self) -> str:
@@ -178,51 +174,48 @@ class _Walk:
                 closed = jax.make_jaxpr(f)(*args, **kwargs)
                 for call, *_ in self.notes.unknown:
                     self.unknown.add((call.primitive, call.name, call.place))
-                self._read(opened(closed), _Place())
+                read(opened(closed), self._equation, _Place(), _entered)
 
-    def _read(self, jaxpr: Any, place: _Place, outcome: str = "a result") -> None:
-        uses = _uses(jaxpr)
-        for eqn in jaxpr.eqns:
-            around = f"within {place.at.removeprefix('within ')}" if place.at else ""
-            at = self.door.source_line(eqn.source_info)
-            if around and is_library(at):  # JAX's traceback ends at a library's own jit
-                at = "" if is_library(place.at.removeprefix("within ")) else place.at
-            here = dataclasses.replace(
-                place,
-                stack=f"{place.stack}/{eqn.source_info.name_stack}",
-                at=at or self.door.source_line(eqn.source_info) or around,
+    def _equation(self, eqn: Any, place: _Place, read_inside: Inside) -> Sequence[Any]:
+        around = f"within {place.at.removeprefix('within ')}" if place.at else ""
+        at = self.door.source_line(eqn.source_info)
+        if around and is_library(at):  # JAX's traceback ends at a library's own jit
+            at = "" if is_library(place.at.removeprefix("within ")) else place.at
+        here = dataclasses.replace(
+            place,
+            stack=f"{place.stack}/{eqn.source_info.name_stack}",
+            at=at or self.door.source_line(eqn.source_info) or around,
+        )
+        opaque = state().opaque_call_of(eqn.primitive, eqn.params)
+        if opaque is not None:
+            if place.checked is not None:
+                self._call(eqn, opaque, here)
+            return ()
+        name = eqn.primitive.name
+        if place.checked and name in (*TO_VARYING, *TO_UNREDUCED):
+            self._cast(eqn, here)
+        elif place.checked and name in SUMS:
+            self._sum(eqn, here)
+        elif place.checked and name == "already_summed":
+            axes, value, _ = _described(eqn)
+            self.claims.append(
+                f"{value} at {short(here.at)} is already summed over {show_axes(axes)}"
             )
-            opaque = state().opaque_call_of(eqn.primitive, eqn.params)
-            if opaque is not None:
-                if place.checked is not None:
-                    self._call(eqn, opaque, here)
-                continue
-            name = eqn.primitive.name
-            if place.checked and name in (*TO_VARYING, *TO_UNREDUCED):
-                self._cast(eqn, here, uses.get(eqn.outvars[0]), outcome)
-            elif place.checked and name in SUMS:
-                self._sum(eqn, here)
-            elif place.checked and name == "already_summed":
-                axes, value, _ = _described(eqn)
-                self.claims.append(
-                    f"{value} at {short(here.at)} is already summed over {show_axes(axes)}"
-                )
-            inside = here
-            if name == "shard_map":
-                checked = bool(eqn.params.get("check_vma", eqn.params.get("check_rep")))
-                inside = dataclasses.replace(here, checked=checked)
-            elif name in _LOOPS:
-                length = eqn.params.get("length")
-                steps = here.steps * length if here.steps and length is not None else None
-                inside = dataclasses.replace(here, steps=steps)
-            result = "a result"
-            if name == "cond":
-                chosen = " whose predicate varies" if self._chooses(eqn) else ""
-                result = f"the output of a branch{chosen}"
-            elif name in _LOOPS:
-                result = f"a carry of {_LOOPS[name]}"
-            for inner in inner_jaxprs(eqn.params):
-                self._read(inner, inside, result)
+        inside = here = dataclasses.replace(here, outcome="a result")
+        if name == "shard_map":
+            checked = bool(eqn.params.get("check_vma", eqn.params.get("check_rep")))
+            inside = dataclasses.replace(here, checked=checked)
+        elif name in _LOOPS:
+            length = eqn.params.get("length")
+            steps = here.steps * length if here.steps and length is not None else None
+            inside = dataclasses.replace(here, steps=steps)
+        if name == "cond":
+            chosen = " whose predicate varies" if self._chooses(eqn) else ""
+            inside = dataclasses.replace(inside, outcome=f"the output of a branch{chosen}")
+        elif name in _LOOPS:
+            inside = dataclasses.replace(inside, outcome=f"a carry of {_LOOPS[name]}")
+        read_inside(inside)
+        return ()
 
     def _call(self, eqn: Any, opaque: Any, place: _Place) -> None:
         count = len(eqn.invars) if opaque.operand_count is None else opaque.operand_count
@@ -253,17 +246,17 @@ class _Walk:
             )
         )
 
-    def _cast(self, eqn: Any, place: _Place, use: tuple[Any, int] | None, outcome: str) -> None:
+    def _cast(self, eqn: Any, place: _Place) -> None:
         axes, value, size = _described(eqn)
         to = "unreduced" if eqn.primitive.name in TO_UNREDUCED else "varying"
-        why = self._reason(use, outcome)
+        why = self._reason(place.uses.get(eqn.outvars[0], ()), place.outcome)
         self.casts.append(ExplainedCast(axes, to, value, size, place.at, place.phase, why))
 
-    def _reason(self, use: tuple[Any, int] | None, outcome: str) -> str:
+    def _reason(self, uses_of: Sequence[tuple[Any, int]], outcome: str) -> str:
         """Say why the first use of its result needs a cast."""
-        if use is None:
+        if not uses_of:
             return f"{outcome}, to vary as the others do"
-        eqn, i = use
+        eqn, i = uses_of[0]
         opaque = state().opaque_call_of(eqn.primitive, eqn.params)
         if opaque is not None:
             call = opaque.call
@@ -276,7 +269,7 @@ class _Walk:
             return "an operand of cond, whose predicate varies"
         inner = opened(eqn.params.get("jaxpr"))
         if inner is not None and len(inner.invars) == len(eqn.invars):
-            return self._reason(_uses(inner).get(inner.invars[i]), "a result")
+            return self._reason(uses(inner).get(inner.invars[i], ()), "a result")
         return f"operand {i} of {name}, by JAX or the program"
 
     def _chooses(self, eqn: Any) -> bool:
@@ -307,14 +300,8 @@ class _Walk:
         self.sums.append(ExplainedSum(axes, value, size, place.at, place.phase, why, place.steps))
 
 
-def _uses(jaxpr: Any) -> dict[Any, tuple[Any, int]]:
-    """Map each variable to its first use: an equation and an operand's position."""
-    uses: dict[Any, tuple[Any, int]] = {}
-    for eqn in jaxpr.eqns:
-        for i, var in enumerate(eqn.invars):
-            if not hasattr(var, "val"):
-                uses.setdefault(var, (eqn, i))
-    return uses
+def _entered(jaxpr: Any, place: _Place) -> _Place:
+    return dataclasses.replace(place, uses=uses(jaxpr))
 
 
 def _carries(eqn: Any, i: int) -> bool:

@@ -16,7 +16,6 @@ from shardrules.door.jaxprs import (
     JOINED,
     KERNELS,
     SUMS,
-    inner_jaxprs,
     is_in,
     is_transposed,
     name_of,
@@ -26,6 +25,7 @@ from shardrules.door.jaxprs import (
 from shardrules.door.patching import Patches
 from shardrules.errors import AxisError
 from shardrules.hooks.state import Hooks
+from shardrules.jaxprs.walk import Inside, read
 from shardrules.registry.axistypes import show_axes
 
 # Primitives that name mesh axes and wait for no device along them.
@@ -62,7 +62,7 @@ class Divergent(Hooks):
             # nothing tells these from a bwd's. A transposed psum is a cast, so a sum here comes
             # from a bwd.
             before, asked = map(opened, self.state.here.transposed), self._communicated
-            if not any(any(_collectives(branch, over, True, asked)) for branch in before):
+            if not any(_collectives(branch, over, True, asked) for branch in before):
                 axes_of = asked
         collectives = [self._waiting(jaxpr, over, is_backward, axes_of) for jaxpr in jaxprs]
         some = next(filter(None, collectives), None)
@@ -112,31 +112,30 @@ class Divergent(Hooks):
         self, jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
     ) -> list[Any]:
         jaxpr = opened(jaxpr)
-        if not any(_collectives(jaxpr, over, everywhere, axes_of)):
+        if not _collectives(jaxpr, over, everywhere, axes_of):
             return []
         # An unused cotangent's sum is dropped by XLA, too.
         used = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
-        return [*_collectives(used, over, everywhere, axes_of)]
+        return _collectives(used, over, everywhere, axes_of)
 
 
 def _summed(eqn: Any) -> frozenset[str]:
     return named_axes(eqn.params) if eqn.primitive.name in SUMS else frozenset()
 
 
-def _collectives(
-    jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
-) -> Iterator[Any]:
-    """Yield the collectives over some of ``over`` in order; of a call, (equation, list)."""
-    for eqn in jaxpr.eqns:
-        inside = everywhere or is_transposed(eqn)
+def _collectives(jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf) -> list[Any]:
+    """Return the collectives over some of ``over`` in order; of a call, (equation, list)."""
+
+    def visit(eqn: Any, everywhere: bool, inside: Inside) -> Iterator[tuple[Any, list[Any]]]:
+        waits = everywhere or is_transposed(eqn)
         # What is cast to join a branch is a collective's result, of one that its user wrote there:
         # inputs were cast before. The sum waits as that one does.
-        if inside and axes_of(eqn) & over and not is_in(eqn, JOINED):
+        if waits and axes_of(eqn) & over and not is_in(eqn, JOINED):
             yield eqn, []
-        elif eqn.primitive.name not in KERNELS:
-            inner = [[*_collectives(j, over, inside, axes_of)] for j in inner_jaxprs(eqn.params)]
-            if any(inner):
-                yield eqn, inner
+        elif eqn.primitive.name not in KERNELS and any(inner := inside(waits)):
+            yield eqn, inner
+
+    return read(jaxpr, visit, everywhere)
 
 
 def _kinds(collectives: Sequence[Any]) -> list[Any]:

@@ -26,6 +26,7 @@ from shardrules.door.jaxprs import (
 )
 from shardrules.jaxprs.fold import Cell
 from shardrules.jaxprs.reach import Reach
+from shardrules.jaxprs.rewrite import cast_outputs
 from shardrules.registry.axistypes import AxisType
 
 _THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
@@ -115,7 +116,7 @@ class _Cond(HigherOrderOp):
             widened(each[0], over | union(each)) if door.can_cast(var.aval) else each[0]
             for each, var in zip(zip(*map(retyping.results, new)), opened(new[0]).outvars)
         ]
-        new = [door.cast_outputs(branch, results, JOINED) for branch in new]
+        new = [cast_outputs(door, branch, results, JOINED) for branch in new]
         return Retyped([types[0], *operands], {"branches": tuple(new)}, retyping.results(new[0]))
 
     def _casts_inside(self, over, operands, avals) -> bool:
@@ -187,7 +188,7 @@ class _While(HigherOrderOp):
             carry = wider
         if condition is params["cond_jaxpr"] and body is params["body_jaxpr"]:
             return None
-        body = door.cast_outputs(body, carry)
+        body = cast_outputs(door, body, carry)
         changes = {"cond_jaxpr": condition, "body_jaxpr": body}
         return Retyped(constants + carry, changes, retyping.results(body))
 
@@ -207,7 +208,7 @@ class _Scan(HigherOrderOp):
         if body is jaxpr:
             return None
         results = [*wider, *results[carries:]]
-        return Retyped(types, {"jaxpr": self.door.cast_outputs(body, results)}, results)
+        return Retyped(types, {"jaxpr": cast_outputs(self.door, body, results)}, results)
 
 
 class _Alike(HigherOrderOp):
@@ -241,7 +242,7 @@ class _LinearSolve(_Alike):
         for each in jaxprs:
             if each is not None:
                 each = retyping.jaxpr(each, wide(_entering(door, each)), what)
-                each = door.cast_outputs(each, wide(retyping.results(each)))
+                each = cast_outputs(door, each, wide(retyping.results(each)))
             new.append(each)
         changes = {"jaxprs": type(jaxprs)(*new)}
         return Retyped(wide(types), changes, retyping.results(changes["jaxprs"].solve))
@@ -291,7 +292,7 @@ class _Call(HigherOrderOp):
                     primals, tangents = results[: len(out_zeros)], results[len(out_zeros) :]
                     wants = [p.varying for p, zero in zip(primals, out_zeros) if not zero]
                     results = [*primals, *map(widened, tangents, wants)]
-                    jaxpr = self.door.cast_outputs(jaxpr, results)
+                    jaxpr = cast_outputs(self.door, jaxpr, results)
                 jaxprs[zeros] = (jaxpr, *rest)
             return jaxprs[zeros]
 

@@ -28,13 +28,13 @@ from shardrules.door.jaxprs import (
     read,
     renamed_effects,
     union,
-    variable,
     widened,
 )
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.lost_axes import hijax_object, is_typed_by_hand, typed_alike
+from shardrules.jaxprs.rewrite import Rewrite, cast_atoms
 from shardrules.jaxprs.walk import gradient_sums
 from shardrules.registry.axistypes import AxisType, show_axes
 
@@ -122,92 +122,88 @@ class Retyping(Hooks):
         return new if isinstance(new, type(jaxpr)) else new.jaxpr  # it had no constants
 
     def _retyped(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
-        inner = opened(jaxpr)
-        env: dict[Any, Any] = {}
+        new = Rewrite(jaxpr)
+        inner, env = new.inner, new.env
         old = [var.aval for var in inner.invars]
-        invars = [self.retype_variable(*each, env) for each in zip(inner.invars, types)]
+        invars = [self.retype_variable(*each, new) for each in zip(inner.invars, types)]
         if not env:
             return jaxpr
-        eqns: list[Any] = []
         over = frozenset() if what is None else gained(types, self.door.axis_types(old))
-        for eqn in inner.eqns:
+
+        def write(eqn: Any) -> None:
             operands = [read(env, atom) for atom in eqn.invars]
             if over and name_of(eqn) in NEW_REFS:
                 # What some devices store there varies, whatever it was made of.
                 with eqn.ctx.manager:
-                    eqns += _Equation(self, eqn, operands, env, what).made(over)
+                    _Equation(self, eqn, operands, new, what).made(over)
             elif all(new is old for new, old in zip(operands, eqn.invars)):
-                eqns.append(eqn)
+                new.eqns.append(eqn)
             elif all(new.aval == old.aval for new, old in zip(operands, eqn.invars)):
-                eqns.append(eqn.replace(invars=operands))  # only a cast was removed
+                new.eqns.append(eqn.replace(invars=operands))  # only a cast was removed
             else:
                 with eqn.ctx.manager:
-                    eqns += _Equation(self, eqn, operands, env, what).retyped()
-        outvars = [read(env, atom) for atom in inner.outvars]
-        # Keep debug_info: it holds the arguments' names.
-        effects = renamed_effects(inner.effects, env)
-        new = inner.replace(
-            invars=invars, eqns=eqns, outvars=outvars, effects=effects, debug_info=inner.debug_info
-        )
-        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+                    _Equation(self, eqn, operands, new, what).retyped()
 
-    def retype_variable(self, var: Any, axis_type: AxisType, env: dict[Any, Any]) -> Any:
-        """Return a variable of this type, recorded as the replacement of ``var``."""
+        new.each(write)
+        return new.finish(invars, [read(env, atom) for atom in inner.outvars])
+
+    def retype_variable(self, var: Any, axis_type: AxisType, new: Rewrite) -> Any:
+        """Return a variable of this type in the new jaxpr, in the place of ``var``."""
         has_type = self.door.can_cast(var.aval) or isinstance(var.aval, self.door.AbstractRef)
         if not has_type or self.door.axis_type(var.aval) == axis_type:
             return var
-        env[var] = variable(var, self.door.with_axis_type(var.aval, axis_type))
-        return env[var]
+        return new.renew(var, self.door.with_axis_type(var.aval, axis_type))
 
 
 class _Equation:
     """One equation whose operands have become ``operands``, which vary over more axes.
 
-    ``env`` maps the old jaxpr's variables to the new ones; ``what`` names the branch or loop that
-    holds the equation, for messages.
+    ``new`` is the jaxpr into which it is written; ``what`` names the branch or loop that holds the
+    equation, for messages.
     """
 
     def __init__(
-        self, retyping: Any, eqn: Any, operands: list[Any], env: dict[Any, Any], what: str | None
+        self, retyping: Any, eqn: Any, operands: list[Any], new: Rewrite, what: str | None
     ):
         self.retyping = retyping
         self.door = retyping.door
         self.eqn = eqn
         self.operands = operands
-        self.env = env
+        self.new = new
         self.what = what
-        self.eqns: list[Any] = []
 
     @property
     def types(self) -> list[AxisType]:
         return [*self.door.axis_types(atom.aval for atom in self.operands)]
 
-    def retyped(self) -> list[Any]:
-        """Return the equations that replace this one."""
+    def retyped(self) -> None:
+        """Write the equations that replace this one."""
         eqn = self.eqn
         if eqn.primitive.name in TO_VARYING:
             # Only over the axes over which the operand doesn't vary yet.
             (out,) = eqn.outvars
             self._cast([widened(self.types[0], self.door.axis_type(out.aval).varying)])
-            (self.env[out],) = self.operands
-            return self.eqns
+            (self.new.env[out],) = self.operands
+            return
         op = HigherOrderOp.of(
             self.retyping, eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars]
         )
         if op is None:
-            return self._operation()
+            self._operation()
+            return
         retyped = op.retyped(self.types, self.what)
         if retyped is None:
-            return self._done({}, self.door.axis_types(var.aval for var in eqn.outvars))
+            self._done({}, self.door.axis_types(var.aval for var in eqn.outvars))
+            return
         self._cast(retyped.operands)
-        return self._done(retyped.changes, retyped.results)
+        self._done(retyped.changes, retyped.results)
 
-    def made(self, over: frozenset[str]) -> list[Any]:
-        """Return the equations that make this one's ref vary over ``over`` too."""
+    def made(self, over: frozenset[str]) -> None:
+        """Write the equations that make this one's ref, which varies over ``over`` too."""
         self._cast([widened(self.types[0], over)])
-        return self._done({}, self.types)
+        self._done({}, self.types)
 
-    def _operation(self) -> list[Any]:
+    def _operation(self) -> None:
         """Retype by the abstract eval; the operands vary alike, as JAX requires."""
         eqn = self.eqn
         if self.retyping.state.opaque_call_of(eqn.primitive, eqn.params) is None and any(
@@ -242,7 +238,7 @@ class _Equation:
         types = [*self.door.axis_types(avals)]
         if called not in (None, eqn.primitive) and self._gained() - union(types):
             raise self._error("the types of a hijax primitive are those that it was made with")
-        return self._done(changes, types)
+        self._done(changes, types)
 
     def _sums_unseen(self) -> bool:
         """Whether an author's function that no rule describes gives the cotangents."""
@@ -261,21 +257,20 @@ class _Equation:
 
     def _cast(self, types: Sequence[AxisType]) -> None:
         """Cast operands, in equations before this one."""
-        eqns, self.operands = self.door.cast_atoms(
-            self.operands, types, source_info=self.eqn.source_info
+        eqns, self.operands = cast_atoms(
+            self.door, self.operands, types, source_info=self.eqn.source_info
         )
-        self.eqns += eqns
+        self.new.eqns += eqns
 
-    def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> list[Any]:
-        """Return the casts and the equation with these parameters and output types."""
+    def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> None:
+        """Write the equation with these parameters and output types."""
         pairs = zip(self.eqn.outvars, types)
-        outvars = [self.retyping.retype_variable(*pair, self.env) for pair in pairs]
+        outvars = [self.retyping.retype_variable(*pair, self.new) for pair in pairs]
         params = {**self.eqn.params, **changes}
-        effects = renamed_effects(self.eqn.effects, self.env)
-        eqn = self.eqn.replace(
-            invars=self.operands, outvars=outvars, params=params, effects=effects
+        effects = renamed_effects(self.eqn.effects, self.new.env)
+        self.new.eqns.append(
+            self.eqn.replace(invars=self.operands, outvars=outvars, params=params, effects=effects)
         )
-        return [*self.eqns, eqn]
 
     def _error(self, why: str) -> AxisError:
         axes, at = self._gained(), self.door.source_line(self.eqn.source_info)

@@ -14,6 +14,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.hooks.state import Hooks, State
+from shardrules.jaxprs.rewrite import cast_outputs
 from shardrules.registry.axistypes import AxisType
 
 
@@ -92,7 +93,7 @@ class ControlHooks(Hooks):
 
     def _cast(self, jaxpr, types: Sequence[AxisType]):
         have = self.door.axis_types(jaxpr.out_avals)
-        return self.door.cast_outputs(jaxpr, [*types, *have[len(types) :]])
+        return cast_outputs(self.door, jaxpr, [*types, *have[len(types) :]])
 
     def _promote(self, in_val, in_aval, out_aval):
         """Cast an initial carry to the type that its body was traced to return."""
@@ -127,7 +128,7 @@ class ControlHooks(Hooks):
         types = _joined(self.door, [jaxpr.out_avals for jaxpr in jaxprs]) if self.acts else None
         if types is None:
             return jaxprs
-        return [self.door.cast_outputs(jaxpr, types) for jaxpr in jaxprs]
+        return [cast_outputs(self.door, jaxpr, types) for jaxpr in jaxprs]
 
     def _check_branches(self, api_name, name1, name2, f1, f2, out_avals1, out_avals2):
         """Compare two branches with the types they are cast to."""

@@ -1,0 +1,101 @@
+"""Writing jaxprs anew, equation by equation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import opened, read, renamed_effects, variable
+from shardrules.registry.axistypes import AxisType
+
+
+class Rewrite:
+    """A jaxpr that is being written anew: its new equations, and what its variables became."""
+
+    def __init__(self, jaxpr: Any):
+        self.jaxpr = jaxpr
+        self.inner = opened(jaxpr)
+        self.env: dict[Any, Any] = {}
+        self.eqns: list[Any] = []
+
+    def renew(self, var: Any, aval: Any) -> Any:
+        """Return a variable for this aval that takes the place of ``var``."""
+        self.env[var] = variable(var, aval)
+        return self.env[var]
+
+    def inline(self, jaxpr: Any, atoms: Sequence[Any], **changes: Any) -> list[Any]:
+        """Append another jaxpr's equations, for these operands; return what it returns."""
+        eqns, results = inlined(jaxpr, atoms, **changes)
+        self.eqns += eqns
+        return results
+
+    def each(self, write: Callable[[Any], None]) -> None:
+        """Call ``write``, which appends to ``eqns``, with each equation."""
+        for eqn in self.inner.eqns:
+            write(eqn)
+
+    def finish(self, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+        """Return the new jaxpr, closed over the same constants as the old one."""
+        inner = self.inner
+        new = inner.replace(
+            invars=[*invars],
+            eqns=self.eqns,
+            outvars=[*outvars],
+            effects=renamed_effects(inner.effects, self.env),
+            debug_info=inner.debug_info,  # it holds the arguments' names
+        )
+        return new if inner is self.jaxpr else self.jaxpr.replace(jaxpr=new)
+
+
+def inlined(jaxpr: Any, atoms: Sequence[Any], **changes: Any) -> tuple[list[Any], list[Any]]:
+    """Return a jaxpr's equations for these operands, and what they return."""
+    env = dict(zip(jaxpr.invars, atoms))
+    eqns = [eqn.replace(invars=[read(env, v) for v in eqn.invars], **changes) for eqn in jaxpr.eqns]
+    return eqns, [read(env, var) for var in jaxpr.outvars]
+
+
+def split(jaxpr: Any, taken: Callable[[Any], bool]) -> tuple[list[Any], Any]:
+    """Return the equations that are taken out, and the rest, which takes their results first."""
+    out = [eqn for eqn in jaxpr.eqns if taken(eqn)]
+    rest = [eqn for eqn in jaxpr.eqns if not any(eqn is other for other in out)]
+    results = [var for eqn in out for var in eqn.outvars]
+    return out, jaxpr.replace(eqns=rest, invars=[*results, *jaxpr.invars])
+
+
+def cast_atoms(
+    door: Door, atoms: Sequence[Any], wants: Sequence[AxisType], scope: str = "", **changes: Any
+) -> tuple[list[Any], list[Any]]:
+    """Return equations that cast a jaxpr's atoms to these types, and the atoms then."""
+    wide = [
+        i
+        for i, (atom, want) in enumerate(zip(atoms, wants))
+        if door.axis_type(atom.aval) != want and door.can_cast(atom.aval)
+    ]
+    atoms = [*atoms]
+    if not wide:
+        return [], atoms
+
+    def cast(*values: Any) -> list[Any]:
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            return [door.cast(x, wants[i]) for x, i in zip(values, wide)]
+
+    casts = jax.make_jaxpr(cast)(*(atoms[i].aval for i in wide)).jaxpr
+    eqns, results = inlined(casts, [atoms[i] for i in wide], **changes)
+    for i, atom in zip(wide, results):
+        atoms[i] = atom
+    return eqns, atoms
+
+
+def cast_outputs(door: Door, jaxpr: Any, types: Sequence[AxisType], scope: str = "") -> Any:
+    """Return a jaxpr whose outputs have these axis types, by casts at its end."""
+    new = Rewrite(jaxpr)
+    casts, outvars = cast_atoms(door, new.inner.outvars, types, scope)
+    if not casts:
+        return jaxpr
+    new.each(new.eqns.append)
+    new.eqns += casts
+    return new.finish(new.inner.invars, outvars)

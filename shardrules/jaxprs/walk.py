@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from shardrules.door.jaxprs import KERNELS, SUMS, inner_jaxprs, is_transposed, named_axes, opened
@@ -63,6 +63,11 @@ def equations(jaxpr: Any, kernels: bool = False) -> Iterator[Any]:
 def named(jaxpr: Any, name: str) -> list[Any]:
     """Return a jaxpr's own equations of one primitive, by its name."""
     return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
+
+
+def but(jaxpr: Any, names: Mapping[Any, Any], left_out: Container[Any]) -> list[Any]:
+    """Return a jaxpr's own equations but those of primitives whose name is left out."""
+    return [eqn for eqn in jaxpr.eqns if names[eqn.primitive] not in left_out]
 
 
 def makers(jaxpr: Any) -> dict[Any, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from shardrules.door import audit_names
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import named_axes, opened
-from shardrules.jaxprs.walk import Inside, read
+from shardrules.jaxprs.walk import but
 from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 
 
@@ -71,24 +71,19 @@ class Walk:
     def run(self, jaxpr: Any) -> None:
         """Walk over a jaxpr, and over those inside of it at each use."""
         outer, self.jaxpr = self.jaxpr, opened(jaxpr)
-        read(self.jaxpr, self._judge, None)
-        self.jaxpr = outer
-
-    def _judge(self, eqn: Any, around: None, inside: Inside) -> Iterable[None]:
-        # What an equation does to its jaxprs, and with which seeds, its action knows.
-        self.count += 1
+        self.count += len(self.jaxpr.eqns)
         if self.count > _MOST_EQUATIONS:
             raise ValueError(f"more than {_MOST_EQUATIONS} equations, nested ones at each use")
-        name = self.door.primitives[eqn.primitive]
-        if name in PURE:
-            return ()
-        if name in self.actions:
-            self.actions[name](self, eqn)
-        elif name in LOCAL:
-            self.is_local(eqn)
-        else:
-            self._refuse(eqn, str(name))
-        return ()
+        # What an equation does to its jaxprs, and with which seeds, its action knows.
+        for eqn in but(self.jaxpr, self.door.primitives, PURE):
+            name = self.door.primitives[eqn.primitive]
+            if name in self.actions:
+                self.actions[name](self, eqn)
+            elif name in LOCAL:
+                self.is_local(eqn)
+            else:
+                self._refuse(eqn, str(name))
+        self.jaxpr = outer
 
     def ends(self, jaxprs: Iterable[Any]) -> list[bool]:
         """Walk over jaxprs of which any may run or none; return which of them set a seed."""

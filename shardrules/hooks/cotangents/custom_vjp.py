@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -39,7 +39,16 @@ class FlatBwd:
     scope: Scope  # the scope that its forward ran under
 
 
-Run = Callable[[FlatBwd], Any]
+class Gained(NamedTuple):
+    """The axes that a bwd's primals gained since it was traced."""
+
+    axes: frozenset[str]  # over which they vary too
+    by_cast: frozenset[str]  # of these, the ones over which they were cast
+
+
+Stage = Callable[[Any, FlatBwd, Gained], FlatBwd]
+# What is done to one cotangent that a bwd returned: prove, sum, cast.
+Step = Callable[[Any, Bwd, Cotangent, Any], Any]
 
 
 class CustomVjpHooks(Hooks):
@@ -91,15 +100,21 @@ class CustomVjpHooks(Hooks):
         in_tree, in_avals, trees, *rest = rest
         bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(rest), scope)
 
-        def run(args, bwd):
-            flat = self.door.flatten_bwd(bwd.fun, bwd.in_tree, bwd.in_avals, bwd.trees, *bwd.rest)
-            return flat.call_wrapped(*args)
+        def run(*args):
+            # It is traced after its forward's scope has closed.
+            with self._inside_bwd() as gained:
+                staged = bwd
+                for stage in self.stages:
+                    staged = stage(self, staged, gained)
+                one = staged.fun, staged.in_tree, staged.in_avals, staged.trees, *staged.rest
+                return self.door.flatten_bwd(*one).call_wrapped(*args)
 
-        return self.door.wrapped(lambda *args: self._staged(bwd, lambda b: run(args, b)), flat)
+        return self.door.wrapped(run, flat)
 
-    def _staged(self, bwd: FlatBwd, run: Run) -> Any:
-        """Run a bwd as the hooks change it; it is traced after its forward's scope has closed."""
-        return self._widen(bwd, lambda widened: self._type(widened, run))
+    @contextlib.contextmanager
+    def _inside_bwd(self) -> Iterator[Gained]:
+        with self.state.of(Retyping).inside_bwd() as (axes, by_cast):
+            yield Gained(axes, by_cast)
 
     def parts(self, bwd: FlatBwd) -> CustomVjpInfo:
         fwd, gradients, perturbed = self._forwards.get(bwd.trees, (None, (), ()))
@@ -131,15 +146,24 @@ class CustomVjpHooks(Hooks):
             context.enter_context(self.state.recording_gradients(gradients))
         return context
 
-    def _widen(self, bwd: FlatBwd, run: Run) -> Any:
-        """Run a bwd whose primals vary over more axes than when it was traced."""
-        with self.state.of(Retyping).inside_bwd() as (axes, by_cast):
-            if not axes:
-                return run(bwd)
-            avals = tuple(self._wider(aval, axes) for aval in bwd.in_avals)
-            shares = self.door.transformation(self._shares)(bwd.fun, self.parts(bwd), axes, by_cast)
-            trees = self.trees_over(bwd.trees, by_cast)
-            return run(dataclasses.replace(bwd, fun=shares, in_avals=avals, trees=trees))
+    # The stages: from a bwd to a bwd whose results the next one takes.
+
+    def _sharing(self, bwd: FlatBwd, gained: Gained) -> FlatBwd:
+        """Let a bwd whose primals vary over more axes than when it was traced return shares."""
+        axes, by_cast = gained
+        if not axes:
+            return bwd
+        avals = tuple(self._wider(aval, axes) for aval in bwd.in_avals)
+        shares = self.door.transformation(self._shares)(bwd.fun, self.parts(bwd), axes, by_cast)
+        trees = self.trees_over(bwd.trees, by_cast)
+        return dataclasses.replace(bwd, fun=shares, in_avals=avals, trees=trees)
+
+    def _typing(self, bwd: FlatBwd, gained: Gained) -> FlatBwd:
+        """Let a bwd return cotangents of their primals' types."""
+        typed = self.door.transformation(self._run_bwd)(bwd.fun, bwd.scope, self.parts(bwd))
+        return dataclasses.replace(bwd, fun=typed)
+
+    stages: ClassVar[tuple[Stage, ...]] = (_sharing, _typing)
 
     def _wider(self, aval: Any, axes: frozenset[str]) -> Any:
         return self.door.with_axis_type(aval, widened(self.door.axis_type(aval), axes))
@@ -177,10 +201,6 @@ class CustomVjpHooks(Hooks):
 
         return parts.each(cotangents, share_of)
 
-    def _type(self, bwd: FlatBwd, run: Run) -> Any:
-        typed = self.door.transformation(self._run_bwd)(bwd.fun, bwd.scope, self.parts(bwd))
-        return run(dataclasses.replace(bwd, fun=typed))
-
     def _run_bwd(self, bwd, scope, parts, *args):
         with self._enter(parts.name, scope):
             if not self.door.checking():
@@ -211,19 +231,38 @@ class CustomVjpHooks(Hooks):
     def _cotangent(self, path, index, value, primal, bwd):
         door = self.door
         ct = Cotangent(path, index, door.axis_type(door.typeof(value)), door.cotangent_type(primal))
+        for step in self.steps:
+            value = step(self, bwd, ct, value)
+        return value
+
+    # The steps: what becomes of one cotangent.
+
+    def _prove(self, bwd: Bwd, ct: Cotangent, value: Any) -> Any:
+        """Raise unless a sum over the axes that its primal lacks, and a cast, make it right."""
         bwd.check(ct)
-        if ct.extra:
-            order = tuple(a for a in door.manual_axes() if a in ct.extra)
-            value = jax.lax.psum(value, order)
-            self.state.record_sum(
-                index,
-                ct.extra,
-                value,
-                door.source_line(door.current_source()),
-                f"bwd {bwd.parts.name!r} returns one device's share at "
-                f"output{jax.tree_util.keystr(path)}",
-            )
-        return door.cast(value, ct.want)
+        return value
+
+    def _sum(self, bwd: Bwd, ct: Cotangent, value: Any) -> Any:
+        """Sum one device's share over the axes that its primal lacks."""
+        if not ct.extra:
+            return value
+        door, order = self.door, tuple(a for a in self.door.manual_axes() if a in ct.extra)
+        total = jax.lax.psum(value, order)
+        self.state.record_sum(
+            ct.index,
+            ct.extra,
+            total,
+            door.source_line(door.current_source()),
+            f"bwd {bwd.parts.name!r} returns one device's share at "
+            f"output{jax.tree_util.keystr(ct.path)}",
+        )
+        return total
+
+    def _cast(self, bwd: Bwd, ct: Cotangent, value: Any) -> Any:
+        """Give it its primal's type."""
+        return self.door.cast(value, ct.want)
+
+    steps: ClassVar[tuple[Step, ...]] = (_prove, _sum, _cast)
 
 
 def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:

@@ -10,8 +10,10 @@ summed it already (144 instead of 36). So the hooks first look at what bwd does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from jax.tree_util import SequenceKey, tree_leaves
@@ -21,7 +23,7 @@ from shardrules.door.jaxprs import inner_jaxprs, is_inexact, named_axes
 from shardrules.door.patching import Patches
 from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
-from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks, FlatBwd, Run
+from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks, FlatBwd, Gained
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.state import Hooks, State
@@ -54,11 +56,17 @@ class SetVjpHooks(CustomVjpHooks):
     def _flat_fwd(self, fwd, *rest, **options):
         return self.door.flatten_fwd(fwd, *rest, **options)
 
-    def _staged(self, bwd: FlatBwd, run: Run) -> Any:
-        """Run bwd in its scope, and record its arguments."""
+    @contextlib.contextmanager
+    def _inside_bwd(self) -> Iterator[Gained]:
+        yield Gained(frozenset(), frozenset())  # no types that could gain axes
+
+    def _recording(self, bwd: FlatBwd, gained: Gained) -> FlatBwd:
+        """Let bwd run in its scope, and record its arguments."""
         see = functools.partial(self.state.of(SetHooks).see, self.parts(bwd))
         scoped = self.door.scoped(bwd.fun, self.state.enter, bwd.scope, see)
-        return run(dataclasses.replace(bwd, fun=scoped))
+        return dataclasses.replace(bwd, fun=scoped)
+
+    stages = (_recording,)
 
 
 class SetPrimitiveHooks(PrimitiveHooks):

@@ -91,7 +91,7 @@ class Residual:
         return NONE.union(*(labels[step] for step in self.steps)) - self.varying
 
 
-class Bwd(NamedTuple):
+class BwdSums(NamedTuple):
     """What a custom_vjp's bwd and the hooks around it sum."""
 
     sums: Sums  # the bytes and the axes of each sum
@@ -114,7 +114,7 @@ class Step:
     # The axes over which its operands may be cast instead, which removes the sums over these.
     moves: Axes = NONE
     ties: bool = False  # whether operand and result are one value: a scan's carry and last state
-    bwd: Bwd | None = None  # of a custom_vjp
+    bwd: BwdSums | None = None  # of a custom_vjp
     reorders: bool = False  # whether it is one of ``REORDERS``
 
     def left(self, over: Axes) -> Iterator[tuple[int, Axes]]:
@@ -335,14 +335,14 @@ class Graph(Fold["Value | None"]):
         residuals = [atom for atom, value in zip(eqn.invars, inputs) if value is None]
         step.needed = self._axes(*residuals)
 
-    def _custom(self, step: Step, eqn: Any, runs: int, bwd: Bwd) -> None:
+    def _custom(self, step: Step, eqn: Any, runs: int, bwd: BwdSums) -> None:
         varied = self._axes(*eqn.invars, *eqn.outvars)
         step.bwd, step.moves = bwd, bwd.moves
         by_itself = self.every if bwd.by_itself is None else bwd.by_itself
         step.fixed = (varied | by_itself) - bwd.moves
         step.sums = [(count * runs, axes) for count, axes in bwd.sums]
 
-    def most_sums(self, eqn: Any) -> Bwd:
+    def most_sums(self, eqn: Any) -> BwdSums:
         """Return the upper bounds: what ``settle`` gets for a bwd that sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
@@ -352,9 +352,9 @@ class Graph(Fold["Value | None"]):
             for atom, absent in zip(tangents, absent_tangents(eqn))
             if not absent and arriving - self._axes(atom)
         ]
-        return Bwd(sums, arriving & frozenset().union(*(axes for _, axes in sums)))
+        return BwdSums(sums, arriving & frozenset().union(*(axes for _, axes in sums)))
 
-    def settle(self, custom: Callable[[Any], Bwd]) -> None:
+    def settle(self, custom: Callable[[Any], BwdSums]) -> None:
         """Replace the upper bounds of custom_vjps' sums by ``custom``'s, then keep precision."""
         for step, eqn, runs in self._customs:
             self._custom(step, eqn, runs, custom(eqn))

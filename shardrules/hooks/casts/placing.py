@@ -29,7 +29,7 @@ from shardrules.hooks.casts.cheapest import (
 from shardrules.hooks.casts.linear import (
     NONE,
     Axes,
-    Bwd,
+    BwdSums,
     Graph,
     Unplaceable,
     absent_tangents,
@@ -181,7 +181,7 @@ class CastHooks(Hooks):
         self.state.note_placement(note, function)
         return placed
 
-    def _sums(self, eqn: Any) -> Bwd:
+    def _sums(self, eqn: Any) -> BwdSums:
         """Return what the hooks sum of a custom_vjp's cotangents, for ``Graph.settle``."""
         # If bwd itself returns a cotangent that is already summed over an axis, the axis is not
         # among ``moves``: an earlier cast would only add a psum. Over axes over which bwd does not
@@ -206,7 +206,7 @@ class CastHooks(Hooks):
                 moved = _TracedBwd(self, eqn, arriving)
                 _TracedBwd(self, eqn, every, every)
             except Exception:  # a pullback that fwd saved takes cotangents of its own types alone  # noqa: BLE001
-                return Bwd(sums, NONE, None)
+                return BwdSums(sums, NONE, None)
             fixed = self._needed_inside(run, moved)
             run = moved
         whole = {  # over these axes bwd returns a cotangent that is already summed
@@ -217,7 +217,7 @@ class CastHooks(Hooks):
         }
         moves = (arriving & NONE.union(*run.summed.values())) - whole - fixed
         by_itself = None if run.linear_in is None else run.linear_in | fixed
-        return Bwd(sums, moves, by_itself, differentiates)
+        return BwdSums(sums, moves, by_itself, differentiates)
 
     def _needed_inside(self, run: _TracedBwd, moved: _TracedBwd) -> Axes:
         """Return the axes of the gradient sums that have to stay inside of a bwd."""

@@ -61,14 +61,14 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       >>> [call.kernel for call in shardrules.explain(f, x).calls]
       ['scale_kernel']
     """
-    walk = _Walk()
-    walk.program(f, args, kwargs)
-    notes = walk.notes
+    explainer = _Explainer()
+    explainer.program(f, args, kwargs)
+    notes = explainer.notes
     return Explanation(
-        tuple(_counted(walk.calls)),
-        tuple(_counted(walk.casts)),
-        tuple(_counted(walk.sums)),
-        tuple(dict.fromkeys(walk.claims)),
+        tuple(_counted(explainer.calls)),
+        tuple(_counted(explainer.casts)),
+        tuple(_counted(explainer.sums)),
+        tuple(dict.fromkeys(explainer.claims)),
         tuple(notes.placements),
         tuple(dict.fromkeys(notes.annotations)),
         tuple(notes.unchecked),
@@ -98,24 +98,24 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
       >>> print(shardrules.scan_calls(f, x))
       every opaque call inside shard_map has a rule (1)
     """
-    walk, stopped = _Walk(), None
+    explainer, stopped = _Explainer(), None
     try:
-        walk.program(f, args, kwargs)
+        explainer.program(f, args, kwargs)
     except Exception as error:
-        if not walk.notes.unknown:
+        if not explainer.notes.unknown:
             raise
         stopped = error
-    known_count = sum(call.status != "no rule" for call in walk.calls)
-    return MissingRules(_missing(walk), known_count, stopped)
+    known_count = sum(call.status != "no rule" for call in explainer.calls)
+    return MissingRules(_missing(explainer), known_count, stopped)
 
 
-def _missing(walk: _Walk) -> tuple[MissingRule, ...]:
+def _missing(explainer: _Explainer) -> tuple[MissingRule, ...]:
     # First the calls noted while tracing, since the jaxpr may not hold them, in that order.
     rows = [
         MissingRule(call.name, call.primitive, call.place, (), inputs, True, lines)
-        for call, inputs, lines in walk.notes.unknown
+        for call, inputs, lines in explainer.notes.unknown
     ]
-    for call in walk.calls:
+    for call in explainer.calls:
         if call.status == "no rule":
             at, inputs = (call.at,) if call.at else (), call.inputs if call.checked else ()
             named = call.kernel, call.primitive, call.defined_at
@@ -149,7 +149,7 @@ class _Place:
 _LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
 
 
-class _Walk:
+class _Explainer:
     def __init__(self):
         self.door = internals.load()
         self.notes = Notes()

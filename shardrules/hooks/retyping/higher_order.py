@@ -87,7 +87,7 @@ class HigherOrderOp:
         for key, value in params.items():
             inner = opened(value)
             if inner is not None and _takes_operands(door, inner.invars, avals):
-                kind = _LinearCall if primitive.name == "linear_call" else _Call
+                kind = _LinearCall if primitive.name == "linear_call" else _JaxprCall
                 return kind(retyping, params, _entering(door, inner), key)
         return None
 
@@ -248,7 +248,7 @@ class _LinearSolve(_Alike):
         return Retyped(wide(types), changes, retyping.results(changes["jaxprs"].solve))
 
 
-class _Call(HigherOrderOp):
+class _JaxprCall(HigherOrderOp):
     """An op that calls one jaxpr, its parameter ``key``, with all of its operands."""
 
     def __init__(self, retyping, params, traced, key: str):
@@ -299,7 +299,7 @@ class _Call(HigherOrderOp):
         return self.door.wrapped(run, thunk)
 
 
-class _LinearCall(_Alike, _Call):
+class _LinearCall(_Alike, _JaxprCall):
     """A ``linear_call``."""
 
 

@@ -7,7 +7,7 @@ from jax import lax
 
 from hooks import bodies
 from shardrules.door import internals
-from shardrules.hooks.casts.linear import Bwd, Graph, Unplaceable
+from shardrules.hooks.casts.linear import BwdSums, Graph, Unplaceable
 from shardrules.hooks.cotangents.linearity import linearity
 
 DATA, NONE = frozenset({"data"}), frozenset()
@@ -25,7 +25,7 @@ def graph(f, mesh, wanted=None):
         assert not closed.consts
         used = [True] * len(closed.jaxpr.outvars) if wanted is None else wanted
         made = Graph(internals.load(), closed.jaxpr, [False, True], used, lambda eqn: False)
-        made.settle(lambda eqn: Bwd([], NONE, None))
+        made.settle(lambda eqn: BwdSums([], NONE, None))
         return made
 
     return bodies.inside(mesh, look, ("data",), ())

@@ -114,6 +114,22 @@ def test_how_wide_it_is(monkeypatch):
         assert fitting.width(terminal) == 120
 
 
+def test_long_advice_stands_once():
+    operations = [
+        "%x = f32[8] parameter(0)",
+        "%y = f32[16] parameter(1)",
+        T.parameter(T.DATA, name="z", number=2),
+        T.all_reduce("%x", name="first"),
+        T.all_reduce("%y", name="second", shape="f32[16]"),
+        T.all_reduce("%z", name="third"),
+    ]
+    text = report.plain(report.content(hlo.judge(T.module("\n".join(operations)), mesh=T.MESH)))
+    assert text.count("testing.verify_flags") == 1
+    advice = re.findall("to do: (.*)", text)
+    assert len(advice) == 3 and advice[0].startswith("say how its parameters are sharded: ")
+    assert advice[1] == "the same as for second" and advice[2].startswith("drop it"), text
+
+
 def test_what_all_findings_rest_on_stands_once():
     text = whole(True)
     (detail,) = re.findall(r"jit_step: .*\n", text)

@@ -34,6 +34,7 @@ _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
     "other bytes (pass the file that ends in after_optimizations.txt)"
 )
+TODO = "to do:"  # the label of advice
 RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
 _LISTED = 3  # of the findings that are folded into one line
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
@@ -314,7 +315,7 @@ class Content:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
         alike_outputs = alike(self.unequal, lambda o: (o.kind, o.over, o.missing, o.advice))
         todo = [
-            of_output(same[0], "to do:", same[0].advice, [o.name for o in same[1:]])
+            of_output(same[0], TODO, same[0].advice, [o.name for o in same[1:]])
             for same in alike_outputs
         ]
         stays = [of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
@@ -397,7 +398,7 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
         lines.append((RESTING, resting_on(verdict)))
-    lines.append(("allowed:", reason) if reason else ("to do:", here(first.advice)))
+    lines.append(("allowed:", reason) if reason else (TODO, here(first.advice)))
     said = tuple((label, text) for label, text in lines if text)
     return Item(first.kind, what, here(entry.source), said, entry)
 

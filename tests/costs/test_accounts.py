@@ -387,10 +387,10 @@ KERNEL = (
         ),
         (
             T.module("%x = f32[8] parameter(0)\n" + T.all_reduce("%x")),
-            "give the jax.stages.Compiled instead of its text, or tell how its parameters are "
-            "sharded: --mesh data=4,model=2 --in \"P('data'); P()\", as testing.verify_flags "
-            "prints it of the Compiled, or --parameters FILE, the *before_optimizations.txt of "
-            "the same dump",
+            "say how its parameters are sharded: pass the flags that "
+            "print(shardrules.testing.verify_flags(compiled)) prints in the program, or "
+            "--parameters FILE, the *before_optimizations.txt of the same dump; in Python, judge "
+            "the jax.stages.Compiled instead of its text",
         ),
     ],
 )

@@ -27,6 +27,7 @@ from shardrules.hooks.python_state import Kept
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 
 _CHECKS = ("check_vma", "check_rep")
+COMPUTES_ELSE = "its body computes something else with the check on"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -385,7 +386,7 @@ class _Unchecked:
         if any(isinstance(x, jax.core.Tracer) and is_inexact(x) for x in off.consts):
             yield "its body closes over values that are traced: pass them as arguments"
         if on is not None and retrace.computed(off) != retrace.computed(on):
-            yield "its body computes something else with the check on"
+            yield COMPUTES_ELSE
 
     def _trace_on(self, args: tuple, derivative: retrace.Derivative | None, casts: str) -> _On:
         """Trace with the check on and the hooks acting; record the error if it fails."""

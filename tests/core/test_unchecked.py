@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from core import versions
+from shardrules import testing
 from shardrules.hooks import shard_map, unchecked
 from shardrules.hooks.install import touched
 
@@ -570,3 +571,19 @@ def test_explain_says_it(cpu_mesh):
         words = " ".join(text.split())  # lines break where the folder's name is long
         assert "unchecked: double at" in words and "runs with its check on" in words
     assert "unchecked:" not in str(shardrules.explain(off(double, cpu_mesh, P(), P()), X))
+
+
+def test_a_shard_map_that_was_made_before_compares_nothing_and_says_so(cpu_mesh):
+    make = lambda: jax.jit(shard_map(double, cpu_mesh, P("data"), P("data"), check=False))  # noqa: E731
+    early = make()
+    with pytest.raises(
+        shardrules.errors.ShardrulesError,
+        match=r"nothing was compared: 1 shard_map with the check off in the program, made before",
+    ):
+        testing.assert_same_unchecked(early, X)
+    (site,) = testing.assert_same_unchecked(lambda x: make()(x), X)
+    assert site.switched
+    with shardrules.install():
+        late = make()
+    assert len(testing.assert_same_unchecked(late, X)) == 1
+    assert testing.assert_same_unchecked(jax.jit(jnp.sin), X) == ()

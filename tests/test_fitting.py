@@ -7,7 +7,7 @@ import re
 import pytest
 from hlo import text as T
 
-from shardrules import fitting, hlo, report
+from shardrules import errors, fitting, hlo, report
 from shardrules.commands import flags
 
 SOURCE = 'metadata={op_name="jit(f)/transpose(jvp())/mul" source_file="%s" source_line=12}'
@@ -135,3 +135,18 @@ def test_what_all_findings_rest_on_stands_once():
     (detail,) = re.findall(r"jit_step: .*\n", text)
     assert text.count("hold the same data on every device") == 1
     assert text.index(detail) < text.index("what all findings rest on:\n  arrays that")
+
+
+def test_an_assertions_message_is_as_wide_as_columns_say(monkeypatch):
+    message = "not as expected:\n" + "\n".join(T_ROWS)
+    error = errors.CollectiveAssertionError(message, entries=())
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = str(error).splitlines()
+    assert max(map(len, shown)) <= 80 and len(shown) > 3
+    assert "PYTEST_CURRENT_TEST" in os.environ and max(map(len, shown)) <= 72  # behind its "E"
+    assert " ".join(" ".join(shown).split()) == " ".join(message.split())
+    monkeypatch.delenv("COLUMNS")
+    assert str(error) == error.message == message
+
+
+T_ROWS = ("  redundant: a collective " + "that is long " * 9, "    because " + "of this " * 12)

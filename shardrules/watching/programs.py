@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardrules import fitting
 from shardrules.arguments import checked
 from shardrules.door import compiled
 from shardrules.door.jaxprs import kernel_name
@@ -329,7 +331,7 @@ class Watched:
     def __str__(self) -> str:
         from shardrules.report import plain
 
-        return plain(self.judged())
+        return fitting.fitted(plain(self.judged()), fitting.width(sys.stdout))
 
     def __repr__(self) -> str:
         return f"<Watched: {len(self)} programs>"

@@ -30,7 +30,7 @@ def names(seen):
     return [one.name for one in seen]
 
 
-def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh):
+def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh, monkeypatch):
     x = np.ones((8, 16), np.float32)
     expected = doubled(cpu_mesh)(x)
     with shardrules.watch() as seen:
@@ -40,6 +40,8 @@ def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh):
     assert one.judgement.mesh == {"data": 4, "model": 2}
     assert [v.collective.axes for v in one.judgement.redundant] == [("model",)]
     assert not seen.clean and "1 redundant" in str(seen)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(seen).splitlines())) <= 80
 
 
 def test_it_says_clean_and_leaves_jax_as_it_was(cpu_mesh):

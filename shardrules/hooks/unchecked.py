@@ -117,7 +117,7 @@ def why_left(call: Call) -> str:
             for output in call.outputs
         )
     if call.error:
-        return call.error.splitlines()[0]
+        return _first_sentences(call.error)
     if call.takes_gradients:
         return "its body takes gradients, which would change"
     if call.doubts:
@@ -128,6 +128,16 @@ def why_left(call: Call) -> str:
     if call.before is not None and call.after is not None:
         return _more(call.before, call.after)
     return ""
+
+
+def _first_sentences(error: str) -> str:
+    """Give the first line of an error, without the sentence that the next line goes on with."""
+    first, *rest = error.splitlines()
+    if not any(rest):
+        return first
+    if first.endswith(":"):
+        first = (first.rpartition(". ")[0] or first.rstrip(":")).strip()
+    return f"{first.rstrip('.')} (shardrules migrate prints all of it)"
 
 
 def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:

@@ -243,19 +243,13 @@ LEFT = {
         (W, X),
         "its body takes gradients, which would change",
     ),
-    "bwd sums": (
-        lambda x: copied(x),
-        P(),
-        P(),
-        (X,),
-        "in the derivative: the bwd '<lambda>' returns",
-    ),
+    "bwd sums": (lambda x: copied(x), P(), P(), (X,), "in the derivative: the bwd '<lambda>' (at "),
     "bwd sums what varies": (
         lambda x, w: copied(x) * w,
         (P(), P(None, "model")),
         P(None, "model"),
         (X[:, :8], X),
-        "in the derivative: the bwd '<lambda>' returns",
+        "in the derivative: the bwd '<lambda>' (at ",
     ),
     "bwd sums a weight's": (
         weighted,
@@ -587,3 +581,19 @@ def test_a_shard_map_that_was_made_before_compares_nothing_and_says_so(cpu_mesh)
         late = make()
     assert len(testing.assert_same_unchecked(late, X)) == 1
     assert testing.assert_same_unchecked(jax.jit(jnp.sin), X) == ()
+
+
+@pytest.mark.parametrize(
+    "error, outcome",
+    [
+        ("ValueError: one line", "ValueError: one line"),
+        ("It does that. Say which is meant:\n    a\n    b", "It does that"),
+        ("types differ:\n  here and there", "types differ"),
+        ("It is long.\n\nAnd more.", "It is long"),
+    ],
+)
+def test_an_outcome_is_a_whole_sentence_of_an_error(error, outcome):
+    site = unchecked.Site("a.py", 1, 0, 1, 9, "f")
+    said = unchecked.why_left(unchecked.Call(site, None, "", error=error))
+    more = " (shardrules migrate prints all of it)" if "\n" in error else ""
+    assert said == outcome + more

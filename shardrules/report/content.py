@@ -313,10 +313,9 @@ class Content:
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
-        alike_outputs = alike(self.unequal, lambda o: (o.kind, o.over, o.missing, o.advice))
         todo = [
-            of_output(same[0], TODO, same[0].advice, [o.name for o in same[1:]])
-            for same in alike_outputs
+            of_output(same[0], TODO, _advice_on(same), [o.name for o in same[1:]])
+            for same in alike(self.unequal, _lacking)
         ]
         stays = [of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
         allowed = [
@@ -369,6 +368,20 @@ class Content:
 
 def _sum(worths: Iterable[Worth]) -> Worth:
     return functools.reduce(Worth.plus, worths, Worth())
+
+
+def _lacking(output: outputs.Unequal) -> tuple[object, ...]:
+    """Give what outputs have in common that lack the same reduction, at whatever lines."""
+    of = output.unreduced
+    lacking = (output.missing, output.advice) if of is None else (of.axes, of.is_summed_before)
+    return output.kind, output.over, *lacking
+
+
+def _advice_on(same: Sequence[outputs.Unequal]) -> str:
+    unreduced = [output.unreduced for output in same if output.unreduced is not None]
+    if len(unreduced) < 2:
+        return same[0].advice
+    return missing.advice(functools.reduce(outputs.Unreduced.plus, unreduced))
 
 
 def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence[str] = ()) -> Item:

@@ -253,7 +253,7 @@ class Content:
             in_all = f"~{grouping.duration(cost.seconds)}" if is_known else "?"
             cells.append(Cell("est. a run", f"~{grouping.duration(each)}", each))
             cells.append(Cell("est. in all", in_all, cost.seconds))
-        return [*cells, Cell("source", here(entry.source))]
+        return [*cells, Cell("source", here(entry.place))]
 
     def _measured_cells(self, row: Row, timings: Timings) -> list[Cell]:
         took, exposed, bandwidth = "measured, a step", "exposed", "bandwidth"
@@ -350,7 +350,7 @@ class Content:
             return Block(title, items=items)
         names = []
         for first in (ranked[n][0][0] for n in folded):
-            where = f" at {here(first.entry.source)}" if first.entry.source else ""
+            where = f" at {here(first.entry.place)}" if first.entry.place else ""
             names.append(f"{first.kind} {first.entry.what}{where}")
         saved = sum(ranked[n][1].bytes for n in folded)
         part = f"{size(saved)}, {percent(saved, self.ledger.total.bytes)}"
@@ -393,7 +393,7 @@ def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence
 
 def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
     """Gather hints that differ in nothing but their bytes and their place in the program."""
-    return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.source, hint.advice))
+    return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.place, hint.advice))
 
 
 def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time: str = "") -> Item:
@@ -413,7 +413,7 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
         lines.append((RESTING, resting_on(verdict)))
     lines.append(("allowed:", reason) if reason else (TODO, here(first.advice)))
     said = tuple((label, text) for label, text in lines if text)
-    return Item(first.kind, what, here(entry.source), said, entry)
+    return Item(first.kind, what, here(entry.place), said, entry)
 
 
 def resting_on(verdict: hlo.Verdict) -> str:

@@ -393,7 +393,7 @@ def _row(content: Content, number: int, row: Row, ids: dict[str, str]) -> str:
     estimated = f", {cells['est. a run'].text} a run" if "est. a run" in cells else ""
     says = (
         f"{first.what}: {first.verdict}, {row.sites} x {size(first.wire_bytes * (first.runs or 1))}"
-        f" on the wire{estimated}, {first.source}"
+        f" on the wire{estimated}, {first.place}"
     )
     groups = " ".join(dict.fromkeys(ids[entry.groups] for entry in row.entries))
     written = "".join(
@@ -417,8 +417,8 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
         parts.append(f"<p>{count}because {escaped(same[0].reason)}</p>")
         rests = resting_on(same[0])
         parts.append(dim(f"resting on: {rests}") if rests else "")
-    if row.first.source:
-        parts.append(f"<p>at <code>{escaped(row.first.source)}</code></p>")
+    if row.first.place:
+        parts.append(f"<p>at <code>{escaped(row.first.place)}</code></p>")
     parts.append(_excerpt(row.first))
     groups = list(dict.fromkeys(entry.groups for entry in row.entries))
     names = list(dict.fromkeys(verdict.collective.name for verdict in verdicts))

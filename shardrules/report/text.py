@@ -212,17 +212,17 @@ def listed(entries: Sequence[Entry]) -> list[str]:
     Args:
       entries: collectives of an account.
     """
-    blocks = alike(entries, lambda e: (e.what, e.verdict, e.source, e.reason))
+    blocks = alike(entries, lambda e: (e.what, e.verdict, e.place, e.reason))
     if len(blocks) <= _BLOCKS and all(entry.verdict and entry.judged for entry in entries):
         return [
             describe_finding(*(Finding(e.verdict, e, advice(e.judged)) for e in same if e.judged))
             for same in blocks
         ]
     lines = []
-    for same in alike(entries, lambda e: (e.what, e.verdict, e.source)):
+    for same in alike(entries, lambda e: (e.what, e.verdict, e.place)):
         first, count = same[0], f"{len(same)} x " if len(same) > 1 else ""
         verdict = f": {first.verdict}" if first.verdict else ""
-        where = f" at {here(first.source)}" if first.source else ""
+        where = f" at {here(first.place)}" if first.place else ""
         lines.append(f"    {count}{first.what}, {sizes([e.bytes for e in same])}{verdict}{where}")
     left = len(lines) - _LINES
     return lines if left <= 0 else [*lines[:_LINES], f"    and {left} more lines like these"]

@@ -186,7 +186,7 @@ def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
         share = f"{line.seconds / step_seconds:.1%}" if step_seconds else "?"
         speed = "?" if line.bytes_per_s is None else f"{grouping.size(line.bytes_per_s)}/s"
         what, size = line.entry.what, grouping.size(line.entry.bytes)
-        rows.append([took, exposed, share, what, size, speed, grouping.here(line.entry.source)])
+        rows.append([took, exposed, share, what, size, speed, grouping.here(line.entry.place)])
     return rows
 
 

@@ -156,7 +156,7 @@ class _Search:
 
 def advice(of: outputs.Unreduced) -> str:
     """Say where to reduce gradients, and by what."""
-    quoted, many = ", ".join(map(repr, of.axes)), of.count > 1
+    quoted, many = ", ".join(map(repr, of.axes)), of.gradients > 1
     what = "gradients" if many else "gradient"
     if of.is_summed_before:
         return (

@@ -23,7 +23,7 @@ class Unreduced(NamedTuple):
     """Gradients that go into outputs without a reduction that they need."""
 
     axes: tuple[str, ...]  # over which it is missing
-    count: int
+    gradients: int  # how many
     sources: tuple[str, ...]  # the lines that they come from
     takers: tuple[str, ...]  # the lines that they go into
     is_summed_before: bool  # the forward pass sums over these axes what they are made of
@@ -31,7 +31,9 @@ class Unreduced(NamedTuple):
     def plus(self, other: Unreduced) -> Unreduced:
         pairs = ((self.sources, other.sources), (self.takers, other.takers))
         sources, takers = (tuple(sorted({*a, *b})) for a, b in pairs)
-        return self._replace(count=self.count + other.count, sources=sources, takers=takers)
+        return self._replace(
+            gradients=self.gradients + other.gradients, sources=sources, takers=takers
+        )
 
 
 @dataclasses.dataclass(frozen=True)

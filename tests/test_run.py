@@ -118,6 +118,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path):
         (["-m", "no_such_module"], "can't find the module no_such_module"),
         (["-m", "no.such.module"], "can't find the module no.such.module: No module named 'no'"),
         (["bad.py"], "bad.py is not a Python script: "),
+        (["a b.ipynb"], "a b.ipynb is a notebook, and a script is run here: write it as one by"),
         (["--format", "pdf", "bad.py"], "argument --format: invalid choice: 'pdf'"),
         (["--allow", "all-reduce(model)", "good.py"], "gives no reason"),
         (["--allow", "everything: reason", "good.py"], "'everything' names no collectives"),

@@ -76,6 +76,12 @@ def page(content: Content | Several) -> str:
     return whole(content.title, [tiles(figures), dim(f"{about}.")], body)
 
 
+def in_notebook(content: Content | Several) -> str:
+    """Return the page in a frame of its own, as a notebook shows a cell's value."""
+    own = html.escape(page(content))
+    return f'<iframe srcdoc="{own}" style="width:100%;height:42rem;border:0"></iframe>'
+
+
 def _of_several(several: Several) -> str:
     first = f"<p><b>{escaped(several.measured)}.</b></p>" if several.measured else ""
     programs, *others = several.blocks

@@ -163,6 +163,11 @@ class WatchedProgram:
     def __repr__(self) -> str:
         return f"<WatchedProgram {self.name}>"
 
+    def _repr_html_(self) -> str:
+        from shardrules.report import in_notebook
+
+        return in_notebook(self.content)
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Watched:
@@ -343,6 +348,11 @@ class Watched:
 
     def __repr__(self) -> str:
         return f"<Watched: {len(self)} programs>"
+
+    def _repr_html_(self) -> str:
+        from shardrules.report import in_notebook
+
+        return in_notebook(self.judged())
 
 
 def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:

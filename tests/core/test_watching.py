@@ -42,6 +42,10 @@ def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh, monkeypatch):
     assert not seen.clean and "1 redundant" in str(seen)
     (note,) = seen.judged().notes
     assert note.startswith("compiled for CPU: for TPU or GPU, XLA merges, moves and drops")
+    for shown in (seen, one):  # in a notebook
+        frame = shown._repr_html_()
+        assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;') and frame.count("<") == 2
+        assert "redundant" in frame
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, str(seen).splitlines())) <= 80
 

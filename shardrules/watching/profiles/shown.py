@@ -11,7 +11,7 @@ from typing import Any
 from shardrules import hlo, report
 from shardrules.costs import accounts, findings
 from shardrules.costs.timings import Timing, Timings
-from shardrules.report import grouping
+from shardrules.report import grouping, several
 from shardrules.report.grouping import counted
 from shardrules.report.text import described
 
@@ -85,6 +85,13 @@ class Profile:
     marked: bool  # by jax.profiler.StepTraceAnnotation; else steps are runs of the longest program
     planes: Mapping[str, int]  # that were understood, with how many events of operations they hold
     notes: tuple[str, ...]  # what it lacks
+
+    def _repr_html_(self) -> str:
+        contents = [program.content for program in self.programs]
+        if len(contents) == 1:
+            return report.in_notebook(contents[0])
+        both = several.gather(contents, [1] * len(contents), of_process=False)
+        return report.in_notebook(dataclasses.replace(both, title=self.source))
 
     @functools.cached_property
     def lines(self) -> tuple[Line, ...]:

@@ -9,7 +9,7 @@ from shardrules.report.content import Content, content
 from shardrules.report.data import as_json
 from shardrules.report.differences import DIFFS, compared
 from shardrules.report.grouping import Row, size
-from shardrules.report.page import in_notebook, page
+from shardrules.report.page import page
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
 from shardrules.report.several import as_json as _as_json
@@ -26,7 +26,6 @@ __all__ = [
     "content",
     "describe_finding",
     "github",
-    "in_notebook",
     "listed",
     "markdown",
     "over",

@@ -164,7 +164,7 @@ class WatchedProgram:
         return f"<WatchedProgram {self.name}>"
 
     def _repr_html_(self) -> str:
-        from shardrules.report import in_notebook
+        from shardrules.report.page import in_notebook
 
         return in_notebook(self.content)
 
@@ -350,7 +350,7 @@ class Watched:
         return f"<Watched: {len(self)} programs>"
 
     def _repr_html_(self) -> str:
-        from shardrules.report import in_notebook
+        from shardrules.report.page import in_notebook
 
         return in_notebook(self.judged())
 

@@ -13,6 +13,7 @@ from shardrules.costs import accounts, findings
 from shardrules.costs.timings import Timing, Timings
 from shardrules.report import grouping, several
 from shardrules.report.grouping import counted
+from shardrules.report.page import in_notebook
 from shardrules.report.text import described
 
 _SHOWN_COUNT = 30  # rows of needed collectives
@@ -89,9 +90,9 @@ class Profile:
     def _repr_html_(self) -> str:
         contents = [program.content for program in self.programs]
         if len(contents) == 1:
-            return report.in_notebook(contents[0])
+            return in_notebook(contents[0])
         both = several.gather(contents, [1] * len(contents), of_process=False)
-        return report.in_notebook(dataclasses.replace(both, title=self.source))
+        return in_notebook(dataclasses.replace(both, title=self.source))
 
     @functools.cached_property
     def lines(self) -> tuple[Line, ...]:

@@ -62,7 +62,9 @@ ARROWS = {
     "costs": {"arguments", "errors", "registry", "hlo"},
     "report": {"arguments", "errors", "hlo", "costs"},
     "program": {"arguments", "errors", "registry", "hlo", "door", "hooks"},
-    "watching": set("arguments errors fitting hlo costs report program door hooks".split()),
+    "watching": set(
+        "arguments errors fitting registry hlo costs report program door hooks".split()
+    ),
     "checks": set(
         "arguments errors fitting registry hlo costs report program door hooks watching migration".split()
     ),

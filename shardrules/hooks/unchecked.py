@@ -30,6 +30,14 @@ _CHECKS = ("check_vma", "check_rep")
 COMPUTES_ELSE = "its body computes something else with the check on"
 
 
+_INSTEAD = (
+    "shardrules: rather than switch the check off, after which JAX takes one device's value for "
+    "all and says nothing where they differ: {}; name the axes in that spec, or reduce the value "
+    "over them before it is returned (jax.lax.pmean, psum). shardrules.explain shows where it "
+    "varies"
+)
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Site:
     """The place where a program makes a shard_map."""
@@ -112,10 +120,7 @@ def why_left(call: Call) -> str:
     if call.missing:
         return f"no rule for {', '.join(dict.fromkeys(entry.kernel for entry in call.missing))}"
     if call.outputs:
-        return "; ".join(
-            f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
-            for output in call.outputs
-        )
+        return "; ".join(map(_varies, call.outputs))
     if call.error:
         return _first_sentences(call.error)
     if call.takes_gradients:
@@ -138,6 +143,10 @@ def _first_sentences(error: str) -> str:
     if first.endswith(":"):
         first = (first.rpartition(". ")[0] or first.rstrip(":")).strip()
     return f"{first.rstrip('.')} (shardrules migrate prints all of it)"
+
+
+def _varies(output: retrace.Output) -> str:
+    return f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
 
 
 def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:
@@ -170,7 +179,7 @@ class UncheckedHooks(Hooks):
             off = original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             if bound.arguments.get(check, True) is not False:
-                return off
+                return functools.wraps(off)(lambda *args: self._explained(off, args))
             site = _site(sys._getframe(1), _name(args[0]))
             if site is None:
                 return off
@@ -180,6 +189,17 @@ class UncheckedHooks(Hooks):
             return functools.wraps(off)(lambda *args: unchecked(*args))
 
         patches.attribute(*self.door.owner("make_shard_map"), shard_map)
+
+    def _explained(self, checked: Any, args: tuple) -> Any:
+        """Call a shard_map whose check is on; say what to do instead of switching it off."""
+        try:
+            return checked(*args)
+        except ValueError as error:
+            outputs = retrace.outputs(error) if self.state.scope.active else ()
+            note = _INSTEAD.format("; ".join(map(_varies, outputs)))
+            if outputs and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
 
 
 class _Unchecked:

@@ -597,3 +597,23 @@ def test_an_outcome_is_a_whole_sentence_of_an_error(error, outcome):
     said = unchecked.why_left(unchecked.Call(site, None, "", error=error))
     more = " (shardrules migrate prints all of it)" if "\n" in error else ""
     assert said == outcome + more
+
+
+def ours(error):
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith("shardrules: ")]
+
+
+def test_jaxs_advice_to_switch_the_check_off_gets_a_sentence_beside_it(cpu_mesh):
+    f = lambda: shard_map(lambda x: x.sum(), cpu_mesh, P("data"), P(), check=True)  # noqa: E731
+    with shardrules.install(), pytest.raises(ValueError, match="require replication") as caught:
+        jax.jit(f())(X)
+    (note,) = ours(caught.value)
+    assert "rather than switch the check off" in note
+    assert "out_specs is P(), and it varies over data; name the axes" in note
+    early = f()
+    with pytest.raises(ValueError, match="require replication") as caught:
+        jax.jit(early)(X)
+    assert ours(caught.value) == []
+    with shardrules.install(), pytest.raises(ValueError) as caught:  # another error
+        jax.jit(shard_map(lambda x: x.sum(), cpu_mesh, P("data"), P(), check=True))(X[:3])
+    assert ours(caught.value) == []

@@ -27,6 +27,7 @@ VERDICTS = ("needed", "overwide", "redundant", "unproven", "internal")
 _PLACE = re.compile(r"(.+?)(:(\d{1,9})(?: \(.*\))?)", re.DOTALL)  # file, and its line
 _BARS = 12  # mesh axes that are drawn
 _MESHES = 6  # sets of groups that are drawn at once; the others are folded away
+_ITEMS = 20  # of a list that are shown at once
 _OPEN = 6  # items of a list up to which all are unfolded
 _SITES = 20  # of a row that are listed
 _AROUND = 2  # lines above and below one that is shown
@@ -342,9 +343,13 @@ def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
 
 def _section(block: Block) -> str:
     if block.items:
-        items = "".join(_item(item, len(block.items) <= _OPEN) for item in block.items)
+        items = [_item(i, n == 0 or len(block.items) <= _OPEN) for n, i in enumerate(block.items)]
+        if len(items) > _ITEMS + 1:
+            more = f"<summary>{len(items) - _ITEMS} more</summary>"
+            left = "".join(items[_ITEMS:])
+            items[_ITEMS:] = [f'<li><details>{more}<ul class="remarks">{left}</ul></details></li>']
         rest = f'<li class="dim">{escaped(block.rest)}</li>' if block.rest else ""
-        return titled(block.title, f'<ul class="remarks">{items}{rest}</ul>')
+        return titled(block.title, f'<ul class="remarks">{"".join(items)}{rest}</ul>')
     if not block.rows:
         return dim(block.note) if block.note else ""
     rows = ("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)

@@ -337,6 +337,17 @@ def test_a_measured_step_has_a_lane_for_each_kind_of_collective():
     assert len(tops) == 3  # two of a kind overlap
 
 
+def test_of_many_findings_the_first_is_open_and_most_are_folded():
+    lines = [T.parameter(T.DATA)]
+    for n in range(50):
+        extra = f', metadata={{op_name="jit(f)/psum" source_file="a.py" source_line={n + 1}}}'
+        lines.append(T.all_reduce("%x", name=f"r{n}", extra=extra))
+    page = report.page(content(T.module("\n".join(lines))))
+    findings = page.partition("Findings</h2>")[2].partition("</section>")[0]
+    assert findings.count("<details open>") == 1 and "<summary>30 more</summary>" in findings
+    assert findings.index("<details open>") < findings.index("a.py:1<")
+
+
 def test_a_mesh_of_one_axis_is_one_row():
     for count, rows in ((8, 1), (16, 1), (64, 8)):
         picture = drawn.groups_on_mesh([list(range(count))], None, {"data": count}, count, "all")

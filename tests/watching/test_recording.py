@@ -113,4 +113,4 @@ def test_a_script_that_is_too_short_is_told_how_many_steps_it_takes(monkeypatch,
     recorder = recording.Recorder(3, str(tmp_path))
     recorder._recording = True
     recorder.end()
-    assert recorder.trouble.endswith("it has warmed up, so let it run 5 steps or more")
+    assert recorder.trouble.endswith("it has warmed up, so let it run 6 steps or more")

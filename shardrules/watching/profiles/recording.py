@@ -64,7 +64,7 @@ class Recorder(watching.Listener):
             if self.left == self._wanted:
                 self.trouble = (
                     f"the script ended before a step did; after {_CALLS} calls of its program it "
-                    f"has warmed up, so let it run {_CALLS + self._wanted} steps or more"
+                    f"has warmed up, so let it run {_CALLS + self._wanted + 1} steps or more"
                 )
         self._hold.close()
 

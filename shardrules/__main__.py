@@ -76,6 +76,13 @@ def _parser(given: str) -> Any:
 
     from absl.flags import argparse_flags
 
+    class Paragraphs(argparse.HelpFormatter):
+        """A formatter that wraps each paragraph of a description by itself."""
+
+        def _fill_text(self, text: str, width: int, indent: str) -> str:
+            fill = super()._fill_text
+            return "\n\n".join(fill(part, width, indent) for part in text.strip().split("\n\n"))
+
     class Parser(argparse_flags.ArgumentParser):
         """A parser without the process's absl flags, whose errors are ShardrulesErrors."""
 
@@ -84,7 +91,7 @@ def _parser(given: str) -> Any:
                 inherited_absl_flags=None,  # no command takes --flagfile or --undefok
                 allow_abbrev=False,
                 add_help=False,  # absl's help adds a flag that lists all flags of the process
-                formatter_class=argparse.RawDescriptionHelpFormatter,
+                formatter_class=Paragraphs,
                 **options,
             )
             self.add_argument("-h", "--help", action="help", help="show this and exit")

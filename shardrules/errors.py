@@ -6,8 +6,11 @@ values are attributes too, so that a caller need not parse the text.
 
 from __future__ import annotations
 
+import os
 import typing
 from collections.abc import Sequence
+
+from shardrules import fitting
 
 
 def few(names: Sequence[str], limit: int) -> str:
@@ -38,6 +41,18 @@ class ShardrulesError(Exception):
         return self.message
 
 
+class _Report(ShardrulesError):
+    """An error whose message is a report: its lines are as long as COLUMNS says, if it is set."""
+
+    def __str__(self) -> str:
+        if not os.environ.get("COLUMNS"):  # logs keep whole lines
+            return self.message
+        name = f"{type(self).__module__}.{type(self).__qualname__}: "  # Python writes it before
+        pytest_indent = 8 if "PYTEST_CURRENT_TEST" in os.environ else 0
+        fitted = fitting.fitted(name + self.message, fitting.width() - pytest_indent)
+        return fitted.removeprefix(name) if fitted.startswith(name) else self.message
+
+
 class ArgumentError(ShardrulesError, TypeError):
     """An argument of a type that a public function does not accept."""
 
@@ -58,7 +73,7 @@ class WholeCotangentWarning(ShardrulesError, UserWarning):
     """A bwd that may not be linear in a cotangent that arrives summed over the devices."""
 
 
-class RuleCheckError(ShardrulesError, AssertionError):
+class RuleCheckError(_Report, AssertionError):
     """An op that does not do what its rule declares."""
 
 
@@ -70,7 +85,7 @@ class AxisError(ShardrulesError, ValueError):
     """A mesh axis that is not in scope, or over which a value can't be cast."""
 
 
-class RulesDifferError(ShardrulesError, AssertionError):
+class RulesDifferError(_Report, AssertionError):
     """Processes of one job that hold different rules, and so would trace different programs."""
 
 
@@ -139,15 +154,15 @@ class BudgetError(ShardrulesError, ValueError):
     """A budget file that can't be read."""
 
 
-class CollectiveAssertionError(ShardrulesError, AssertionError):
+class CollectiveAssertionError(_Report, AssertionError):
     """A compiled program whose collectives are not the expected ones."""
 
 
-class ReplicationAssertionError(ShardrulesError, AssertionError):
+class ReplicationAssertionError(_Report, AssertionError):
     """Arrays whose shardings say replicated, but that differ or are not proven equal."""
 
 
-class CostAssertionError(ShardrulesError, AssertionError):
+class CostAssertionError(_Report, AssertionError):
     """A compiled program with a silent cost: lost donation, a transfer, or many small launches."""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardrules.hooks.retrace import sent_bytes
-from shardrules.hooks.unchecked import Call, Site, UncheckedSite, costliest
+from shardrules.hooks.unchecked import COMPUTES_ELSE, Call, Site, UncheckedSite, costliest
 from shardrules.report.grouping import alike, counted, size
 from shardrules.report.text import table
 
@@ -33,16 +33,16 @@ SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, LIMIT
 )
 _SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
-    "  with the check on, the gradient of a replicated value is summed over the mesh axes already:",
-    "    differentiate with respect to shardrules.vary(w, 'data'), naming each axis of the psum or",
-    "    pmean that follows, which keeps each device's own gradient; or move that pmean into the",
-    "    function that is differentiated (to leave it out alone gives the sum, not the mean);",
-    "  and a psum in what is differentiated passes its cotangent on once, and not once for each",
-    "    device: compare the values of a step before and after",
+    "  with the check on, the gradient of a replicated value is summed over the mesh axes already: "
+    "differentiate with respect to shardrules.vary(w, 'data'), naming each axis of the psum or "
+    "pmean that follows, which keeps each device's own gradient; or move that pmean into the "
+    "function that is differentiated (to leave it out alone gives the sum, not the mean)",
+    "  a psum in what is differentiated passes its cotangent on once, and not once for each "
+    "device: compare the values of a step before and after",
 )
 _WHOLE_COTANGENTS = (
-    "  (a bwd or a transpose then gets the sum over the devices where it gets one device's share",
-    "    now: compare gradients, or pass it shardrules.vary(x, axes), which keeps the shares)",
+    "  (a bwd or a transpose then gets the sum over the devices where it gets one device's share "
+    "now: compare gradients, or pass it shardrules.vary(x, axes), which keeps the shares)"
 )
 
 
@@ -144,8 +144,8 @@ def _details(row: Row) -> list[str]:
         lines += [f"    {line}" for line in missing.lines]
     for output in dict.fromkeys(o for call in calls for o in call.outputs):
         lines.append(
-            f"  out_specs{output.path} is {output.spec}, and it varies over {output.axes}:\n"
-            "    name the axes in its spec, or reduce it over them (jax.lax.psum, pmean)"
+            f"  out_specs{output.path} is {output.spec}, and it varies over {output.axes}: "
+            "name the axes in its spec, or reduce it over them (jax.lax.psum, pmean)"
         )
     for error in dict.fromkeys(c.error for c in calls if c.error and not c.outputs):
         lines += [f"  {line}" for line in error.splitlines()]
@@ -153,11 +153,13 @@ def _details(row: Row) -> list[str]:
     if any(call.takes_gradients for call in calls):
         lines += _GRADIENTS_CHANGE
     doubts = dict.fromkeys(doubt for call in calls for doubt in call.doubts)
-    lines += [f"  with the check on, {doubt}" for doubt in doubts]
+    if any(call.takes_gradients for call in calls):
+        doubts.pop(COMPUTES_ELSE, None)  # the lines above say what
+    lines += [f"  {doubt}" for doubt in doubts]
     if doubts:
-        lines += _WHOLE_COTANGENTS
+        lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
-        lines.append(f"  its derivative was not traced ({why})")
+        lines.append(f"  its derivative was not compared, since JAX takes none of it: {why}")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
 
 

@@ -658,6 +658,18 @@ def test_help_names_the_commands_and_flags():
         assert word not in of_diff
 
 
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("command", command_line.COMMANDS)
+def test_no_line_of_help_is_wider_than_the_terminal(monkeypatch, capsys, command, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        command_line.main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8 and [line for line in lines if len(line) > columns] == []
+    paragraphs = "\n".join(lines).split("options:")[0].split("\n\n")
+    assert len(paragraphs) > 3  # its paragraphs stay apart
+
+
 def test_version():
     import shardrules
 

@@ -98,6 +98,18 @@ def test_the_reference_has_every_public_name(monkeypatch):
     assert sorted(re.findall(r"^::: (.*)$", written, re.MULTILINE)) == sorted(public)
 
 
+def test_the_page_of_commands_holds_each_ones_help(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    import public_names
+
+    from shardrules.__main__ import COMMANDS
+
+    written = public_names.written_out((DOCS / "commands.md").read_text())
+    assert sorted(re.findall(r"^## (\w+)$", written, re.MULTILINE)) == sorted(COMMANDS)
+    assert written.count("usage: shardrules ") == len(COMMANDS) and ":::" not in written
+    assert max(map(len, written.splitlines())) <= 100 and "--diff FILE" in written
+
+
 # What a reader looks up first; each has an example in its docstring.
 MAIN = {
     shardrules: "install register rules all_gather all_reduce permute per_device outputs vary "

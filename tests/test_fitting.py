@@ -7,7 +7,7 @@ import re
 import pytest
 from hlo import text as T
 
-from shardrules import fitting, hlo, report
+from shardrules import errors, fitting, hlo, report
 from shardrules.commands import flags
 
 SOURCE = 'metadata={op_name="jit(f)/transpose(jvp())/mul" source_file="%s" source_line=12}'
@@ -114,8 +114,39 @@ def test_how_wide_it_is(monkeypatch):
         assert fitting.width(terminal) == 120
 
 
+def test_long_advice_stands_once():
+    operations = [
+        "%x = f32[8] parameter(0)",
+        "%y = f32[16] parameter(1)",
+        T.parameter(T.DATA, name="z", number=2),
+        T.all_reduce("%x", name="first"),
+        T.all_reduce("%y", name="second", shape="f32[16]"),
+        T.all_reduce("%z", name="third"),
+    ]
+    text = report.plain(report.content(hlo.judge(T.module("\n".join(operations)), mesh=T.MESH)))
+    assert text.count("testing.verify_flags") == 1
+    advice = re.findall("to do: (.*)", text)
+    assert len(advice) == 3 and advice[0].startswith("say how its parameters are sharded: ")
+    assert advice[1] == "the same as for second" and advice[2].startswith("drop it"), text
+
+
 def test_what_all_findings_rest_on_stands_once():
     text = whole(True)
     (detail,) = re.findall(r"jit_step: .*\n", text)
     assert text.count("hold the same data on every device") == 1
     assert text.index(detail) < text.index("what all findings rest on:\n  arrays that")
+
+
+def test_an_assertions_message_is_as_wide_as_columns_say(monkeypatch):
+    message = "not as expected:\n" + "\n".join(T_ROWS)
+    error = errors.CollectiveAssertionError(message, entries=())
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = str(error).splitlines()
+    assert max(map(len, shown)) <= 80 and len(shown) > 3
+    assert "PYTEST_CURRENT_TEST" in os.environ and max(map(len, shown)) <= 72  # behind its "E"
+    assert " ".join(" ".join(shown).split()) == " ".join(message.split())
+    monkeypatch.delenv("COLUMNS")
+    assert str(error) == error.message == message
+
+
+T_ROWS = ("  redundant: a collective " + "that is long " * 9, "    because " + "of this " * 12)

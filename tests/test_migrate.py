@@ -97,7 +97,7 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     now, then = (int(cell.split()[0]) for cell in step.split("|")[1:])
     assert then and now - then == 128  # other sums in it are one or two, by JAX's version
     assert "out_specs is P(), and it varies over data:" in done.stderr
-    assert "train.py:40 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-1]
+    assert "train.py:40 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-2]
     patch = (tmp_path / "on.patch").read_text()
     assert patch.count("\n-") - patch.count("\n--") == 1 and "+shardrules.install(" in patch
     assert shutil.which("patch"), "this test needs patch"
@@ -447,3 +447,43 @@ def test_what_is_not_below_this_folder_or_installs_already_is_left(tmp_path, mon
     assert "install" not in "".join(line for line in patch.splitlines() if line[0] == "+")
     blocked = [row._replace(verdict=migration.RULE) for row in rows]
     assert patched(blocked, str(path)) == ("", [])
+
+
+IN_ITS_BODY = """\
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+def body(w, x):
+    return jax.lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(w), "data")
+step = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+print(jax.jit(step)(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)).sum())
+"""
+
+
+def test_it_says_how_to_apply_the_patch_and_when_it_is_empty(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = run(tmp_path, "-m", "shardrules", "migrate", "--diff", "on.patch", "train.py")
+    last = done.stderr.splitlines()[-1]
+    assert last == (
+        "shardrules: on.patch switches on the check of 1 shard_map; in this folder, apply it: "
+        "patch -p1 < on.patch"
+    )
+    subprocess.run(last.partition("apply it: ")[2], shell=True, cwd=tmp_path, check=True)
+    assert "check_vma=True" in (tmp_path / "train.py").read_text()
+    (tmp_path / "body.py").write_text(IN_ITS_BODY)
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run(tmp_path, "-m", "shardrules", "migrate", "--diff", "on.patch", "body.py")
+    assert done.returncode == 1 and (tmp_path / "on.patch").read_text() == ""
+    assert done.stderr.splitlines()[-1] == (
+        "shardrules: on.patch is empty: no check can be switched on by a patch"
+    )
+    assert max(map(len, done.stderr.splitlines())) <= 80
+    assert "with respect to shardrules.vary(w, 'data'), naming each axis of the psum" in " ".join(
+        done.stderr.split()
+    )
+    assert "with the check on, its body" not in done.stderr
+    done = run(tmp_path, "-m", "shardrules", "migrate", "body.py")
+    assert "--diff" not in done.stderr

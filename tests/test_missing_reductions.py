@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -212,3 +213,26 @@ def test_text_is_told_what_its_outputs_are(cpu_mesh, tmp_path):
     assert (
         code == 2 and "'replicated' is not a sharding; write --out-shardings='{replicated}'" in text
     )
+
+
+def test_a_forgotten_pmean_of_several_gradients_is_one_block_with_their_lines(cpu_mesh):
+    def loss(ws, x):
+        h = jnp.tanh(x @ ws["in"])
+        h = h @ ws["out"]
+        return (h**2).mean()
+
+    def body(ws, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
+
+    f = jax.shard_map(
+        body, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
+    put = lambda shape, spec: jax.ShapeDtypeStruct(  # noqa: E731
+        shape, jnp.float32, sharding=NamedSharding(cpu_mesh, spec)
+    )
+    ws = {"in": put((8, 8), P()), "out": put((8, 4), P())}
+    text = report.plain(report.content(testing.judge(jax.jit(f), ws, put((16, 8), P("data")))))
+    assert text.count("differs: ") == 1 and "likewise output['out']" in text, text
+    first = loss.__code__.co_firstlineno
+    (advice,) = re.findall("to do: (reduce the gradients that come from .*) before they go", text)
+    assert re.findall(r":(\d+) ", advice) == [str(first + 1), str(first + 2)]

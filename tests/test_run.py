@@ -118,6 +118,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path):
         (["-m", "no_such_module"], "can't find the module no_such_module"),
         (["-m", "no.such.module"], "can't find the module no.such.module: No module named 'no'"),
         (["bad.py"], "bad.py is not a Python script: "),
+        (["a b.ipynb"], "a b.ipynb is a notebook, and a script is run here: write it as one by"),
         (["--format", "pdf", "bad.py"], "argument --format: invalid choice: 'pdf'"),
         (["--allow", "all-reduce(model)", "good.py"], "gives no reason"),
         (["--allow", "everything: reason", "good.py"], "'everything' names no collectives"),
@@ -368,3 +369,33 @@ def test_a_kernel_is_judged_as_with_the_hooks(tmp_path):
     assert off.returncode == 1 and "  overwide: backward all-reduce" in off.stderr, off.stderr
     on = run("--install", "train.py", "check", cwd=tmp_path)
     assert on.returncode == 0 and "no findings" in on.stderr, on.stderr
+
+
+READS = """
+import os
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+import jax, jax.numpy as jnp, numpy as np
+step = jax.jit(lambda w: (w * 0.9, w.sum()))
+w = jnp.ones(4)
+for _ in range(9):
+    w, loss = step(w)
+    float(loss)
+for n in range(9):
+    w, loss = step(w)
+    jax.device_get(loss)  # asked for
+for _ in range(7):  # not often
+    w, loss = step(w)
+    loss.item()
+print(sum(np.ones(9)))
+"""
+
+
+def test_a_metric_that_is_read_in_each_step_is_named_with_its_line(tmp_path):
+    (tmp_path / "train.py").write_text(READS)
+    done = run("train.py", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "9.0\n"
+    (note,) = re.findall(r"\((\S+ read an array .*)\)\n", done.stderr)
+    assert note.startswith(
+        "train.py:9 read an array (float32[]) on the host 9 times, which waits for the devices: "
+    )
+    assert "shardrules.testing.steady_state" in note

@@ -5,10 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
-import os
-import pathlib
-import sys
-import types
 from typing import Any
 
 import jax
@@ -18,10 +14,9 @@ from shardrules.arguments import checked
 from shardrules.costs import donation
 from shardrules.door import compiled, watching
 from shardrules.errors import ShardrulesError, SteadyStateError
-from shardrules.registry.suggestions import is_library
 from shardrules.report.grouping import here
+from shardrules.watching.reads import user_line
 
-_OWN = str(pathlib.Path(__file__).parents[1]) + os.sep
 _FIELDS = ("shape", "dtype", "weak_type", "sharding")
 
 
@@ -237,14 +232,8 @@ def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
 
 
 def _line() -> str:
-    """Return " at FILE:LINE" of the user's innermost frame; empty where there is none."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not (path.startswith((_OWN, "<")) or is_library(path)):
-            return f" at {here(f'{path}:{frame.f_lineno}')}"
-        frame = frame.f_back
-    return ""
+    line = user_line()
+    return f" at {here(line)}" if line else ""
 
 
 def _host_type(argument: watching.Argument) -> str:

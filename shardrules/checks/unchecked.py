@@ -12,7 +12,9 @@ import numpy as np
 
 from shardrules.arguments import checked
 from shardrules.checks.rulecheck import is_float
+from shardrules.door.jaxprs import equations, opened
 from shardrules.errors import ShardrulesError
+from shardrules.hooks import retrace
 from shardrules.hooks.install import held, install
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.unchecked import UncheckedSite, costliest
@@ -33,7 +35,8 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
       What became of each shard_map whose check is off.
 
     Raises:
-      ShardrulesError: naming what differs, and by how much.
+      ShardrulesError: naming what differs, and by how much; or every unchecked shard_map of the
+        program was made before the hooks were there, so that none is compared.
 
     Examples:
       >>> sites = testing.assert_same_unchecked(loss, params, batch)
@@ -53,7 +56,22 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
                 f"{name} is not the same with the check of unchecked shard_maps on: {different}",
                 name=name,
             )
+    if not notes.unchecked and (made := _unchecked_count(f, args)):
+        raise ShardrulesError(
+            f"nothing was compared: {made} shard_map{'s' * (made > 1)} with the check off in the "
+            "program, made before shardrules was there to see it; make them (jax.shard_map(...), "
+            "and the jit around it) inside of the function that is passed, or after "
+            "shardrules.install(). What jax.pmap makes is never compared",
+            count=made,
+        )
     return costliest(notes.unchecked)
+
+
+def _unchecked_count(f: Callable[..., Any], args: tuple) -> int:
+    """Count the shard_maps whose check is off in a program."""
+    traced = opened(retrace.traced(f, args))
+    maps = (eqn.params for eqn in equations(traced) if eqn.primitive.name == "shard_map")
+    return sum(False in (of.get("check_vma"), of.get("check_rep")) for of in maps)
 
 
 def _results(f: Callable[..., Any], args: tuple) -> dict[str, Any]:

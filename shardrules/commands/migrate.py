@@ -7,8 +7,8 @@ in a process of its own, to measure what it sends and to compare what its progra
 output is dropped, and no source file changes. If that run fails, sends more or returns something
 else, the script runs once for each site. The table goes to stderr, or to a file.
 
-Exit code: the script's own where it is not 0; else 0 if every check that is off can be switched on,
-1 if not.
+Exit code: the script's own where it is not 0; else 0 if every check that is off can be switched on
+(or if none is off), 1 if not, 2 if the script can't be read.
 """
 
 from __future__ import annotations
@@ -77,15 +77,29 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     except KeyboardInterrupt:
         flags.say("the run with the patch was interrupted: no site was tried")
         rows, after = tried(untried, before, edit, None)
+    said: list[str] = []
     text = migration.written(rows, before.sent, after.sent if after else None)
     if arguments.diff is not None:
         patch = edit(rows)
         flags.write(migration.diff(patch), arguments.diff, of_text=False)
+        if arguments.diff != "-":
+            said.append(_applied(patch, arguments.diff))
         if patch.left:
             text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in patch.left)])
+    elif any(row.verdict in (SWITCH, UNTRIED) for row in rows):
+        said.append("for a patch that switches them on, add --diff on.patch before the script")
     flags.write(text, arguments.output, sys.stderr)
+    flags.say(*said)
     accepted = SWITCH, BY_HAND
     return 0 if all(row.verdict in accepted for row in rows) else 1
+
+
+def _applied(patch: Edits, file: str) -> str:
+    """Say how to apply a patch, or that there is nothing in it."""
+    if not patch.sites:
+        return f"{file} is empty: no check can be switched on by a patch"
+    count = counted(len(patch.sites), "shard_map")
+    return f"{file} switches on the check of {count}; in this folder, apply it: patch -p1 < {file}"
 
 
 def tried(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardrules.watching.profiles.recording import Recorder
     from shardrules.watching.profiles.shown import Profile
     from shardrules.watching.programs import Watched
+    from shardrules.watching.reads import Reads
 
 _MANY = 20  # without a terminal, report progress for more programs than this
 
@@ -71,7 +72,7 @@ ARGUMENTS: flags.Arguments = {
 
 def run(arguments: argparse.Namespace) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
-    from shardrules.watching import check_off, programs
+    from shardrules.watching import check_off, programs, reads
 
     target = script.find(arguments)
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
@@ -89,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         title = f"-m {target.spec.name}" if target.spec else os.path.basename(target.file)
         began = time.strftime("%Y-%m-%d %H:%M")
         misplaced = closing.behind(target, ARGUMENTS, "run")
-        report = _Report(seen, arguments, keep, title, began, misplaced)
+        read = contexts.enter_context(reads.Reads())
+        report = _Report(seen, read, arguments, keep, title, began, misplaced)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
             unchecked: Unchecked = "check" if arguments.check else "leave"
@@ -109,6 +111,7 @@ class _Report:
     """The report of what a script compiled; ``handles`` are of the hooks, if these are used."""
 
     seen: Watched
+    reads: Reads
     arguments: argparse.Namespace
     keep: pathlib.Path | None
     title: str = "Programs"
@@ -139,6 +142,7 @@ class _Report:
     def _written(self, ended: script.Ended) -> int:
         from shardrules.migration import decided
         from shardrules.report import WRITERS
+        from shardrules.report.grouping import here
 
         output = self.arguments.output
         # Register rules only now: the script's programs must be traced without them.
@@ -154,7 +158,9 @@ class _Report:
             _keep(self.seen, self.keep)
         measured = self._profiled()
         ran = ", ".join([self.began, *self.seen.ran_on])
-        results = dataclasses.replace(_judged(self.seen), title=self.title, ran=ran)
+        results = _judged(self.seen)
+        notes = (*results.notes, *map(here, self.reads.notes()))
+        results = dataclasses.replace(results, title=self.title, ran=ran, notes=notes)
         flags.say(*registry.unused(content.judgement for content in results.contents))
         text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":

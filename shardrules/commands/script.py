@@ -9,6 +9,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -43,6 +44,14 @@ def find(arguments: argparse.Namespace) -> Target:
         raise ShardrulesError("nothing to run; write SCRIPT ARGS, or -m MODULE ARGS")
     given, *rest = arguments.script[1:] if arguments.script[0] == "--" else arguments.script
     path = os.path.abspath(given)
+    if given.endswith(".ipynb"):
+        name = shlex.quote(given.removesuffix(".ipynb") + ".py")
+        raise ShardrulesError(
+            f"{given} is a notebook, and a script is run here: write it as one by `jupyter "
+            f"nbconvert --to script {shlex.quote(given)}` and run {name}; or, in the notebook, put "
+            "`with shardrules.watch() as seen:` around what compiles, and `seen` in the cell's "
+            "last line, which shows the report"
+        )
     try:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shardrules import hlo
+from shardrules.costs import walk
 from shardrules.errors import ShardrulesError
 from shardrules.hlo.proof.collectives import KINDS
 
@@ -69,6 +70,8 @@ class Entry:
     reduction: str = ""
     # Along which parts are put together or taken apart, ``"0"``; empty for none.
     dimension: str = ""
+    # The line within the loop, or the checkpoint, whose own line is all that XLA has left it.
+    within: str = ""
     # Its place in the account, and the verdict that it is a line of.
     number: int = dataclasses.field(default=0, compare=False)
     judged: hlo.Verdict | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -80,6 +83,11 @@ class Entry:
     @property
     def source(self) -> str:
         return str(hlo.Frame(self.file, self.line, self.function)) if self.file else ""
+
+    @property
+    def place(self) -> str:
+        """Return the innermost line that is known of it, for people."""
+        return self.within or self.source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +210,7 @@ def _made(judgement: hlo.Judgement, level: str) -> Account:
                 collective.each,
                 collective.reduction,
                 collective.dimension,
+                walk.line_within(judgement.module, collective),
                 number,
                 verdict,
             )

@@ -161,10 +161,10 @@ def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
         )
     if any("no sharding" in b.what for b in verdict.blockers):
         return (
-            "give the jax.stages.Compiled instead of its text, or tell how its parameters are "
-            "sharded: --mesh data=4,model=2 --in \"P('data'); P()\", as testing.verify_flags "
-            "prints it of the Compiled, or --parameters FILE, the *before_optimizations.txt of "
-            "the same dump"
+            "say how its parameters are sharded: pass the flags that "
+            "print(shardrules.testing.verify_flags(compiled)) prints in the program, or "
+            "--parameters FILE, the *before_optimizations.txt of the same dump; in Python, judge "
+            "the jax.stages.Compiled instead of its text"
         )
     if any("slices=" in b.what for b in verdict.blockers):
         return (

@@ -77,7 +77,7 @@ def alike(found: Iterable[Finding]) -> list[tuple[Finding, ...]]:
     same: dict[tuple[object, ...], list[Finding]] = {}
     for one in found:
         entry, verdict = one.entry, one.verdict
-        key = (one.kind, entry.verdict, entry.what, entry.source, verdict.reason, verdict.rests_on)
+        key = (one.kind, entry.verdict, entry.what, entry.place, verdict.reason, verdict.rests_on)
         same.setdefault((*key, one.advice), []).append(one)
     return [tuple(members) for members in same.values()]
 

@@ -26,7 +26,7 @@ _WHICH = (
     "jax.lax.pmean; jax.lax.psum only if the loss that is differentiated sums up the device's own "
     "part alone, with no psum in it"
 )
-_LINES = 2  # source lines that are named
+_LINES = 4  # source lines that are named
 
 
 def find(judgement: hlo.Judgement) -> list[outputs.Unequal]:
@@ -72,30 +72,21 @@ class _Search:
         gradients = self._gradients(returned[number], int(match[1]), axes)
         if not gradients:
             return output
-        over, quoted = ", ".join(axes), ", ".join(map(repr, axes))
-        where = [walk.source(self._module, [node.instruction]) for node in gradients]
-        used = [walk.source(self._module, [n.instruction]) for n in gradients.values() if n]
-        many = len(gradients) > 1
-        what = "gradients" if many else "gradient"
-        advice = (
-            f"reduce the {what}{_at(' that come from' if many else ' that comes from', where)} "
-            f"over {quoted} before {'they go' if many else 'it goes'} "
-            f"{_at('into', used) or 'on'}: {_WHICH}"
+        sources = {walk.source(self._module, [node.instruction]) for node in gradients}
+        takers = {walk.source(self._module, [n.instruction]) for n in gradients.values() if n}
+        what = outputs.Unreduced(
+            axes,
+            len(gradients),
+            tuple(sorted(filter(None, sources))),
+            tuple(sorted(filter(None, takers))),
+            self._is_summed_before(gradients, axes),
         )
-        if self._is_summed_before(gradients, axes):
-            advice = (
-                f"the forward pass sums over {quoted} what the {what}"
-                f"{_at(' at' if where else '', where)} {'are' if many else 'is'} made of, as a "
-                "tensor-parallel layer does: a psum is missing inside of its backward pass, and "
-                "one at the end would hide that. Let shard_map put it in: trace the step with the "
-                "check on, under shardrules.install() (shardrules migrate SCRIPT says what else "
-                "changes there), and compare its gradients with those of one device"
-            )
+        noun = "gradients that go" if len(gradients) > 1 else "gradient that goes"
         return dataclasses.replace(
             output,
-            missing=f"no reduction over {{{over}}} of the {what} that {'go' if many else 'goes'} "
-            "into it",
-            advice=advice,
+            missing=f"no reduction over {{{', '.join(axes)}}} of the {noun} into it",
+            advice=advice(what),
+            unreduced=what,
         )
 
     def _is_summed_before(self, gradients: Iterable[Node], axes: tuple[str, ...]) -> bool:
@@ -163,6 +154,25 @@ class _Search:
         return set(axes) <= self._axes.get(node.instruction.name, set())
 
 
-def _at(words: str, sources: Sequence[str]) -> str:
-    lines = sorted({source for source in sources if source})
+def advice(of: outputs.Unreduced) -> str:
+    """Say where to reduce gradients, and by what."""
+    quoted, many = ", ".join(map(repr, of.axes)), of.gradients > 1
+    what = "gradients" if many else "gradient"
+    if of.is_summed_before:
+        return (
+            f"the forward pass sums over {quoted} what the {what}"
+            f"{_at(' at' if of.sources else '', of.sources)} {'are' if many else 'is'} made of, as "
+            "a tensor-parallel layer does: a psum is missing inside of its backward pass, and "
+            "one at the end would hide that. Let shard_map put it in: trace the step with the "
+            "check on, under shardrules.install() (shardrules migrate SCRIPT says what else "
+            "changes there), and compare its gradients with those of one device"
+        )
+    return (
+        f"reduce the {what}{_at(' that come from' if many else ' that comes from', of.sources)} "
+        f"over {quoted} before {'they go' if many else 'it goes'} "
+        f"{_at('into', of.takers) or 'on'}: {_WHICH}"
+    )
+
+
+def _at(words: str, lines: Sequence[str]) -> str:
     return f"{words} {few(lines, _LINES)}" if lines else ""

@@ -8,6 +8,7 @@ data different (``hlo.known.evening`` lists them); else it is *unproven*.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import donation
@@ -16,6 +17,23 @@ from shardrules.hlo.proof.judgement import Broken
 from shardrules.hlo.reader import notations
 
 _SHOWN = 8  # device groups that are listed
+
+
+class Unreduced(NamedTuple):
+    """Gradients that go into outputs without a reduction that they need."""
+
+    axes: tuple[str, ...]  # over which it is missing
+    gradients: int  # how many
+    sources: tuple[str, ...]  # the lines that they come from
+    takers: tuple[str, ...]  # the lines that they go into
+    is_summed_before: bool  # the forward pass sums over these axes what they are made of
+
+    def plus(self, other: Unreduced) -> Unreduced:
+        pairs = ((self.sources, other.sources), (self.takers, other.takers))
+        sources, takers = (tuple(sorted({*a, *b})) for a, b in pairs)
+        return self._replace(
+            gradients=self.gradients + other.gradients, sources=sources, takers=takers
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +50,7 @@ class Unequal:
     carried: str  # the argument whose memory it takes; empty if it takes none
     advice: str  # what to type
     missing: str = ""  # the reduction that is missing, where it is known of which value
+    unreduced: Unreduced | None = None  # the gradients that lack it, where it is they
 
     @property
     def what(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
@@ -15,6 +16,7 @@ _T = TypeVar("_T")
 # Instructions that run a computation's instructions one by one. The computations of fusions,
 # reductions, sorts and scatters are part of one kernel.
 _CONTROL = ("while", "conditional", "call", "async-start")
+_NEAR = 40  # instructions around a collective that are looked at
 HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
 # What passes numbers on, and rounds them at most.
 PASS_ON = frozenset(
@@ -72,6 +74,44 @@ def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
         metadata = module.metadata(instruction)
         if metadata.frames or metadata.op_name:
             return str(metadata.frames[0]) if metadata.frames else metadata.op_name
+    return ""
+
+
+def line_within(module: hlo.Module, collective: hlo.Collective) -> str:
+    """Give the line that says more of a collective than its own, that of a loop around it.
+
+    XLA may leave a collective that it made in a loop, or in a checkpoint, or for a loop's result,
+    the line of the loop alone. Then this is a line, which that one calls, of what made its operand
+    or takes its result; of a loop's result, a line that takes it. Empty where there is none.
+    """
+    own = collective.frames
+    of_result = collective.op_name.endswith("/while")
+    if not own or not (of_result or collective.loop_depth or "remat" in collective.op_name):
+        return ""
+    computation = module.computations[collective.computation]
+    instructions = computation.instructions
+    numbers = {instruction.name: n for n, instruction in enumerate(instructions)}
+    place = numbers.get(collective.name)
+    if place is None:
+        return ""
+    takers = collections.defaultdict(list)
+    for n, instruction in enumerate(instructions):
+        for operand in instruction.operands:
+            takers[operand].append(n)
+    gathers = collective.kind == "all-gather"  # what it is for, and else what it is of
+    seen, left = {place}, [place]
+    while left and len(seen) < _NEAR:
+        here = left.pop(0)
+        for n in takers[here] if gathers else instructions[here].operands:
+            if n in seen:
+                continue
+            seen.add(n)
+            frames = module.metadata(instructions[n]).frames
+            calls = own[0] in frames[1:] or (of_result and gathers)
+            if frames and calls and frames[0] not in own:
+                return str(frames[0])
+            if not frames or frames[0] == own[0]:
+                left.append(n)
     return ""
 
 

@@ -81,6 +81,22 @@ def start(listener: Listener) -> Callable[[], None]:
     return stop
 
 
+def on_reads(read: Callable[[Any], None]) -> Callable[[], None]:
+    """Call a function with each array that the host reads, in any thread; return what stops it."""
+    from jax._src import array
+
+    _explicit()  # raises if this JAX doesn't tell
+
+    def around_value(original: Any, self: Any) -> Any:
+        if getattr(self, "_npy_value", None) is None and not _explicit():
+            read(self)
+        return original(self)
+
+    patches, value = Patches(), vars(array.ArrayImpl)["_value"]
+    patches.attribute(array.ArrayImpl, "_value", property(around(around_value, value.fget)))
+    return patches.undo
+
+
 def _listeners() -> list[Listener]:
     return vars(_thread).setdefault("listeners", [])
 

@@ -153,11 +153,17 @@ def derivatives(
                 put_back()
         except Exception as error:  # an integer loop, an effect: what JAX can't transpose  # noqa: BLE001
             put_back()
-            why = why or ("" if made else first_line(error))
+            why = why or ("" if made else _why_not(error))
         return made
 
     every = floats(args)
     return attempt(every) or [d for n in every if len(every) > 1 for d in attempt((n,))], why
+
+
+def _why_not(error: Exception) -> str:
+    """Say why JAX takes no derivative; its own words for a missing one are of its inside."""
+    line = first_line(error)
+    return "an operation in it has none" if "Linearization failed" in line else line
 
 
 def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> list[Sum]:

@@ -28,6 +28,15 @@ from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.jaxprs.walk import equations, program_text
 
 _CHECKS = ("check_vma", "check_rep")
+COMPUTES_ELSE = "its body computes something else with the check on"
+
+
+_INSTEAD = (
+    "shardrules: rather than switch the check off, after which JAX takes one device's value for "
+    "all and says nothing where they differ: {}; name the axes in that spec, or reduce the value "
+    "over them before it is returned (jax.lax.pmean, psum). shardrules.explain shows where it "
+    "varies"
+)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -112,12 +121,9 @@ def why_left(call: Call) -> str:
     if call.missing:
         return f"no rule for {', '.join(dict.fromkeys(entry.kernel for entry in call.missing))}"
     if call.outputs:
-        return "; ".join(
-            f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
-            for output in call.outputs
-        )
+        return "; ".join(map(_varies, call.outputs))
     if call.error:
-        return call.error.splitlines()[0]
+        return _first_sentences(call.error)
     if call.takes_gradients:
         return "its body takes gradients, which would change"
     if call.doubts:
@@ -128,6 +134,20 @@ def why_left(call: Call) -> str:
     if call.before is not None and call.after is not None:
         return _more(call.before, call.after)
     return ""
+
+
+def _first_sentences(error: str) -> str:
+    """Give the first line of an error, without the sentence that the next line goes on with."""
+    first, *rest = error.splitlines()
+    if not any(rest):
+        return first
+    if first.endswith(":"):
+        first = (first.rpartition(". ")[0] or first.rstrip(":")).strip()
+    return f"{first.rstrip('.')} (shardrules migrate prints all of it)"
+
+
+def _varies(output: retrace.Output) -> str:
+    return f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
 
 
 def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:
@@ -160,7 +180,7 @@ class UncheckedHooks(Hooks):
             off = original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             if bound.arguments.get(check, True) is not False:
-                return off
+                return functools.wraps(off)(lambda *args: self._explained(off, args))
             site = _site(sys._getframe(1), _name(args[0]))
             if site is None:
                 return off
@@ -170,6 +190,17 @@ class UncheckedHooks(Hooks):
             return functools.wraps(off)(lambda *args: unchecked(*args))
 
         patches.attribute(*self.door.owner("make_shard_map"), shard_map)
+
+    def _explained(self, checked: Any, args: tuple) -> Any:
+        """Call a shard_map whose check is on; say what to do instead of switching it off."""
+        try:
+            return checked(*args)
+        except ValueError as error:
+            outputs = retrace.outputs(error) if self.state.scope.active else ()
+            note = _INSTEAD.format("; ".join(map(_varies, outputs)))
+            if outputs and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
 
 
 class _Unchecked:
@@ -386,7 +417,7 @@ class _Unchecked:
         if any(isinstance(x, jax.core.Tracer) and is_inexact(x) for x in off.consts):
             yield "its body closes over values that are traced: pass them as arguments"
         if on is not None and retrace.computed(off) != retrace.computed(on):
-            yield "its body computes something else with the check on"
+            yield COMPUTES_ELSE
 
     def _trace_on(self, args: tuple, derivative: retrace.Derivative | None, casts: str) -> _On:
         """Trace with the check on and the hooks acting; record the error if it fails."""

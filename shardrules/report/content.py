@@ -34,6 +34,7 @@ _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
     "other bytes (pass the file that ends in after_optimizations.txt)"
 )
+TODO = "to do:"  # the label of advice
 RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
 _LISTED = 3  # of the findings that are folded into one line
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
@@ -252,7 +253,7 @@ class Content:
             in_all = f"~{grouping.duration(cost.seconds)}" if is_known else "?"
             cells.append(Cell("est. a run", f"~{grouping.duration(each)}", each))
             cells.append(Cell("est. in all", in_all, cost.seconds))
-        return [*cells, Cell("source", here(entry.source))]
+        return [*cells, Cell("source", here(entry.place))]
 
     def _measured_cells(self, row: Row, timings: Timings) -> list[Cell]:
         took, exposed, bandwidth = "measured, a step", "exposed", "bandwidth"
@@ -312,10 +313,9 @@ class Content:
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
-        alike_outputs = alike(self.unequal, lambda o: (o.kind, o.over, o.missing, o.advice))
         todo = [
-            of_output(same[0], "to do:", same[0].advice, [o.name for o in same[1:]])
-            for same in alike_outputs
+            of_output(same[0], TODO, _advice_on(same), [o.name for o in same[1:]])
+            for same in alike(self.unequal, _lacking)
         ]
         stays = [of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
         allowed = [
@@ -350,7 +350,7 @@ class Content:
             return Block(title, items=items)
         names = []
         for first in (ranked[n][0][0] for n in folded):
-            where = f" at {here(first.entry.source)}" if first.entry.source else ""
+            where = f" at {here(first.entry.place)}" if first.entry.place else ""
             names.append(f"{first.kind} {first.entry.what}{where}")
         saved = sum(ranked[n][1].bytes for n in folded)
         part = f"{size(saved)}, {percent(saved, self.ledger.total.bytes)}"
@@ -370,6 +370,20 @@ def _sum(worths: Iterable[Worth]) -> Worth:
     return functools.reduce(Worth.plus, worths, Worth())
 
 
+def _lacking(output: outputs.Unequal) -> tuple[object, ...]:
+    """Give what outputs have in common that lack the same reduction, at whatever lines."""
+    of = output.unreduced
+    lacking = (output.missing, output.advice) if of is None else (of.axes, of.is_summed_before)
+    return output.kind, output.over, *lacking
+
+
+def _advice_on(same: Sequence[outputs.Unequal]) -> str:
+    unreduced = [output.unreduced for output in same if output.unreduced is not None]
+    if len(unreduced) < 2:
+        return same[0].advice
+    return missing.advice(functools.reduce(outputs.Unreduced.plus, unreduced))
+
+
 def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence[str] = ()) -> Item:
     """Say what is known of an output, and name those of which all but the reason is the same."""
     more = ("likewise", few(likewise, _LISTED)) if likewise else ("", "")
@@ -379,7 +393,7 @@ def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence
 
 def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
     """Gather hints that differ in nothing but their bytes and their place in the program."""
-    return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.source, hint.advice))
+    return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.place, hint.advice))
 
 
 def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time: str = "") -> Item:
@@ -397,9 +411,9 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
         lines.append((RESTING, resting_on(verdict)))
-    lines.append(("allowed:", reason) if reason else ("to do:", here(first.advice)))
+    lines.append(("allowed:", reason) if reason else (TODO, here(first.advice)))
     said = tuple((label, text) for label, text in lines if text)
-    return Item(first.kind, what, here(entry.source), said, entry)
+    return Item(first.kind, what, here(entry.place), said, entry)
 
 
 def resting_on(verdict: hlo.Verdict) -> str:

@@ -55,9 +55,9 @@ def as_dict(content: Content) -> dict[str, Any]:
             "avoidable_seconds": content.avoidable.exposed_seconds,
             **_picked(timings, "device ran busy"),
         },
-        "unequal_outputs": [asdict(output) for output in content.unequal],
+        "unequal_outputs": [_output(output) for output in content.unequal],
         "unequal_outputs_allowed": [
-            {**asdict(output), "allowed_because": reason}
+            {**_output(output), "allowed_because": reason}
             for output, reason in content.unequal_allowed
         ],
         "total": asdict(content.account.total),
@@ -81,12 +81,18 @@ def _picked(value: Any, names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names.split()}
 
 
+def _output(output: outputs.Unequal) -> dict[str, Any]:
+    data = asdict(output)
+    del data["unreduced"]  # the advice has it in words
+    return data
+
+
 def _collective(content: Content, entry: accounts.Entry) -> dict[str, Any]:
     verdict, number = entry.judged, entry.number
     assert verdict is not None
     part = verdict.range
     own = asdict(dataclasses.replace(entry, judged=None))
-    del own["judged"], own["number"]  # its place is that in the list
+    del own["judged"], own["number"]  # its number is that in the list
     data = {
         **own,
         "group_size": verdict.collective.group_size,

@@ -22,6 +22,7 @@ _LOWEST = 2.0  # of any bar
 _WIDTH = 1080  # of a step that is drawn to time
 _LANE = 24  # of it, for collectives that don't overlap
 _NARROWEST = 0.5
+_ELSE = "anything else"  # the label of what hides a collective
 _MOST = 4000  # runs of collectives in it, the longest
 
 _Span = tuple[float, float]
@@ -35,6 +36,7 @@ class Mark(NamedTuple):
     row: str
     verdict: str
     says: str
+    lane: str = ""  # the label of its lane in a step that is drawn to time
 
 
 def escaped(value: object) -> str:
@@ -66,7 +68,9 @@ def groups_on_mesh(
     """Draw devices, the last axis to the right, a colour for each group, an arrow for each pair."""
     axes = dict(mesh) if mesh else {"devices": device_count}
     *down, right = axes
-    across = axes[right] if down else math.isqrt(device_count - 1) + 1
+    across = axes[right]
+    if not down and across > _ACROSS:
+        across = math.isqrt(device_count - 1) + 1
     across = max(1, min(across, _ACROSS, device_count))
     shown = min(device_count, _CELLS)
     side = 30 if shown <= 64 else 16
@@ -206,7 +210,7 @@ def strip(
 ) -> str:
     """Draw the collectives in program order, as high as their sizes: loops above, phases below."""
     count = sum(event.kind == "collective" for event in events)
-    pitch = max(3.0, min(27.0, 1080 / max(1, count)))
+    pitch = max(3.0, min(54.0, _WIDTH / max(1, count)))
     gap = min(3.0, pitch / 4)
     wide = pitch - gap
     most = max(sizes, default=0) or 1
@@ -256,24 +260,33 @@ def _span(phase: str, start: float, end: float, base: float) -> str:
 def timed(runs: Sequence[tuple[Mark, float, float]], busy: Sequence[_Span]) -> str:
     """Draw runs of collectives from start to end in seconds, and below when the device was busy."""
     last = max([*(end for *_, end in runs), *(end for _, end in busy), 1e-9])
-    scale = _WIDTH / last
-    lanes: list[float] = []  # when each lane's last collective ended
+    # A lane for each kind of collective and its axes, and more where these overlap.
+    lanes: list[tuple[str, float]] = []  # each lane's label, and when its last one ended
     bars: list[tuple[float, str]] = []
-    for mark, start, end in sorted(runs, key=lambda run: run[1]):
-        lane = next((n for n, until in enumerate(lanes) if until <= start), len(lanes))
-        lanes[lane : lane + 1] = [end]
+    labels = list(dict.fromkeys(mark.lane for mark, *_ in sorted(runs, key=lambda run: run[1])))
+    left = 6 + 6.2 * max(map(len, (*labels, _ELSE)))
+    scale = (_WIDTH - left) / last
+    for mark, start, end in sorted(runs, key=lambda run: (labels.index(run[0].lane), run[1])):
+        free = (n for n, (of, until) in enumerate(lanes) if of == mark.lane and until <= start)
+        lane = next(free, len(lanes))
+        lanes[lane : lane + 1] = [(mark.lane, end)]
         place, wide = (4 + lane * _LANE, _LANE - 4), max(_NARROWEST, (end - start) * scale)
-        bar = _bar(mark, 4 + start * scale, wide, place, place, _LANE - 4)
+        bar = _bar(mark, left + start * scale, wide, place, place, _LANE - 4)
         bars.append((end - start, bar))
     shortest = min(sorted((took for took, _ in bars), reverse=True)[:_MOST], default=0.0)
     parts = [bar for took, bar in bars if took >= shortest]
+    for n, (label, _) in enumerate(lanes):
+        if n == 0 or lanes[n - 1][0] != label:
+            parts.append(_text(0, n * _LANE + 18, escaped(label)))
     base = 4 + len(lanes) * _LANE
     lines = "".join(
-        f"M{4 + a * scale:.2f} {base + 5}h{max(_NARROWEST, (b - a) * scale):.2f}" for a, b in busy
+        f"M{left + a * scale:.2f} {base + 5}h{max(_NARROWEST, (b - a) * scale):.2f}"
+        for a, b in busy
     )
-    parts.append(f'<path class="busy" d="{lines}"><title>anything else</title></path>')
+    parts.append(f'<path class="busy" d="{lines}"><title>{_ELSE}</title></path>')
+    parts.append(_text(0, base + 9, _ELSE))
     for quarter, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
-        x = 4 + _WIDTH * quarter / 4
+        x = left + (_WIDTH - left) * quarter / 4
         parts.append(f'<path class="edge" d="M{x:g} {base + 12}v4"/>')
         time = milliseconds(last * quarter / 4)
         parts.append(_text(x, base + 28, time, f' text-anchor="{anchor}"'))

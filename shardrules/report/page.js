@@ -84,6 +84,16 @@
       bar.dataset.log = high;
     }),
   );
+  // Of the treemap, one file as large as all.
+  for (const tree of all(".tree"))
+    tree.addEventListener("click", (e) => {
+      const file = e.target.closest(".file");
+      all(".file", tree).forEach((f) => {
+        const on = f === file && f.classList.toggle("zoomed");
+        if (!on) f.classList.remove("zoomed");
+        f.querySelector("button").setAttribute("aria-pressed", on);
+      });
+    });
   // On the mesh, the members of one group.
   document.addEventListener("mouseover", (e) => {
     const cell = e.target.closest?.("[data-g]");

@@ -9,14 +9,14 @@ import hashlib
 import html
 import os
 import pathlib
+import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.errors import few
-from shardrules.report import drawn, grouping
+from shardrules.report import drawn, grouping, treemap
 from shardrules.report.content import RESTING, Cell, Content, resting_on
 from shardrules.report.drawn import Mark, escaped
 from shardrules.report.grouping import Row, alike, here, milliseconds, percent, size
@@ -24,14 +24,17 @@ from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
 
 VERDICTS = ("needed", "overwide", "redundant", "unproven", "internal")
-_BARS = 12  # source lines that are drawn
+_PLACE = re.compile(r"(.+?)(:(\d{1,9})(?: \(.*\))?)", re.DOTALL)  # file, and its line
+_BARS = 12  # mesh axes that are drawn
 _MESHES = 6  # sets of groups that are drawn at once; the others are folded away
+_ITEMS = 20  # of a list that are shown at once
 _OPEN = 6  # items of a list up to which all are unfolded
 _SITES = 20  # of a row that are listed
 _AROUND = 2  # lines above and below one that is shown
 _LARGEST = 1 << 20  # bytes of a source file that is read
 # Columns of the table of collectives that a narrow screen shows in the unfolded row only.
 _HIDDEN = ("sites", "runs", "bytes", "wire bytes", "est. a run", "bandwidth", "source")
+_LEAST = _HIDDEN[:-1]  # of these, which a wide screen shows there too where times are measured
 
 
 @checked
@@ -63,27 +66,38 @@ def page(content: Content | Several) -> str:
         about = f"~{grouping.duration(avoidable.seconds)} of ~{grouping.duration(cost.seconds)}"
         figures.insert(1, (f"of communication, {content.target.name}", about))
     if content.timings is not None:
-        figures.insert(0, ("avoidable, measured", content.measured.removeprefix("avoidable: ")))
+        measured = content.measured.removeprefix("avoidable: ").replace(" a step", "")
+        figures.insert(0, ("avoidable a step, measured", measured))
     body = [
         *map(_section, changes),
         *(_pictures(content) if content.account.entries else [dim("No collectives.")]),
         *(_section(block) for block in others if block.title),
     ]
-    return whole(content.title, [tiles(figures), dim(f"{content.about}.")], body)
+    about = content.about.replace(f"{content.worth}; ", "", 1)  # the tiles have that
+    return whole(content.title, [tiles(figures), dim(f"{about}.")], body)
+
+
+def in_notebook(content: Content | Several) -> str:
+    """Return the page in a frame of its own, as a notebook shows a cell's value."""
+    own = html.escape(page(content))
+    return f'<iframe srcdoc="{own}" style="width:100%;height:42rem;border:0"></iframe>'
 
 
 def _of_several(several: Several) -> str:
     first = f"<p><b>{escaped(several.measured)}.</b></p>" if several.measured else ""
-    body = [*map(_section, (*several.blocks, *several.ends))]
+    programs, *others = several.blocks
+    body = [_section(programs._replace(note=""))]
     for content in several.detailed:
         # A frame of its own keeps each page's names and styles apart. Its links to #row would be
         # links to this page, which a frame in it may not load; the base makes them its own.
         own = page(content).replace("<head>", '<head><base href="about:srcdoc">', 1)
-        title = escaped(content.headline)
+        own = own.replace("<body>", '<body class="framed">', 1)  # its title stands above it
+        title = escaped(f"{content.title}{content.axes}")
         body.append(
             f"<details open><summary>{title}</summary>"
             f'<iframe title="{title}" srcdoc="{html.escape(own)}"></iframe></details>'
         )
+    body += [*map(_section, (*others, *several.ends)), dim(*programs.notes)]
     ran = f": {several.ran}" if several.ran else ""
     when = dim(f"{several.ran}.") if several.ran else ""
     head = [when, first, f"<p>{escaped(several.headline)}.</p>"]
@@ -162,6 +176,7 @@ def _pictures(content: Content) -> Iterator[str]:
     entries = list(enumerate(content.account.entries))
     axes = ((entry.over or "one device", n) for n, entry in entries)
     lines = ((_where(entry) or "(no source line)", n) for n, entry in entries)
+    tree = treemap.treemap(_sums(content, lines))
     boxes = "".join(
         f'<label><input type="checkbox" class="verdict" checked value="{v}"> {v}</label>'
         for v in _present(content)
@@ -174,10 +189,8 @@ def _pictures(content: Content) -> Iterator[str]:
     )
     yield timeline(content, "In program order", True)
     yield _timed(content)
-    yield '<div class="side">'
     yield _bars("By mesh axes (wire bytes per device)", _sums(content, axes))
-    yield _bars("Costly source lines (wire bytes per device)", _sums(content, lines))
-    yield "</div>"
+    yield titled("By source line (wire bytes per device)", tree) if tree else ""
     yield _table(content)
     yield meshes({"": content})
 
@@ -188,10 +201,10 @@ def _present(content: Content) -> list[str]:
 
 def _where(entry: accounts.Entry) -> str:
     """Give file, line and function, without the folders that every machine has its own of."""
-    if not entry.file:
-        return ""
-    file = comparing.relative_file(entry.file, os.getcwd())
-    return str(hlo.Frame(file, entry.line, entry.function))
+    match = _PLACE.fullmatch(entry.place)
+    if match is None:
+        return comparing.relative_file(entry.place, os.getcwd())
+    return f"{comparing.relative_file(match[1], os.getcwd())}{match[2]}"
 
 
 def _ids(*programs: Content) -> dict[str, str]:
@@ -253,7 +266,8 @@ def _marks(content: Content, amounts: Iterable[tuple[int, str]], linked: bool = 
         entry = content.account.entries[number]
         where = f", at {_where(entry)}" if entry.file else ""
         says = f"{entry.what}: {entry.verdict}, {amount}{where}"
-        marks.append(Mark(rows[number] if linked else "", entry.verdict, says))
+        row, lane = (rows[number] if linked else ""), f"{entry.kind}({entry.over})"
+        marks.append(Mark(row, entry.verdict, says, lane))
     return marks
 
 
@@ -285,8 +299,9 @@ def _timed(content: Content) -> str:
     marks = _marks(content, took)
     runs = [(mark, start, end) for mark, (_, start, end) in zip(marks, ran)]
     note = (
-        f"Measured on {content.timings.device}, whose collectives took longest. The grey line "
-        "shows when it ran anything else, which hides that part of a collective."
+        f"Measured on {content.timings.device}, whose collectives took longest. Each kind of "
+        "collective has a lane; the grey line below shows when it ran anything else, which hides "
+        "that part of a collective."
     )
     return _picture("A step as it ran", drawn.timed(runs, content.timings.busy), dim(note))
 
@@ -328,9 +343,13 @@ def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
 
 def _section(block: Block) -> str:
     if block.items:
-        items = "".join(_item(item, len(block.items) <= _OPEN) for item in block.items)
+        items = [_item(i, n == 0 or len(block.items) <= _OPEN) for n, i in enumerate(block.items)]
+        if len(items) > _ITEMS + 1:
+            more = f"<summary>{len(items) - _ITEMS} more</summary>"
+            left = "".join(items[_ITEMS:])
+            items[_ITEMS:] = [f'<li><details>{more}<ul class="remarks">{left}</ul></details></li>']
         rest = f'<li class="dim">{escaped(block.rest)}</li>' if block.rest else ""
-        return titled(block.title, f'<ul class="remarks">{items}{rest}</ul>')
+        return titled(block.title, f'<ul class="remarks">{"".join(items)}{rest}</ul>')
     if not block.rows:
         return dim(block.note) if block.note else ""
     rows = ("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)
@@ -381,6 +400,7 @@ def _table(content: Content) -> str:
 
 def _classes(cell: Cell) -> str:
     classes = {"n": cell.key is not None, "less": cell.column in _HIDDEN}
+    classes["least"] = cell.column in _LEAST
     classes["measured"] = cell.column == "measured, a step"
     return " ".join(name for name, is_so in classes.items() if is_so)
 
@@ -393,7 +413,7 @@ def _row(content: Content, number: int, row: Row, ids: dict[str, str]) -> str:
     estimated = f", {cells['est. a run'].text} a run" if "est. a run" in cells else ""
     says = (
         f"{first.what}: {first.verdict}, {row.sites} x {size(first.wire_bytes * (first.runs or 1))}"
-        f" on the wire{estimated}, {first.source}"
+        f" on the wire{estimated}, {first.place}"
     )
     groups = " ".join(dict.fromkeys(ids[entry.groups] for entry in row.entries))
     written = "".join(
@@ -417,8 +437,8 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
         parts.append(f"<p>{count}because {escaped(same[0].reason)}</p>")
         rests = resting_on(same[0])
         parts.append(dim(f"resting on: {rests}") if rests else "")
-    if row.first.source:
-        parts.append(f"<p>at <code>{escaped(row.first.source)}</code></p>")
+    if row.first.place:
+        parts.append(f"<p>at <code>{escaped(row.first.place)}</code></p>")
     parts.append(_excerpt(row.first))
     groups = list(dict.fromkeys(entry.groups for entry in row.entries))
     names = list(dict.fromkeys(verdict.collective.name for verdict in verdicts))
@@ -444,12 +464,13 @@ def _lines(file: str) -> tuple[str, ...]:
 
 
 def _excerpt(entry: accounts.Entry) -> str:
-    lines = _lines(entry.file) if entry.file else ()
-    if not 0 < entry.line <= len(lines):
+    match = _PLACE.fullmatch(entry.place)
+    lines, line = (_lines(match[1]), int(match[3])) if match else ((), 0)
+    if not 0 < line <= len(lines):
         return ""
-    start, stop = max(1, entry.line - _AROUND), min(len(lines), entry.line + _AROUND)
+    start, stop = max(1, line - _AROUND), min(len(lines), line + _AROUND)
     shown = "\n".join(
-        ("<mark>{}</mark>" if n == entry.line else "{}").format(f"{n:5}  {escaped(lines[n - 1])}")
+        ("<mark>{}</mark>" if n == line else "{}").format(f"{n:5}  {escaped(lines[n - 1])}")
         for n in range(start, stop + 1)
     )
     return f"<pre>{shown}</pre>"

@@ -56,7 +56,10 @@ class Block(NamedTuple):
     @property
     def notes(self) -> list[str]:
         """Write the note as sentences."""
-        return [f"{note[0].upper()}{note[1:]}." for note in self.note.splitlines()]
+        notes = self.note.splitlines()
+        # A program's name stays as it is.
+        begins = [n if "_" in n.split()[0] else f"{n[0].upper()}{n[1:]}" for n in notes]
+        return [f"{note}." for note in begins]
 
 
 def listed(title: str, lines: Iterable[str]) -> Block:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
 from shardrules.hlo import Verdict
-from shardrules.report.content import BETWEEN, RESTING, Content, item
+from shardrules.report.content import BETWEEN, RESTING, TODO, Content, item
 from shardrules.report.grouping import alike, here, sizes
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
 
+_LONG = 60  # characters of advice that is written once
 _BLOCKS, _LINES = 3, 12  # of the collectives that a failing test's message is about
 
 
@@ -49,11 +50,31 @@ def _as_text(blocks: Iterable[Block]) -> list[str]:
         lines += [f"{block.title.lower()}:"] if block.title else []
         if block.rows:
             lines.append(table([block.columns, *([*map(_shown, row)] for row in block.rows)]))
-        lines += map(_text_of, block.items)
+        lines += map(_text_of, _advised_once(block.items))
         lines += [f"  {block.rest}"] if block.rest else []
         lines += [f"({note})" for note in block.note.splitlines()]
         lines.append("")
     return lines
+
+
+def _advised_once(items: Iterable[Item]) -> Iterator[Item]:
+    """Point from long advice to the collective above which has the same."""
+    first: dict[str, str] = {}
+    for said in items:
+        advice = dict(said.lines).get(TODO, "")
+        if said.entry is None or said.entry.judged is None or len(advice) < _LONG:
+            yield said
+            continue
+        name = said.entry.judged.collective.name
+        above = first.setdefault(advice, name)
+        same = (TODO, f"the same as for {above}")
+        yield (
+            said
+            if above == name
+            else said._replace(
+                lines=tuple(same if label == TODO else (label, text) for label, text in said.lines)
+            )
+        )
 
 
 def _text_of(said: Item) -> str:
@@ -191,17 +212,17 @@ def listed(entries: Sequence[Entry]) -> list[str]:
     Args:
       entries: collectives of an account.
     """
-    blocks = alike(entries, lambda e: (e.what, e.verdict, e.source, e.reason))
+    blocks = alike(entries, lambda e: (e.what, e.verdict, e.place, e.reason))
     if len(blocks) <= _BLOCKS and all(entry.verdict and entry.judged for entry in entries):
         return [
             describe_finding(*(Finding(e.verdict, e, advice(e.judged)) for e in same if e.judged))
             for same in blocks
         ]
     lines = []
-    for same in alike(entries, lambda e: (e.what, e.verdict, e.source)):
+    for same in alike(entries, lambda e: (e.what, e.verdict, e.place)):
         first, count = same[0], f"{len(same)} x " if len(same) > 1 else ""
         verdict = f": {first.verdict}" if first.verdict else ""
-        where = f" at {here(first.source)}" if first.source else ""
+        where = f" at {here(first.place)}" if first.place else ""
         lines.append(f"    {count}{first.what}, {sizes([e.bytes for e in same])}{verdict}{where}")
     left = len(lines) - _LINES
     return lines if left <= 0 else [*lines[:_LINES], f"    and {left} more lines like these"]

@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardrules import fitting
 from shardrules.arguments import checked
 from shardrules.door import compiled
 from shardrules.door.jaxprs import kernel_name
@@ -88,6 +90,10 @@ class WatchedProgram:
         """Give each parameter's memory, and whether it is typed weakly, where JAX has it."""
         return self._placements.details() or []
 
+    @property
+    def runs_on_cpu(self) -> bool:
+        return self._placements.platform() == "cpu"
+
     def annotated_text(self) -> str:
         """Return its compiled HLO, with mesh and shardings where ``hlo.judge`` reads them.
 
@@ -156,6 +162,11 @@ class WatchedProgram:
 
     def __repr__(self) -> str:
         return f"<WatchedProgram {self.name}>"
+
+    def _repr_html_(self) -> str:
+        from shardrules.report.page import in_notebook
+
+        return in_notebook(self.content)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -250,7 +261,11 @@ class Watched:
             [program.count for program in judges],
             failures,
             len(programs) - judged,
-            notes=[*_made_again(judges), *map(here, dict.fromkeys(self._above_check_off))],
+            notes=[
+                *_made_again(judges),
+                *map(here, dict.fromkeys(self._above_check_off)),
+                *_of_cpu(judges),
+            ],
         )
 
     def profiled(self, folder: str) -> Profile:
@@ -329,10 +344,27 @@ class Watched:
     def __str__(self) -> str:
         from shardrules.report import plain
 
-        return plain(self.judged())
+        return fitting.fitted(plain(self.judged()), fitting.width(sys.stdout))
 
     def __repr__(self) -> str:
         return f"<Watched: {len(self)} programs>"
+
+    def _repr_html_(self) -> str:
+        from shardrules.report.page import in_notebook
+
+        return in_notebook(self.judged())
+
+
+def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
+    """Say of savings on CPU that they are those of CPU."""
+    saving = [p for p in programs if p.content.worth and p.runs_on_cpu]
+    if saving:
+        timed = any(program.content.timings for program in saving)
+        yield (
+            "compiled for CPU: for TPU or GPU, XLA merges, moves and drops collectives otherwise, "
+            "so that what can be saved there may differ (`python -m shardrules.aot` prints how to "
+            f"install their compilers here){'; times on CPU say nothing of theirs' * timed}"
+        )
 
 
 def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:

@@ -323,6 +323,15 @@ def test_jaxs_own_words_and_an_integer_program(cpu_mesh):
     assert why[0] == "TypeError: no argument is of a float type" and "while_loop" in why[1]
 
 
+def test_a_missing_derivative_is_not_said_in_words_of_jaxs_inside(monkeypatch):
+    def failing(*_):
+        raise ValueError("Linearization failed to produce known values for all output primals.")
+
+    monkeypatch.setattr(retrace, "traced", failing)
+    made, why = retrace.derivatives(jnp.sin, (X,), lambda _: False, lambda: None)
+    assert (made, why) == ([], "an operation in it has none")
+
+
 @pytest.mark.slow
 def test_another_body_at_the_same_place_is_looked_at(cpu_mesh):
     with looking() as found:

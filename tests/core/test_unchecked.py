@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from core import versions
+from shardrules import testing
 from shardrules.hooks import shard_map, unchecked
 from shardrules.hooks.install import touched
 
@@ -242,19 +243,13 @@ LEFT = {
         (W, X),
         "its body takes gradients, which would change",
     ),
-    "bwd sums": (
-        lambda x: copied(x),
-        P(),
-        P(),
-        (X,),
-        "in the derivative: the bwd '<lambda>' returns",
-    ),
+    "bwd sums": (lambda x: copied(x), P(), P(), (X,), "in the derivative: the bwd '<lambda>' (at "),
     "bwd sums what varies": (
         lambda x, w: copied(x) * w,
         (P(), P(None, "model")),
         P(None, "model"),
         (X[:, :8], X),
-        "in the derivative: the bwd '<lambda>' returns",
+        "in the derivative: the bwd '<lambda>' (at ",
     ),
     "bwd sums a weight's": (
         weighted,
@@ -570,3 +565,55 @@ def test_explain_says_it(cpu_mesh):
         words = " ".join(text.split())  # lines break where the folder's name is long
         assert "unchecked: double at" in words and "runs with its check on" in words
     assert "unchecked:" not in str(shardrules.explain(off(double, cpu_mesh, P(), P()), X))
+
+
+def test_a_shard_map_that_was_made_before_compares_nothing_and_says_so(cpu_mesh):
+    make = lambda: jax.jit(shard_map(double, cpu_mesh, P("data"), P("data"), check=False))  # noqa: E731
+    early = make()
+    with pytest.raises(
+        shardrules.errors.ShardrulesError,
+        match=r"nothing was compared: 1 shard_map with the check off in the program, made before",
+    ):
+        testing.assert_same_unchecked(early, X)
+    (site,) = testing.assert_same_unchecked(lambda x: make()(x), X)
+    assert site.switched
+    with shardrules.install():
+        late = make()
+    assert len(testing.assert_same_unchecked(late, X)) == 1
+    assert testing.assert_same_unchecked(jax.jit(jnp.sin), X) == ()
+
+
+@pytest.mark.parametrize(
+    "error, outcome",
+    [
+        ("ValueError: one line", "ValueError: one line"),
+        ("It does that. Say which is meant:\n    a\n    b", "It does that"),
+        ("types differ:\n  here and there", "types differ"),
+        ("It is long.\n\nAnd more.", "It is long"),
+    ],
+)
+def test_an_outcome_is_a_whole_sentence_of_an_error(error, outcome):
+    site = unchecked.Site("a.py", 1, 0, 1, 9, "f")
+    said = unchecked.why_left(unchecked.Call(site, None, "", error=error))
+    more = " (shardrules migrate prints all of it)" if "\n" in error else ""
+    assert said == outcome + more
+
+
+def ours(error):
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith("shardrules: ")]
+
+
+def test_jaxs_advice_to_switch_the_check_off_gets_a_sentence_beside_it(cpu_mesh):
+    f = lambda: shard_map(lambda x: x.sum(), cpu_mesh, P("data"), P(), check=True)  # noqa: E731
+    with shardrules.install(), pytest.raises(ValueError, match="require replication") as caught:
+        jax.jit(f())(X)
+    (note,) = ours(caught.value)
+    assert "rather than switch the check off" in note
+    assert "out_specs is P(), and it varies over data; name the axes" in note
+    early = f()
+    with pytest.raises(ValueError, match="require replication") as caught:
+        jax.jit(early)(X)
+    assert ours(caught.value) == []
+    with shardrules.install(), pytest.raises(ValueError) as caught:  # another error
+        jax.jit(shard_map(lambda x: x.sum(), cpu_mesh, P("data"), P(), check=True))(X[:3])
+    assert ours(caught.value) == []

@@ -30,7 +30,7 @@ def names(seen):
     return [one.name for one in seen]
 
 
-def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh):
+def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh, monkeypatch):
     x = np.ones((8, 16), np.float32)
     expected = doubled(cpu_mesh)(x)
     with shardrules.watch() as seen:
@@ -40,6 +40,14 @@ def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh):
     assert one.judgement.mesh == {"data": 4, "model": 2}
     assert [v.collective.axes for v in one.judgement.redundant] == [("model",)]
     assert not seen.clean and "1 redundant" in str(seen)
+    (note,) = seen.judged().notes
+    assert note.startswith("compiled for CPU: for TPU or GPU, XLA merges, moves and drops")
+    for shown in (seen, one):  # in a notebook
+        frame = shown._repr_html_()
+        assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;') and frame.count("<") == 2
+        assert "redundant" in frame
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(seen).splitlines())) <= 80
 
 
 def test_it_says_clean_and_leaves_jax_as_it_was(cpu_mesh):
@@ -50,7 +58,12 @@ def test_it_says_clean_and_leaves_jax_as_it_was(cpu_mesh):
         jax.jit(lambda x: jnp.sin(x) + 1.0)(np.ones(3, np.float32))
     assert dict(vars(pxla.MeshComputation)) == before[0]
     assert pxla.lower_sharding_computation is before[1]
-    assert len(seen) and seen.clean and "no findings" in str(seen)
+    assert (
+        len(seen)
+        and seen.clean
+        and "no findings" in str(seen)
+        and "compiled for CPU" not in str(seen)
+    )
     count = len(seen)
     jax.jit(lambda x: jnp.sin(x) + 2.0)(np.ones(3, np.float32))
     assert len(seen) == count
@@ -174,13 +187,13 @@ def test_why_a_program_was_compiled_again_is_said(cpu_mesh):
     with shardrules.watch() as seen:
         total(placed(8, 16))
         total(placed(16, 16))
-    [note] = seen.judged().notes
+    note = seen.judged().notes[0]
     assert note.startswith("jit_total was compiled 2 times: argument 0 is f32[2,16] a device")
     assert ", then f32[4,16] a device" in note
     with shardrules.watch() as seen:
         for _ in range(2):
             doubled(cpu_mesh)(np.ones((8, 16), np.float32))
-    [note] = seen.judged().notes
+    note = seen.judged().notes[0]
     assert "was compiled 2 times for arguments of the same shapes and shardings" in note
 
 

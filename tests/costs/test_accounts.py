@@ -387,10 +387,10 @@ KERNEL = (
         ),
         (
             T.module("%x = f32[8] parameter(0)\n" + T.all_reduce("%x")),
-            "give the jax.stages.Compiled instead of its text, or tell how its parameters are "
-            "sharded: --mesh data=4,model=2 --in \"P('data'); P()\", as testing.verify_flags "
-            "prints it of the Compiled, or --parameters FILE, the *before_optimizations.txt of "
-            "the same dump",
+            "say how its parameters are sharded: pass the flags that "
+            "print(shardrules.testing.verify_flags(compiled)) prints in the program, or "
+            "--parameters FILE, the *before_optimizations.txt of the same dump; in Python, judge "
+            "the jax.stages.Compiled instead of its text",
         ),
     ],
 )
@@ -529,3 +529,48 @@ def test_and_so_are_the_loops_in_it():
     )
     (change,) = comparing.compare(*map(comparing.grouped, (before, after)))
     assert (change.before.unknown_bytes, change.after.unknown_bytes) == (12 * 32, 24 * 32)
+
+
+FRAMES = """
+FileNames
+1 "train.py"
+
+FunctionNames
+1 "step"
+2 "block"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=59 end_line=59 column=1 end_column=2}
+2 {file_name_id=1 function_name_id=1 line=46 end_line=46 column=1 end_column=2}
+3 {file_name_id=1 function_name_id=2 line=42 end_line=42 column=1 end_column=2}
+4 {file_name_id=1 function_name_id=2 line=70 end_line=70 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+4 {file_location_id=4 parent_frame_id=2}
+
+"""
+
+
+@pytest.mark.parametrize(
+    "name, frame, place",
+    [
+        ("remat2", 3, "train.py:42 (block)"),  # the loop's line calls it
+        ("remat2", 4, "train.py:46 (step)"),  # it doesn't
+        ("dot_general", 3, "train.py:46 (step)"),  # the line is the collective's own
+        ("while", 4, "train.py:70 (block)"),  # who takes a loop's result
+    ],
+)
+def test_the_line_within_a_loop_is_named_where_xla_left_that_of_the_loop(name, frame, place):
+    own = f', metadata={{op_name="jit(f)/{name}" stack_frame_id=2}}'
+    gather = (
+        "%g = f32[32] all-gather(%x), channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}, "
+        f"dimensions={{0}}, use_global_device_ids=true{own}"
+    )
+    taker = f'%r = f32[32] negate(%c), metadata={{op_name="jit(f)/neg" stack_frame_id={frame}}}'
+    text = T.module("\n".join([T.parameter(T.DATA), gather, "%c = f32[32] copy(%g)", taker]))
+    head, tail = text.split("\n", 1)
+    (entry,) = accounts.of(hlo.judge(f"{head}\n{FRAMES}{tail}", mesh=T.MESH))
+    assert (entry.place, entry.source) == (place, "train.py:46 (step)")

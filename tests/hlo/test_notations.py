@@ -157,7 +157,9 @@ def test_programs_of_older_and_newer_jax(path):
         assert found == ["unproven"] * 3
     elif "0_12" in path.stem:  # which prints no shardings of parameters
         assert found == ["unproven", "redundant", "overwide"]
-        assert "parameter 0 (x) has no sharding in the text" in judgement.verdicts[0].reason
+        assert (
+            "parameters 0 (x), 1 (w) have no sharding in the text" in judgement.verdicts[0].reason
+        )
     else:
         assert found == ["redundant", "redundant", "overwide"]
     assert judgement.verdicts[0].collective.source.line == 14

@@ -102,3 +102,15 @@ def test_diff_says_what_each_change_saved(tmp_path, capsys):
     (tmp_path / "one.hlo").write_text(ASYNC)
     assert main(["diff", both[0], str(tmp_path / "one.hlo")]) == 2
     assert "one.hlo is not a profile" in capsys.readouterr().err
+
+
+def test_a_script_that_is_too_short_is_told_how_many_steps_it_takes(monkeypatch, tmp_path):
+    import jax
+
+    from shardrules.watching.profiles import recording
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    recorder = recording.Recorder(3, str(tmp_path))
+    recorder._recording = True
+    recorder.end()
+    assert recorder.trouble.endswith("it has warmed up, so let it run 6 steps or more")

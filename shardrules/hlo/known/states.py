@@ -6,8 +6,10 @@ States are interned: a state is a small integer, and combining two states is a d
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from shardrules import errors
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
@@ -20,6 +22,10 @@ class Cause(NamedTuple):
     what: str  # the thing that differs, ``"parameter 0 ('x')"``
     how: str  # ``"is sharded"``; messages add the axes if these are known
     detail: str = ""  # ``"as {devices=...}"``; messages add it if the axes are not known
+
+
+UNSHARDED = "no sharding in the text"  # what blocks a parameter whose sharding isn't known
+_NAMED = 2  # parameters of those that have none
 
 
 class Blocker(NamedTuple):
@@ -39,6 +45,17 @@ class Blocker(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what} at {self.where}" if self.where else self.what
+
+
+def listed(blockers: Iterable[Blocker]) -> str:
+    """Describe blockers; the parameters without a sharding, of which there may be many, once."""
+    end = f" has {UNSHARDED}"
+    said = [*map(str, blockers)]
+    names = [text.removeprefix("parameter ").removesuffix(end) for text in said if end in text]
+    if names[1:]:
+        whose = f"parameters {errors.few(names, _NAMED)} have {UNSHARDED}"
+        said = [whose, *(text for text in said if end not in text)]
+    return "; ".join(said)
 
 
 class Support(NamedTuple):

@@ -141,7 +141,7 @@ def parameter_values(
         if text is None and states.relations.all_partitions == 1:
             text = "{replicated}"
         if text is None:
-            why = f"{what} has no sharding in the text (pass parameter_shardings=)"
+            why = f"{what} has {hs.UNSHARDED}"
             values.append(states.blocked(hs.Blocker(why)))
             continue
         parts = hn.split_tuple_sharding(text)

@@ -345,5 +345,5 @@ def why_varying(
             over = f" over {named}" if named else f" {cause.detail}" if cause.detail else ""
             return f"{cause.what} {cause.how}{over}", cause.what
     if state.blockers:
-        return "; ".join(map(str, state.blockers)), ""
+        return hs.listed(state.blockers), ""
     return "the cause is not known", ""

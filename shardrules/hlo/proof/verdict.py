@@ -337,7 +337,7 @@ class _Judge:
             )
 
         groups, transfer = channel.groups, self.proof.transfer
-        blocked = "; ".join(map(str, state.blockers))
+        blocked = hs.listed(state.blockers)
         if not transfer.uniform(rules.proven, channel):
             certain = "may differ" if transfer.uniform(rules.optimistic, channel) else "differs"
             why, _ = why_varying(rules, groups.relation, self.relations, self.mesh)

@@ -302,7 +302,7 @@ def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
         reasons = [why for rule in rules if (why := rule(graph))]
         if reasons and _is_within(graph, off):
             return tuple(reasons)
-    return ("unknown",)
+    return ("the cause is not known",)
 
 
 def _is_within(graph: Graph, off: Cost) -> bool:

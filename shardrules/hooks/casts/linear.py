@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
 from shardrules.hooks.cotangents.linearity import precision, rounded_to, strings
@@ -141,7 +142,9 @@ class Graph(Fold["Value | None"]):
         self.opaque = opaque
         self.again = again
         info = getattr(jaxpr, "debug_info", None)
-        self.function: str = getattr(info, "func_src_info", None) or ""
+        source = getattr(info, "func_src_info", None) or ""
+        # A function of JAX's own around the user's (``f_wrapped``) tells nothing.
+        self.function: str = "" if places.owns(source.rpartition(" at ")[2]) else source
         self.axes = door.manual_axes()
         self.every = frozenset(self.axes)
         self._sizes = {axis: jax.lax.psum(1, axis) for axis in self.axes}

@@ -196,7 +196,7 @@ class Bwd:
         if dropped and by is not None:
             kernel = self._forward.dropping(dropped)
             if kernel is not None or not dropped <= ct.have.varying:
-                raise self.refusals.summed(ct, dropped, by, kernel)
+                raise self._summed(ct, dropped, by, kernel)
         origins = self.origins_of(ct.path)
         for reduction in self._reductions(ct.path, arriving):
             equal = reduction.axes - reduction.origin.axes
@@ -210,7 +210,14 @@ class Bwd:
             if equal <= averaged and origins.divisions(sizes):
                 continue  # the forward's pmean, differentiated
             if equal:
-                raise self.refusals.summed(ct, equal, reduction.text, self._forward.dropping(equal))
+                raise self._summed(ct, equal, reduction.text, self._forward.dropping(equal))
+
+    def _summed(
+        self, ct: Cotangent, axes: frozenset[str], by: str, kernel: str | None
+    ) -> CotangentError:
+        cotangents = jax.tree_util.tree_leaves(self.args[-1])
+        shapes = [getattr(cotangents[i], "shape", ()) for i in sorted(self._used(ct.path))]
+        return self.refusals.summed(ct, axes, by, kernel, shapes)
 
     def _is_redundant(self, reduction: Reduction, origins: Origins, sizes: set[int | None]) -> bool:
         """Whether a sum of equal values is a mean, and not the transpose of the forward's."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Collection
 from typing import Any
 
 from jax.tree_util import keystr
@@ -138,14 +140,19 @@ class Refusals:
         )
 
     def summed(
-        self, ct: Cotangent, axes: frozenset[str], by: str, kernel: str | None
+        self,
+        ct: Cotangent,
+        axes: frozenset[str],
+        by: str,
+        kernel: str | None,
+        shapes: Collection[tuple[int, ...]],  # of the outputs whose cotangents it depends on
     ) -> CotangentError:
         """Return the error for a sum of values that are equal on the devices."""
         names = quoted(axes)
         both = "Where the same function must sum equal copies of such a primal, as the outer f of "
         both += (
-            f"f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then these forms "
-            "are right for both uses."
+            f"f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then the form "
+            "above is right for both uses."
             if self.has_casts
             else "f(f(x)) does, call another one there, whose bwd counts the copies:\n"
             f"    return (ct * jax.lax.psum(1, ({names},)),)"
@@ -156,12 +163,29 @@ class Refusals:
             f"it reduces over {{{names}}} (by {by}), but the forward's outputs are "
             f"invariant over {{{names}}}{f' (by {kernel})' if kernel else ''}, so the cotangent "
             "that bwd receives is the sum over them already, and would be counted once for each "
-            "device. After an all-reduce, pass it on:\n    return (ct,)\nafter an all-gather, "
-            f"take this device's slice:\n    i = jax.lax.axis_index({sorted(axes)[0]!r})\n"
-            "    return (jax.lax.dynamic_slice_in_dim(ct, i * n, n),)\n"
-            f"and after the identity of a primal that is invariant over {{{names}}}, pass it on "
-            f"too. {both}",
+            f"device. {self._without_sum(ct, axes, shapes)}{both}",
         )
+
+    def _without_sum(
+        self, ct: Cotangent, axes: frozenset[str], shapes: Collection[tuple[int, ...]]
+    ) -> str:
+        """Say what to return in place of the sum: the form that the shapes fit, else each."""
+        pass_on = "pass it on:\n    return (ct,)\n"
+        if not axes & ct.want.varying:
+            return f"The primal is invariant over {{{quoted(axes)}}}, so {pass_on}"
+        own = self.parts.in_avals[ct.index].shape
+        if {*shapes} == {own}:
+            return f"The output has the primal's shape, as after an all-reduce: {pass_on}"
+        along = _gathered_along(own, shapes)
+        shown = "n" if along is None else str(own[along])
+        by = "" if not along else f", {along}"
+        slice_it = (
+            f"take this device's slice:\n    i = jax.lax.axis_index({sorted(axes)[0]!r})\n"
+            f"    return (jax.lax.dynamic_slice_in_dim(ct, i * {shown}, {shown}{by}),)\n"
+        )
+        if along is not None:
+            return f"The output is the primal's, gathered along dimension {along}: {slice_it}"
+        return f"After an all-reduce, {pass_on}after an all-gather, {slice_it}"
 
     def of_others(self, ct: Cotangent, axes: frozenset[str], by: str) -> CotangentError:
         """Return the error for a sum that holds the cotangents of other devices' values."""
@@ -189,7 +213,7 @@ class Refusals:
         )
 
     def _error(self, ct: Cotangent, axes: frozenset[str], what: str) -> CotangentError:
-        place = f" (at {self.parts.place})" if is_library(self.parts.place) else ""
+        place = f" (at {_shown(self.parts.place)})" if self.parts.place else ""
         return CotangentError(
             f"the bwd {self.parts.name!r}{place} returns a cotangent at output{keystr(ct.path)} "
             f"that {what}",
@@ -198,6 +222,20 @@ class Refusals:
             have=ct.have,
             want=ct.want,
         )
+
+
+def _gathered_along(own: tuple[int, ...], shapes: Collection[tuple[int, ...]]) -> int | None:
+    """Return the one dimension along which a gathered output is longer than its primal."""
+    if len({*shapes}) != 1 or len(whole := next(iter(shapes))) != len(own):
+        return None
+    longer = [n for n, (part, all_) in enumerate(zip(own, whole)) if part != all_]
+    if len(longer) != 1 or not own[longer[0]] or whole[longer[0]] % own[longer[0]]:
+        return None
+    return longer[0]
+
+
+def _shown(place: str) -> str:
+    return place.replace(os.path.join(os.getcwd(), ""), "", 1)
 
 
 def quoted(axes: frozenset[str]) -> str:

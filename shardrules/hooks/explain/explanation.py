@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import textwrap
 from collections.abc import Sequence
 
+from shardrules import fitting
 from shardrules.hooks.notes import Placement
 from shardrules.hooks.types.calls.opaque import Call
 from shardrules.hooks.unchecked import UncheckedSite
@@ -14,7 +16,6 @@ from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.table import PROVEN
 
 WRITTEN = "written in the program, or by JAX for one of its operations"  # the reason for a psum
-_COLUMNS = 100  # of the text; longer names and paths stay whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,8 +252,8 @@ def describe_placement(placement: Placement) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Align the columns that fit side by side; put the other cells below their row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    fit = len(widths)
-    while fit > 1 and sum(widths[:fit]) + 2 * (fit - 1) > _COLUMNS:
+    fit, columns = len(widths), fitting.width(sys.stdout)
+    while fit > 1 and sum(widths[:fit]) + 2 * (fit - 1) > columns:
         fit -= 1
     lines = []
     for row in rows:
@@ -263,6 +264,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _wrap(text: str, indent: str = "") -> str:
-    wrapper = textwrap.TextWrapper(_COLUMNS, indent, indent + "  ")
+    wrapper = textwrap.TextWrapper(fitting.width(sys.stdout), indent, indent + "  ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.fill(text)

@@ -62,7 +62,10 @@ class Recorder(watching.Listener):
             except Exception as error:  # the script ended it itself  # noqa: BLE001
                 self.trouble = first_line(error)
             if self.left == self._wanted:
-                self.trouble = "the script ended before a step did"
+                self.trouble = (
+                    f"the script ended before a step did; after {_CALLS} calls of its program it "
+                    f"has warmed up, so let it run {_CALLS + self._wanted + 1} steps or more"
+                )
         self._hold.close()
 
     def _begin(self, executable: Any, traced: compiling.Traced) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 from shardrules import hlo, report
 from shardrules.costs import accounts, findings
 from shardrules.costs.timings import Timing, Timings
-from shardrules.report import grouping
+from shardrules.report import grouping, several
 from shardrules.report.grouping import counted
+from shardrules.report.page import in_notebook
 from shardrules.report.text import described
 
 _SHOWN_COUNT = 30  # rows of needed collectives
@@ -85,6 +86,13 @@ class Profile:
     marked: bool  # by jax.profiler.StepTraceAnnotation; else steps are runs of the longest program
     planes: Mapping[str, int]  # that were understood, with how many events of operations they hold
     notes: tuple[str, ...]  # what it lacks
+
+    def _repr_html_(self) -> str:
+        contents = [program.content for program in self.programs]
+        if len(contents) == 1:
+            return in_notebook(contents[0])
+        both = several.gather(contents, [1] * len(contents), of_process=False)
+        return in_notebook(dataclasses.replace(both, title=self.source))
 
     @functools.cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -186,7 +194,7 @@ def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
         share = f"{line.seconds / step_seconds:.1%}" if step_seconds else "?"
         speed = "?" if line.bytes_per_s is None else f"{grouping.size(line.bytes_per_s)}/s"
         what, size = line.entry.what, grouping.size(line.entry.bytes)
-        rows.append([took, exposed, share, what, size, speed, grouping.here(line.entry.source)])
+        rows.append([took, exposed, share, what, size, speed, grouping.here(line.entry.place)])
     return rows
 
 

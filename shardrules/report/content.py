@@ -437,7 +437,9 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
         lines.append((RESTING, resting_on(verdict)))
     lines.append(("allowed:", reason) if reason else ("to do:", here(first.advice)))
     said = tuple((label, text) for label, text in lines if text)
-    return Item(first.kind, what, here(entry.source), said, entry)
+    library = verdict.collective.library
+    source = f"{here(entry.source)}, in {library}" if library else here(entry.source)
+    return Item(first.kind, what, source, said, entry)
 
 
 def resting_on(verdict: hlo.Verdict) -> str:

@@ -12,12 +12,13 @@ import numpy as np
 
 from shardrules.arguments import checked
 from shardrules.checks.rulecheck import is_float
-from shardrules.door.jaxprs import equations, opened
+from shardrules.door.jaxprs import opened
 from shardrules.errors import ShardrulesError
 from shardrules.hooks import retrace
 from shardrules.hooks.install import held, install
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.unchecked import UncheckedSite, costliest
+from shardrules.jaxprs.walk import equations
 
 
 @checked

@@ -6,16 +6,26 @@ compute from its own operand.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection
 
 from shardrules import hlo
 from shardrules.arguments import checked
+from shardrules.costs import walk
 from shardrules.hlo.proof import phases
 from shardrules.registry.suggestions import pattern
 
 # Of equal values these give the value.
 _IDEMPOTENT = ("maximum", "minimum", "and", "or")
+# A shard_map, or a pmap, whose body is differentiated inside of it, and not with it.
+_OWN_GRADIENT = re.compile(r"(?:(?!transpose\().)*?(?:shard_map|pmap\b[^/]*)/.*transpose\(.*")
+_OUTSIDE = (
+    "take the gradient outside of the shard_map, jax.grad of the shard_map of the loss, which "
+    "divides by itself. (The body takes gradients itself, so that switching the check on changes "
+    "them: with it those of whole arrays come summed over their axes already, and a pmean after "
+    "that keeps the sum; `shardrules migrate SCRIPT` says what to change)"
+)
 
 
 @checked
@@ -33,6 +43,8 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
     if verdict.verdict in ("redundant", "overwide"):
         if operation(collective) and not phases.is_written(collective.op_name):
             return _for_partitioner(verdict)
+        if in_own_gradient(verdict):
+            return _OUTSIDE
         if is_defensive(verdict):
             return (
                 "run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check of the "
@@ -57,6 +69,68 @@ def is_defensive(verdict: hlo.Verdict) -> bool:
     backward = collective.phase not in ("forward", "recompute")
     # With shard_map's check on, a sum has another name.
     return collective.kind == "all-reduce" and backward and last in ("psum", "shard_map")
+
+
+def in_own_gradient(verdict: hlo.Verdict) -> bool:
+    """Whether it sums equal values in a backward pass that an unchecked body takes itself."""
+    name = verdict.collective.op_name
+    return is_defensive(verdict) and _OWN_GRADIENT.fullmatch(name) is not None
+
+
+class Multiplied:
+    """Tells by how much a program's gradients may be too large.
+
+    Without the check the transpose of a psum is a psum. A body that takes gradients itself then
+    gets those of the sum of all devices' losses: where n devices compute the same loss, n times
+    its gradient. An array that each of them holds whole gets the right one by a pmean over them.
+    """
+
+    def __init__(self, judgement: hlo.Judgement):
+        self._judgement = judgement
+        self._returned: dict[tuple[str, ...], set[tuple[str, str]]] = {}
+
+    def times(self, verdict: hlo.Verdict) -> int:
+        """Give by how much, unless a division shows in no text; 1 if a sum over them follows."""
+        axes = tuple(_equal_axes(verdict))
+        if not axes or not in_own_gradient(verdict):
+            return 1
+        if axes not in self._returned:
+            self._returned[axes] = self._apart_from(axes)
+        place = verdict.collective.computation, verdict.collective.name
+        return verdict.copies if place in self._returned[axes] else 1
+
+    def _apart_from(self, axes: tuple[str, ...]) -> set[tuple[str, str]]:
+        """List what the results depend on other than through sums over these axes."""
+        module = self._judgement.module
+        sums = {
+            (verdict.collective.computation, verdict.collective.name)
+            for verdict in self._judgement.needed
+            if verdict.collective.reduction == "add"
+            and set(axes) <= set(verdict.collective.axes or ())
+        }
+
+        def before(place: tuple[str, int]) -> list[tuple[str, int]]:
+            name, position = place
+            instruction = module.computations[name].instructions[position]
+            if (name, instruction.name) in sums:
+                return []
+            called = (module.computations[call] for call in instruction.calls)
+            return [*((name, n) for n in instruction.operands), *((c.name, c.root) for c in called)]
+
+        reached = walk.reached([(module.entry.name, module.entry.root)], before)
+        return {(name, module.computations[name].instructions[n].name) for name, n in reached}
+
+
+def too_large(verdict: hlo.Verdict, times: int) -> str:
+    """Say what is wrong with gradients that such a sum may multiply, and what to type."""
+    axes = _equal_axes(verdict)
+    over = repr(axes[0] if len(axes) == 1 else tuple(axes))
+    return (
+        f"over {' and '.join(axes)}, this sums {times} equal values, as the transpose of a psum "
+        f"does without the check: the gradient of an array that is sharded over {over} is {times} "
+        f"times that of the loss, unless it or the loss is divided by {times}. Divide it, "
+        f"g / {times}, and average that of a whole array, jax.lax.pmean(g, {over}); or {_OUTSIDE}"
+    )
 
 
 def _for_partitioner(verdict: hlo.Verdict) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardrules import hlo
 from shardrules.costs import accounts, outputs
-from shardrules.costs.advice import advice
+from shardrules.costs.advice import Multiplied, advice, too_large
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:  # it finds what this module's findings are made of
@@ -49,7 +49,7 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
 
     ``strict`` also finds the verdicts that rest on declarations and not on proofs.
     """
-    found = []
+    found, multiplied = [], Multiplied(judgement)
     for entry in accounts.of(judgement):
         verdict = entry.judged
         assert verdict is not None
@@ -68,7 +68,9 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
                 "and strict takes proofs alone: let the audit prove the kernel (what needs no "
                 "registration is proven), or allow it with a reason"
             )
-        found.append(Finding(kind, entry, change or advice(verdict)))
+        times = multiplied.times(verdict)
+        change = change or (too_large(verdict, times) if times > 1 else advice(verdict))
+        found.append(Finding(kind, entry, change))
     return found
 
 

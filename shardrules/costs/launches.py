@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardrules import hlo
 from shardrules.costs import walk
 from shardrules.hlo.proof import loops
-from shardrules.hlo.reader.module import behind, parameter_element
+from shardrules.hlo.reader.module import behind, parameter_element, users
 
 _LIBRARY = ("__cublas", "__cudnn", "__cub", "__cusolver", "__cufft")
 
@@ -202,5 +202,5 @@ def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
     if instruction.opcode == "parameter" and computation.is_entry:
         return f"the argument {metadata.op_name or instruction.literal} ({instruction.shape})"
     name = metadata.op_name.rpartition("/")[2] or instruction.name
-    at = f" at {metadata.frames[0]}" if metadata.frames else ""
+    at = f" at {users(metadata.frames)}" if metadata.frames else ""
     return f"computed outside of it ({name}, {instruction.shape}{at})"

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from shardrules import hlo
 from shardrules.hlo.proof import loops
 from shardrules.hlo.proof.collectives import reduction_of
+from shardrules.hlo.reader.module import users
 
 _T = TypeVar("_T")
 
@@ -73,7 +74,7 @@ def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
     for instruction in instructions:
         metadata = module.metadata(instruction)
         if metadata.frames or metadata.op_name:
-            return str(metadata.frames[0]) if metadata.frames else metadata.op_name
+            return str(users(metadata.frames)) if metadata.frames else metadata.op_name
     return ""
 
 

@@ -14,8 +14,10 @@ from shardrules.costs import accounts, estimates, findings, missing, outputs, tr
 from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
+from shardrules.costs.waste.program import CONSTRAINED
 from shardrules.costs.worth import Ledger, Worth
 from shardrules.errors import few
+from shardrules.hlo.proof import phases
 from shardrules.report import grouping
 from shardrules.report.grouping import Row, alike, counted, here, percent, size, spread
 from shardrules.report.sections import Block, Item, filled, listed, sections
@@ -36,6 +38,7 @@ _NOT_COMPILED = (
 )
 TODO = "to do:"  # the label of advice
 RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
+_MUCH = 0.25  # of the bytes: a collective that no line asks for is named
 _LISTED = 3  # of the findings that are folded into one line
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
@@ -113,6 +116,35 @@ class Content:
             counts.append(f"{counted(n, 'output')} {verb}")
         of_collectives = collections.Counter(finding.kind for finding in self.findings)
         return ", ".join(counts + [f"{n} {kind}" for kind, n in of_collectives.items()])
+
+    @property
+    def cheaper(self) -> str:
+        """Name the hint that saves most, and count the others; empty if there are none."""
+        if not self.hints:
+            return ""
+        first, *others = alike_hints(self.hints)
+        entry = first[0].entry
+        where = f" at {here(entry.source)}" if entry.source else f", {entry.what}"
+        more = f" and {len(others)} more" if others else ""
+        return f"could be cheaper: {first[0].kind}{where}{more}"
+
+    @property
+    def _unasked(self) -> str:
+        """Name the costliest collective if XLA's partitioner chose it; empty where it is little."""
+        first = self.rows[0] if self.rows else None
+        verdict = first.first.judged if first else None
+        if first is None or verdict is None or verdict.verdict != "needed":
+            return ""
+        name, sent = verdict.collective.op_name, _sum(map(self.ledger.cost, first.numbers)).bytes
+        made = phases.operation(name)
+        asked = not made or phases.is_written(name) or made in CONSTRAINED
+        if asked or sent < _MUCH * self.ledger.total.bytes:
+            return ""
+        share = percent(sent, self.ledger.total.bytes)
+        needed = "all needed; " if not self.allowed and not any(self._internal()) else ""
+        entry = first.first
+        what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
+        return f"{needed}{share} is {what}, by XLA's partitioner for {made}"
 
     # -- what it is worth --------------------------------------------------------------------
 
@@ -208,7 +240,13 @@ class Content:
             shown += f", no collectives{self._unseen(devices)}"
         stage = "" if self.judgement.is_compiled else _NOT_COMPILED
         missing = "a reduction seems to be missing" if self.differing else ""
-        parts = (stage, missing, self.worth, shown, self.kinds or "no findings")
+        parts = (
+            stage,
+            missing,
+            self.worth,
+            shown,
+            self.kinds or self.cheaper or self._unasked or "no findings",
+        )
         return "; ".join(filter(None, parts))
 
     def _unseen(self, devices: int) -> str:
@@ -413,7 +451,9 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
         lines.append((RESTING, resting_on(verdict)))
     lines.append(("allowed:", reason) if reason else (TODO, here(first.advice)))
     said = tuple((label, text) for label, text in lines if text)
-    return Item(first.kind, what, here(entry.place), said, entry)
+    library = verdict.collective.library
+    source = f"{here(entry.place)}, in {library}" if library else here(entry.place)
+    return Item(first.kind, what, source, said, entry)
 
 
 def resting_on(verdict: hlo.Verdict) -> str:

@@ -80,7 +80,7 @@ class Several:
             f"a reduction seems to be missing in {few(differ, 2)}" if differ else "",
             counted(total, "program") + (" compiled" if self.of_process else ""),
             f"{len(self.shown)} with collectives or other costs",
-            counted(self.findings, "finding") if self.findings else "no findings",
+            counted(self.findings, "finding") if self.findings else self.cheaper or "no findings",
             f"in {worst.title} {worst.worth}" if worst is not None and worst.worth else "",
             f"{len(self.failures)} can't be judged" if self.failures else "",
             f"interrupted: {self.missing} not judged" if self.missing else "",
@@ -88,6 +88,11 @@ class Several:
         return ", ".join(filter(None, parts))
 
     headline = about
+
+    @property
+    def cheaper(self) -> str:
+        """Name what could be cheaper, of the program that could save most; empty if nothing is."""
+        return next((content.cheaper for content in self.contents if content.hints), "")
 
     @property
     def programs(self) -> Block:
@@ -164,7 +169,7 @@ def _row(content: Content, count: int | None) -> dict[str, str]:
         "runs": f"{'at most ' if total.at_most else ''}{total.count}{loops}",
         "wire bytes": sent(total),
         "avoidable": saved,
-        "findings": content.kinds or "none",
+        "findings": content.kinds or ("cheaper" if content.hints else "none"),
         "other": ", ".join(_costs(content)).lower(),
     }
 

@@ -14,6 +14,7 @@ from shardrules.costs.waste import (
     loops,
     narrow_first,
     reductions,
+    resharded,
     slices,
     undone,
 )
@@ -33,6 +34,7 @@ _MODULES = {
     "reduce instead": reductions,
     "add first": reductions,
     "only a slice": slices,
+    "resharded": resharded,
     "one part": slices,
     "undone": undone,
     "gathered too": gathers,

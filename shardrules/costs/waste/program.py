@@ -26,7 +26,7 @@ WITHIN_SHARDS = (
 )
 
 # The operations of which XLA's partitioner moves the array that a program constrains.
-_CONSTRAINED = frozenset(
+CONSTRAINED = frozenset(
     "sharding_constraint convert_element_type abs cos exp log logistic neg rsqrt sin sqrt square "
     "tanh".split()
 )
@@ -73,6 +73,7 @@ class Program(Graph):
     def __init__(self, judgement: hlo.Judgement):
         super().__init__(judgement.module)
         self.runs = loops.executions(self.module)
+        self.mesh = judgement.mesh or {}
         self.partitions = judgement.partitions
         self.device_count = judgement.partitions * judgement.replicas
         computations = self.module.computations
@@ -208,7 +209,7 @@ class Site:
         # comes and goes with its other choices: no change of the source is sure to replace it.
         name = self.op_name.rpartition("/")[2]
         if self.in_shard_map or self.collective.kind != "all-reduce":
-            return self.in_shard_map or name in _CONSTRAINED
+            return self.in_shard_map or name in CONSTRAINED
         return self.entry.phase == "forward" and name.startswith("reduce_")
 
     def runs_of(self, computation: str) -> int:

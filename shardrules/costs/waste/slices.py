@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,8 +35,13 @@ def array_uses(site: Site) -> list[Use]:
 
 
 def _has_default_order(shape: hlo.Shape) -> bool:
-    default = ",".join(str(d) for d in reversed(range(len(shape.dimensions))))
-    return shape.layout.partition(":")[0] == default
+    return _in_memory(shape) == [*range(len(shape.dimensions))]
+
+
+def _in_memory(shape: hlo.Shape) -> list[int]:
+    """List an array's dimensions as they lie in memory, the major one first."""
+    order = shape.layout.partition(":")[0]
+    return [int(d) for d in reversed(order.split(","))] if order else []
 
 
 class _Part(NamedTuple):
@@ -54,17 +60,40 @@ class _Part(NamedTuple):
         )
 
 
-def _read(site: Site) -> _Part | None:
+def read_part(site: Site) -> _Part | None:
     """Give the one part of a result that each device reads; None if it reads several, or all."""
     if site.result is None:
         return None
-    parts = {_part(site.program, use, site.result.dimensions) for use in array_uses(site)}
+    uses, number = array_uses(site), _same
+    if not uses:  # XLA for GPU gathers in the order in which a transposed array lies in memory
+        uses, number = site.uses(_DONE | {"bitcast"}), as_in_memory
+    parts = {_part(site.program, use, number(use.taken.shape, site.result)) for use in uses}
     return parts.pop() if len(parts) == 1 else None
 
 
-def _part(program: Program, use: Use, sizes: tuple[int, ...]) -> _Part | None:
+def _same(taken: hlo.Shape, result: hlo.Shape) -> list[int] | None:
+    same = taken.dimensions == result.dimensions
+    return [*range(len(taken.dimensions))] if same else None
+
+
+def as_in_memory(taken: hlo.Shape, result: hlo.Shape) -> list[int] | None:
+    """Give the number that each dimension has in another array, of which it is the memory."""
+    orders = [_in_memory(shape) for shape in (taken, result)]
+    sizes = [[s.dimensions[d] for d in order] for s, order in zip((taken, result), orders)]
+    if sizes[0] != sizes[1] or not orders[0] or _tiles(taken) != _tiles(result):
+        return None
+    return [number for _, number in sorted(zip(*orders))]
+
+
+def _tiles(shape: hlo.Shape) -> str:
+    return re.sub(r"S\(\d+\)", "", shape.layout.partition(":")[2])
+
+
+def _part(program: Program, use: Use, numbers: list[int] | None) -> _Part | None:
+    """Give the part that a use reads; ``numbers``: of its dimensions, in the result."""
     taker, taken = use
-    if taker.opcode != "dynamic-slice" or taken.shape.dimensions != sizes:
+    sizes = taken.shape.dimensions
+    if taker.opcode != "dynamic-slice" or numbers is None:
         return None
     if taken is not taker.operands[0] or taken in taker.operands[1:]:
         return None
@@ -77,8 +106,8 @@ def _part(program: Program, use: Use, sizes: tuple[int, ...]) -> _Part | None:
     starts = None if index is None else exact.clamped_index(index, sizes[dimension] - size)
     if starts is None:
         return None
-    devices = program.device_count
-    return _Part(dimension, size, tuple(int(n) for n in np.broadcast_to(starts, (devices,))))
+    places = np.broadcast_to(starts, (program.device_count,))
+    return _Part(numbers[dimension], size, tuple(map(int, places)))
 
 
 def _device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | None:
@@ -123,7 +152,7 @@ def only_a_slice(site: Site) -> Hint | None:
         return None
     if site.program.platform is None and not site.in_shard_map:
         return None  # XLA for TPUs and GPUs makes the reduce-scatter by itself
-    part = _read(site) if site.adds and site.whole and size > 1 else None
+    part = read_part(site) if site.adds and site.whole and size > 1 else None
     if part is None or site.result is None or not part.follows(site.collective.groups):
         return None
     if site.result.dimensions[part.dimension] != size * part.size:
@@ -183,7 +212,7 @@ def one_part(site: Site) -> Hint | None:
     entry, size = site.entry, site.collective.group_size
     if site.collective.kind != "all-gather" or size < 2 or not site.whole:
         return None
-    part, along = _read(site), site.collective.dimension
+    part, along = read_part(site), site.collective.dimension
     if part is None or site.result is None or not along.isdecimal():
         return None
     groups = site.collective.groups

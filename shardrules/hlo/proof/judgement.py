@@ -55,7 +55,7 @@ class Collective:
       loop_depth: number of while loops around it.
       trip_count: how often it runs in one execution; None if a loop's count isn't known.
       op_name: JAX's name for it.
-      source: the innermost source line; None if the text has none.
+      source: the user's innermost source line; None if the text has none.
       frames: all source lines, innermost first.
       at_most: it is in a branch, and ``trip_count`` counts every branch as taken.
       each: how often it runs if each loop of unknown count makes one trip.
@@ -85,8 +85,13 @@ class Collective:
 
     @property
     def source(self) -> hm.Frame | None:
-        """Give the innermost source line."""
-        return self.frames[0] if self.frames else None
+        """Give the innermost source line outside of installed packages, if one is there."""
+        return hm.users(self.frames)
+
+    @property
+    def library(self) -> str:
+        """Write the innermost line, if an installed package holds it and a user's code calls it."""
+        return hm.library(self.frames)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from shardrules import errors
@@ -118,6 +118,22 @@ class Frame(NamedTuple):
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}" if self.line else self.file
         return f"{where} ({self.function})" if self.function else where
+
+
+_LIBRARY = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
+
+
+def users(frames: Sequence[Frame]) -> Frame | None:
+    """Give the innermost frame outside of installed packages; if all are inside, the innermost."""
+    own = (frame for frame in frames if not _LIBRARY.match(frame.file))
+    return next(own, frames[0] if frames else None)
+
+
+def library(frames: Sequence[Frame]) -> str:
+    """Write the innermost frame, below its folder of packages; empty if it is the user's."""
+    if users(frames) in (None, *frames[:1]):
+        return ""
+    return str(frames[0]._replace(file=_LIBRARY.sub("", frames[0].file)))
 
 
 class Metadata(NamedTuple):

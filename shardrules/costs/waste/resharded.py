@@ -1,0 +1,261 @@
+"""Arrays that XLA gathers whole and slices, on the way from one sharding to another.
+
+XLA's partitioner knows one collective from one sharding to some others. For the rest it
+replicates the array: its log warns of an involuntary full rematerialization. Between the two
+there is a way in steps of one collective each, which a constraint between the two asks for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardrules import hlo
+from shardrules.costs import accounts, walk
+from shardrules.costs.advice import operation
+from shardrules.costs.waste import slices
+from shardrules.costs.waste.graph import BARRIERS, UNARY, WHOLE, Node, made_by
+from shardrules.costs.waste.program import CONSTRAINED, SMALL, Hint, Kind, Program, Site
+
+_MOST_AXES = 4  # of a mesh: the ways between all shardings are compared
+_MOST_STEPS = 2  # collectives: of longer ways XLA made others (JAX 0.10.2, three axes, CPU)
+
+_COPIES = frozenset(["copy", "copy-start", "copy-done", "all-gather-done"])
+_MOVED = _COPIES | WHOLE | BARRIERS | UNARY
+
+# What XLA calls such a gather: the constraint, or what makes or takes the array element by element.
+_BESIDE = CONSTRAINED.union(["add", "sub", "mul", "div", "max", "min", "select_n"])
+
+# The axes over which each of an array's dimensions is split, the major one first.
+_Spec = tuple[tuple[str, ...], ...]
+
+
+class _Way(NamedTuple):
+    """Steps from one sharding to another, and what one device sends for them."""
+
+    sent: int
+    round_trips: int
+    specs: tuple[_Spec, ...]  # after each step; of slices in a row, after the last
+    moved: int  # the bytes of all steps' operands
+    sliced: bool  # the last step is a slice
+
+
+class _Chain(NamedTuple):
+    """Gathers for one constraint, of whose result each device keeps a slice."""
+
+    gathers: list[Site]  # the last one first
+    start: _Spec
+    end: _Spec
+
+
+def find(site: Site) -> Hint | None:
+    """Find a gather for a constraint, of whose result each device keeps a slice."""
+    return site.program.remembered(_all).get(site) if _is_constraint(site) else None
+
+
+def _all(program: Program) -> dict[Site, Hint]:
+    chains = (_chain(site) for site in program.sites if _is_constraint(site))
+    return {site: hint for chain in chains if chain for site, hint in _hints(chain)}
+
+
+def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
+    """Yield a hint for each gather of a chain; the largest one becomes what is done instead."""
+    gathers = sorted(chain.gathers, key=lambda site: -site.entry.wire_bytes)
+    array, sent = chain.gathers[0].result, sum(site.entry.wire_bytes for site in gathers)
+    way = _cheapest(gathers[0].program.mesh, chain.start, chain.end, array) if array else None
+    more = way.round_trips - len(gathers) if way else 0
+    if way is None or sent - way.sent <= max(0, SMALL * more):
+        return
+    maker = chain.gathers[-1].made_by(WHOLE | BARRIERS).instruction
+    made = walk.source(gathers[0].program.module, [maker])
+    start, end, between = written(chain.start), written(chain.end), way.specs[:-1]
+    lines = "; ".join(
+        "x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
+        f"{written(spec)}))"
+        for spec in between
+    )
+    advice = (
+        f"XLA gathers all of {array}{f' of {made}' if made else ''} to bring it from {start} to "
+        f"{end}, and each device keeps a slice (an involuntary full rematerialization): by way of "
+        f"{' and '.join(map(written, between))} it sends {way.sent} B where it sends {sent} B. "
+        f"Before the constraint to {end} write {lines}"
+    )
+    left, trips = way.sent, way.round_trips
+    for number, site in enumerate(gathers):
+        is_last = number == len(gathers) - 1
+        part = left if is_last else min(left, site.entry.wire_bytes)
+        share = trips if is_last else min(trips, 1)
+        left, trips = left - part, trips - share
+        yield (
+            site,
+            site.hint(
+                advice if not number else f"goes with the gather at {gathers[0].where}: {lines}",
+                bytes_after=site.in_all(part * site.entry.bytes // site.entry.wire_bytes),
+                trips_after=site.in_all(share),
+                sent_after=site.in_all(part),
+            ),
+        )
+
+
+def written(spec: _Spec) -> str:
+    """Write a PartitionSpec as one types it."""
+    parts = [repr(axes[0]) if len(axes) == 1 else repr(axes or None) for axes in spec]
+    while parts and parts[-1] == "None":
+        parts.pop()
+    return f"P({', '.join(parts)})"
+
+
+def _is_constraint(site: Site) -> bool:
+    return (
+        site.collective.kind == "all-gather"
+        and operation(site.collective) in _BESIDE
+        and site.entry.phase == "forward"  # another way back costs what is not looked at
+        and site.whole
+        and not site.in_shard_map
+        and site.collective.group_size > 1
+    )
+
+
+def _chain(site: Site) -> _Chain | None:
+    """Read the gathers up to one whose result is sliced, and the shardings at both ends."""
+    part, program = slices.read_part(site), site.program
+    mesh = {axis: size for axis, size in program.mesh.items() if size > 1}
+    if part is None or site.result is None or len(mesh) > _MOST_AXES:
+        return None
+    if math.prod(mesh.values()) != program.device_count:
+        return None
+    sizes = site.result.dimensions
+    starts = np.array(part.starts)
+    after = None if (starts % part.size).any() else _axes(mesh, starts // part.size)
+    if after is None or part.size * math.prod(mesh[a] for a in after) != sizes[part.dimension]:
+        return None
+    whole: _Spec = ((),) * len(sizes)
+    start, gathers, numbers = whole, [], [*range(len(sizes))]
+    while True:
+        before, along = _gathered_over(mesh, site), site.collective.dimension
+        if before is None or not along.isdecimal() or start[numbers[int(along)]]:
+            return None
+        start = _with(start, {numbers[int(along)]: before})
+        gathers.append(site)
+        node, numbers = _behind(site.source, numbers)
+        maker = made_by(node, _MOVED)
+        if maker.fused or not program.parts(maker.instruction):
+            break
+        site = program.parts(maker.instruction)[0]
+        # What another collective moves has a sharding of XLA's own in between.
+        if maker is not node or not _is_constraint(site) or len(site.uses(_COPIES)) != 1:
+            return None
+    # An axis along which it is neither gathered nor sliced may split another dimension.
+    if {*after, *itertools.chain(*start)} != set(mesh):
+        return None
+    return _Chain(gathers, start, _with(whole, {part.dimension: after}))
+
+
+def _behind(node: Node, numbers: list[int]) -> tuple[Node, list[int]]:
+    """Follow copies and transpositions back, and the numbers that the dimensions get by them."""
+    while node.operands:
+        (taken, *others), shape = node.operands, node.shape
+        if node.opcode == "transpose":
+            order = re.findall(r"\d+", node.instruction.attribute("dimensions") or "")
+            to = [order.index(str(d)) for d in range(len(order))]
+        elif node.opcode == "bitcast":
+            to = slices.as_in_memory(taken.shape, shape) or []
+        else:
+            to = [*range(len(numbers))] if node.opcode in _COPIES else []
+        if others or len(to) != len(numbers):
+            break
+        node, numbers = taken, [numbers[d] for d in to]
+    return node, numbers
+
+
+def _gathered_over(mesh: dict[str, int], site: Site) -> tuple[str, ...] | None:
+    places = np.full(site.program.device_count, -1)
+    for group in site.collective.groups:
+        places[list(group)] = range(len(group))
+    return _axes(mesh, places)
+
+
+def _axes(mesh: dict[str, int], places: np.ndarray) -> tuple[str, ...] | None:
+    """Name the axes whose coordinates, the major one first, number each device's shard."""
+    at = dict(zip(mesh, np.unravel_index(np.arange(places.size), tuple(mesh.values()))))
+    for count in range(1, len(mesh) + 1):
+        for axes in itertools.permutations(mesh, count):
+            number = np.zeros(places.size, int)
+            for axis in axes:
+                number = number * mesh[axis] + at[axis]
+            if np.array_equal(number, places):
+                return axes
+    return None
+
+
+def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) -> _Way | None:
+    """Find the way from one sharding to another on which a device sends the fewest bytes."""
+    queue: list[tuple[int, int, int, _Spec, _Way]] = []
+    count = itertools.count()  # no two ways are compared further
+    heapq.heappush(queue, (0, 0, next(count), start, _Way(0, 0, (), 0, False)))
+    done = set()
+    while queue:
+        *_, spec, way = heapq.heappop(queue)
+        if spec == end:
+            within = way.round_trips <= _MOST_STEPS and len(way.specs) > 1
+            return way if within else None
+        if spec in done or way.round_trips > _MOST_STEPS:
+            continue
+        done.add(spec)
+        shard = array.bytes // math.prod(mesh[axis] for axes in spec for axis in axes)
+        for after, kind, devices in _steps(mesh, spec):
+            counts = (math.prod(mesh[axis] for axis in axes) for axes in after)
+            if any(size % count for size, count in zip(array.dimensions, counts)):
+                continue  # a constraint to it is refused
+            sent = accounts.wire_bytes(kind, shard, devices) if kind else 0
+            before = way.specs[:-1] if way.sliced and not kind else way.specs
+            on = _Way(
+                way.sent + sent,
+                way.round_trips + bool(kind),
+                (*before, after),
+                way.moved + (shard if kind else 0),
+                not kind,
+            )
+            heapq.heappush(queue, (on.sent, on.round_trips, next(count), after, on))
+    return None
+
+
+def _steps(mesh: dict[str, int], spec: _Spec) -> Iterator[tuple[_Spec, str, int]]:
+    """Yield what a slice, or one collective of a kind and a group's size, makes of a sharding."""
+    free = [axis for axis in mesh if all(axis not in axes for axes in spec)]
+    for d, axes in enumerate(spec):
+        for axis in free:
+            yield _with(spec, {d: (*axes, axis)}), "", 1
+        for kept in range(len(axes)):
+            moved = axes[kept:]
+            devices = math.prod(mesh[axis] for axis in moved)
+            yield _with(spec, {d: axes[:kept]}), "all-gather", devices
+            for e, others in enumerate(spec):
+                if e != d and (not others or len(moved) == 1):  # XLA takes others another way
+                    yield _with(spec, {d: axes[:kept], e: others + moved}), "all-to-all", devices
+
+
+def _with(spec: _Spec, changed: dict[int, Sequence[str]]) -> _Spec:
+    return tuple(tuple(changed.get(d, axes)) for d, axes in enumerate(spec))
+
+
+ROWS = {
+    "resharded": Kind(
+        find,
+        looks_like=(
+            "an all-gather for a sharding constraint, of whose result each device keeps a slice: "
+            "XLA's log warns of an involuntary full rematerialization"
+        ),
+        in_shard_map="does not occur",
+        under_jit=(
+            "a constraint between the two shardings, which the report names: each step is then "
+            "one all-to-all, slice or smaller gather"
+        ),
+    )
+}

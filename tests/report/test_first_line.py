@@ -1,0 +1,67 @@
+"""The first line says what to do; where nothing is, what a program spends that no line asks for."""
+
+import jax
+import jax.numpy as jnp
+import programs
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardrules import report, testing
+from shardrules.commands import closing
+from shardrules.costs import findings
+from shardrules.report import several
+
+
+def told(f, mesh, *pairs, **how):
+    content = report.content(testing.judge(f, *programs.structs(mesh, *pairs)), title="it", **how)
+    return content, content.headline.rpartition("; ")[2]
+
+
+def sharded(f, mesh, *specs):
+    args, out = specs[:-1], specs[-1]
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=args, out_specs=out, check_vma=False))
+
+
+def stacked(x):
+    """Two statistics of each trip, which are only stacked."""
+
+    def layer(h, _):
+        h = jnp.tanh(h)
+        return h, (lax.pmean(h.mean(), "data"), lax.pmax(h.max(), "data"))
+
+    return lax.scan(layer, x, None, length=8)
+
+
+def test_what_could_be_cheaper_is_named_in_place_of_no_findings(cpu_mesh):
+    f = sharded(stacked, cpu_mesh, P("data"), (P("data"), P()))
+    content, end = told(f, cpu_mesh, ((64, 128), P("data")))
+    assert content.clean and content.worth.startswith("14 round trips can be avoided")
+    assert end.startswith("could be cheaper: after the loop at ") and end.endswith(" and 1 more")
+    assert "test_first_line.py:" in end
+    both = several.gather([content], [1])
+    assert end in both.about and "no findings" not in both.about
+    assert closing.counted(both) == end
+    for text in (report.plain(both), report.markdown(both), report.page(both)):
+        assert "could be cheaper" in text and "no findings" not in text
+
+
+def test_most_of_the_bytes_for_which_no_line_asks(cpu_mesh):
+    f = jax.jit(jax.grad(lambda w, x: ((x @ w) ** 2).mean()))
+    args = ((128, 128), P()), ((64, 128), P("data"))
+    content, end = told(f, cpu_mesh, *args)
+    assert end == "100% is backward all-reduce(data), by XLA's partitioner for dot_general"
+    assert content.headline.endswith(f"; all needed; {end}")
+
+
+def test_what_the_program_asks_for_is_no_finding(cpu_mesh):
+    f = sharded(lambda x: lax.psum(x, "data"), cpu_mesh, P("data"), P())
+    assert told(f, cpu_mesh, ((64, 128), P("data")))[1] == "no findings"
+    whole = NamedSharding(cpu_mesh, P())
+    g = jax.jit(lambda x: lax.with_sharding_constraint(jnp.tanh(x), whole) @ x.T)
+    assert "by XLA's partitioner" not in told(g, cpu_mesh, ((64, 128), P("data")))[1]
+    twice = sharded(lambda x: lax.psum(x, "data"), cpu_mesh, P(), P())
+    content, end = told(twice, cpu_mesh, ((64, 128), P()))
+    assert end == "1 redundant"
+    allow = findings.Allowances({"redundant all-reduce(data)": "to be seen"})
+    assert told(twice, cpu_mesh, ((64, 128), P()), allow=allow)[1] == "no findings"

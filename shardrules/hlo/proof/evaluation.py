@@ -237,6 +237,7 @@ class Proof:
         self.result: Any = 0  # the entry computation's value
         self._memo: dict[Any, Any] = {}
         self._summaries: dict[str, Any] = {}
+        self._evaluated: set[str] = set()  # computations of which a summary may save a look
         self._depth = 0
 
     def abandoned(self, names, why: str, operands) -> int:
@@ -265,7 +266,8 @@ class Proof:
         if count is not None and len(arguments) >= count:
             computation = computation.original
             name = computation.name
-            summary = self.summary(computation)
+            summary = self.summary(computation) if name in self._evaluated else None
+            self._evaluated.add(name)  # most are evaluated once: a summary would take as long
             if summary is not None and {*map(type, arguments)} <= _STATES:
                 return self._merged(summary, arguments)
         if guard == hs.SAME or name not in self.reach.talking:

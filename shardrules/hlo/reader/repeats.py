@@ -27,8 +27,10 @@ class Repeats:
         self._computations = computations  # those read so far
         # By what bodies show at a glance: the first one, None once it is cut.
         self._first: dict[tuple, tuple[hm.Computation, str] | None] = {}
-        # By a body's parts and pattern: which of its names are called computations; and by these
-        # computations, as far as they differ, the one that others repeat.
+        # By a body's parts and pattern: the first one and its names; and once there is a second,
+        # which of the names are called computations, and by these computations, as far as they
+        # differ, the one that others repeat.
+        self._alone: dict[tuple, tuple[hm.Computation, list[str]]] = {}
         self._known: dict[tuple, tuple[list[int], dict[tuple, hm.Computation]] | None] = {}
         self._glance: tuple = ()
         self._key: tuple = ()  # of the body that was looked for last, empty if that wasn't cut
@@ -52,6 +54,8 @@ class Repeats:
             self._cut(first[1])
             self._note(first[0])
         self._cut(body)
+        if self._key in self._alone:
+            self._compare(*self._alone.pop(self._key))
         known = self._known.get(self._key)
         if known is None:
             return None
@@ -75,11 +79,18 @@ class Repeats:
 
     def _note(self, computation: hm.Computation) -> None:
         if self._key not in self._known:
-            places = _called(computation, self._key[0], self._names)
+            self._alone.setdefault(self._key, (computation, self._names))
+        else:
+            self._compare(computation, self._names)
+
+    def _compare(self, computation: hm.Computation, names: list[str]) -> None:
+        """Let others repeat a computation, whose body is like the one that was cut last."""
+        if self._key not in self._known:
+            places = _called(computation, self._key[0], names)
             self._known[self._key] = None if places is None else (places, {})
         known = self._known[self._key]
         if known is not None:
-            called = tuple([self._names[place] for place in known[0]])
+            called = tuple([names[place] for place in known[0]])
             known[1].setdefault(self._originals(called), computation)
 
     def _originals(self, called: tuple[str, ...]) -> tuple[hm.Computation | None, ...]:

@@ -31,16 +31,25 @@ def find(
     unknown = {key for span in spans for key in unknown_keys(text, *span)}
     if not unknown:
         return strange
-    own = (i for c in computations.values() if c.original is c for i in c.instructions)
-    # One that is written as an operand has none, but lies before those of its user.
-    having = (i for i in own if i.text is text and i.attributes_start < i.end)
-    instructions = sorted(having, key=lambda i: i.start)
-    starts = [i.start for i in instructions]
-    read, names = -1, {}
     pattern = re.compile(rf",\s*+({'|'.join(map(re.escape, unknown))})\s*+=")
-    for key in (key for span in spans for key in pattern.finditer(text, *span)):
-        place = bisect.bisect_right(starts, key.start()) - 1
-        if place >= 0 and not _in_string(text, starts[place], key.start()):
+    own = [
+        computation for computation in computations.values() if computation.original is computation
+    ]
+    for span, computation in zip(spans, own, strict=True):
+        keys = list(pattern.finditer(text, *span))
+        if not keys:
+            continue
+        # One that is written as an operand has none, but lies before those of its user.
+        having = (
+            i for i in computation.instructions if i.text is text and i.attributes_start < i.end
+        )
+        instructions = sorted(having, key=lambda i: i.start)
+        starts = [i.start for i in instructions]
+        read, names = -1, {}
+        for key in keys:
+            place = bisect.bisect_right(starts, key.start()) - 1
+            if place < 0 or _in_string(text, starts[place], key.start()):
+                continue
             if place != read:  # read its attributes: braces may hold what looks like a key
                 read = place
                 names = {value: name for name, value, _ in instructions[place].attributes()}

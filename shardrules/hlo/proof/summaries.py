@@ -12,7 +12,7 @@ from typing import Any
 from shardrules.hlo.known import exact
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact
-from shardrules.hlo.known.values import ELEMENTWISE
+from shardrules.hlo.known.values import RANGED
 from shardrules.hlo.reader import module as hm
 
 # The parameters whose states a value merges, in order: merging is associative, and a state that
@@ -95,8 +95,9 @@ def _step(proof: Any, computation: hm.Computation, position: int, given: list[An
         if type(value) is int:
             return None if value else ()
         return value if isinstance(value, Exact) and not value.state else None
-    if len(words) < len(given) and (opcode not in ELEMENTWISE or opcode == "select"):
-        return None  # numbers, by which slices and choices differ
+    chosen = opcode == "select" and type(given[0]) is Exact
+    if len(words) < len(given) and (opcode in RANGED or chosen):
+        return None  # numbers say what is taken
     evens = False
     if opcode in hs.EVENING:
         evens = hs.cancels(computation, instruction)

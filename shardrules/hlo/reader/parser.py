@@ -319,6 +319,8 @@ class _Reader:
             if len(arrays) == len(parts):
                 self._shapes[text] = hm.Shape("tuple", elements=tuple(arrays))
                 return
+        elif self._array(text) is not None:
+            return
         shape, end = shapes.read(self.text, offset)
         if end != offset + len(text):
             raise self.error(end, "expected an opcode after the shape")

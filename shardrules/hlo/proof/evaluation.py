@@ -67,16 +67,17 @@ class Reach:
         self.unfollowed: dict[str, hs.Blocker] = {}
         self.talking: set[str] = set()  # computations with a collective, directly or through calls
         self._impure: set[str] = set()
-        # The number of parameters of computations that no message and no record can name, nor
-        # what is in them: a repetition gives what the original does for the same arguments.
-        self.quiet: dict[str, int] = {}
+        # Computations that no message and no record can name, nor what is in them: a repetition
+        # gives what the original does for the same arguments.
+        self.quiet: set[str] = set()
         for name, computation in module.computations.items():  # callees first
             if computation.original is not computation:
-                if computation.original.name in self.quiet:
-                    self.quiet[name] = self.quiet[computation.original.name]
-                    continue
-            elif self._is_quiet(computation):
-                self.quiet[name] = len(computation.parameters)
+                for kind in (self.quiet, self.talking, self._impure):
+                    if computation.original.name in kind:
+                        kind.add(name)
+                continue
+            if self._is_quiet(computation):
+                self.quiet.add(name)
             if module.opcodes[name] <= _PLAIN and not (module.strange or computation.calling):
                 continue
             for instruction in computation.instructions:
@@ -95,7 +96,7 @@ class Reach:
             applies = instruction.opcode in APPLIERS or (
                 instruction.opcode in ("fusion", "call") and len(instruction.calls) == 1
             )
-            if not applies or not self.quiet.keys() >= {*instruction.calls}:
+            if not applies or not self.quiet.issuperset(instruction.calls):
                 return False
         return True
 
@@ -236,12 +237,20 @@ class Proof:
         self.cache: dict[Any, Any] = {}  # parsed attributes, by their text
         self.result: Any = 0  # the entry computation's value
         self._memo: dict[Any, Any] = {}
+        self._counts: dict[str, int] = {}  # of the parameters of quiet computations
         self._summaries: dict[str, Any] = {}
         self._evaluated: set[str] = set()  # computations of which a summary may save a look
         self._depth = 0
 
     def abandoned(self, names, why: str, operands) -> int:
         return self.values.blocked(self.reach.abandon(names, why), operands)
+
+    def parameter_count(self, computation: hm.Computation) -> int:
+        name = computation.original.name
+        if name not in self._counts:
+            opcodes = [i.opcode for i in computation.original.instructions]
+            self._counts[name] = opcodes.count("parameter")
+        return self._counts[name]
 
     def summary(self, computation: hm.Computation, depth: int = 0) -> Any:
         name = computation.name
@@ -262,14 +271,14 @@ class Proof:
 
     def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...], guard: int) -> Any:
         name = computation.name
-        count = self.reach.quiet.get(name)
-        if count is not None and len(arguments) >= count:
+        if name in self.reach.quiet and len(arguments) >= self.parameter_count(computation):
             computation = computation.original
             name = computation.name
-            summary = self.summary(computation) if name in self._evaluated else None
-            self._evaluated.add(name)  # most are evaluated once: a summary would take as long
-            if summary is not None and {*map(type, arguments)} <= _STATES:
-                return self._merged(summary, arguments)
+            if {*map(type, arguments)} <= _STATES:
+                summary = self.summary(computation) if name in self._evaluated else None
+                if summary is not None:
+                    return self._merged(summary, arguments)
+                self._evaluated.add(name)  # what is evaluated once takes no longer than a summary
         if guard == hs.SAME or name not in self.reach.talking:
             guard = 0
         key = (name, arguments, guard)

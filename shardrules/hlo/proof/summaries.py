@@ -57,7 +57,7 @@ def _called(proof: Any, instruction: hm.Instruction, given: list[Any], depth: in
     if depth == _MOST_DEPTH or not all(type(word) is tuple for word in given):
         return None
     summary = proof.summary(inner, depth + 1)
-    if type(summary) is not tuple or len(given) < proof.reach.quiet[inner.name]:
+    if type(summary) is not tuple or len(given) < proof.parameter_count(inner):
         return None
     return _joined(
         [given[number] if number >= 0 else _evened(given[~number]) for number in summary]

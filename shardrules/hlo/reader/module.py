@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -230,16 +231,16 @@ class Computation:
         del vars(repetition)["instructions"]
         return repetition
 
-    def calls(self) -> Iterator[tuple[Instruction, tuple[str, ...]]]:
-        """Yield the instructions that call computations, those of the original, and what is called.
+    def calls(self) -> list[tuple[Instruction, tuple[str, ...]]]:
+        """List the instructions that call computations, those of the original, and what is called.
 
         A repetition calls others than its original, in the same way.
         """
-        start, instructions = 0, self.original.instructions
-        for position in self.calling:
-            count = len(instructions[position].calls)
-            yield instructions[position], self.called[start : start + count]
-            start += count
+        calling = [self.original.instructions[position] for position in self.calling]
+        if self.original is self:
+            return [(instruction, instruction.calls) for instruction in calling]
+        names = iter(self.called)
+        return [(i, tuple(itertools.islice(names, len(i.calls)))) for i in calling]
 
     @property
     def parameters(self) -> list[Instruction]:

@@ -101,10 +101,13 @@ def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: boo
 def _sums(module: hlo.Module) -> dict[str, _Sum]:
     """Count what one run of each computation launches, with all that it calls."""
     sums: dict[str, _Sum] = {}
-    for name in module.computations:  # callees first
+    for name, computation in module.computations.items():  # callees first
+        if computation.original is not computation and not computation.called:
+            sums[name] = sums[computation.original.name]
+            continue
         sums[name] = _Sum()
-        for instruction in module.computations[name].instructions:
-            sums[name] += _sum(module, module.computations[name], instruction, sums)
+        for instruction in computation.instructions:
+            sums[name] += _sum(module, computation, instruction, sums)
     return sums
 
 

@@ -603,6 +603,56 @@ def test_another_array_is_moved(cpu_mesh):
     assert hints(program(cpu_mesh, body, [X]), structs(cpu_mesh, [X])) == []
 
 
+PIECES = """\
+HloModule m, is_scheduled=true, num_partitions=2
+
+ENTRY main {
+  a = f32[8]{0} parameter(0), sharding={devices=[2]<=[2]}
+  b = f32[8]{0} parameter(1), sharding={devices=[2]<=[2]}
+  whole = f32[16]{0} all-gather(GATHERED), channel_id=1, replica_groups={{0,1}}, dimensions={0}, \
+use_global_device_ids=true, metadata={op_name="jit(f)/shard_map/all_gather"}
+  moved = (f32[8]{0}, f32[8]{0}) all-to-all(PIECES), channel_id=2, replica_groups={{0,1}}, \
+metadata={op_name="jit(f)/shard_map/all_to_all"}
+  read = f32[16]{0} negate(whole)
+  ROOT t = (f32[16]{0}, (f32[8]{0}, f32[8]{0})) tuple(read, moved)
+}
+"""
+
+
+@pytest.mark.parametrize("gathered", ["a", "b"])
+@pytest.mark.parametrize(
+    ("pieces", "kinds"), [("G, G", ["gathered too"]), ("a, b", []), ("b, a", []), ("O, O", [])]
+)
+def test_all_pieces_that_are_moved_are_of_the_gathered_array(gathered, pieces, kinds):
+    pieces = pieces.replace("G", gathered).replace("O", "b" if gathered == "a" else "a")
+    text = PIECES.replace("GATHERED", gathered).replace("PIECES", pieces)
+    assert [h.kind for h in waste.hints(hlo.judge(hlo.parse(text)))] == kinds
+
+
+SENT = """\
+HloModule m, is_scheduled=true, num_partitions=4
+
+ENTRY main {
+  x = f32[8192]{0} parameter(0), sharding={devices=[8]<=[8]}
+  sum = f32[8192]{0} send(x), channel_id=2, is_host_transfer=true, frontend_attributes={\
+_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE",\
+_xla_megascale_reduce_operation="SUM"}, metadata={op_name="jit(f)/shard_map/psum"}
+  id = u32[] partition-id()
+  four = u32[] constant(4)
+  slice = u32[] divide(id, four)
+  rows = u32[] constant(4096)
+  start = u32[] multiply(slice, rows)
+  ROOT part = f32[4096]{0} dynamic-slice(sum, start), dynamic_slice_sizes={4096}
+}
+"""
+
+
+def test_a_sum_between_slices_names_no_computation():
+    """No compiler prints a send whose result is the sum, and people may write one."""
+    (found,) = waste.hints(hlo.judge(hlo.parse(SENT), slices=2))
+    assert found.kind == "only a slice"
+
+
 BARRIER = """\
 HloModule m, is_scheduled=true, num_partitions=4
 

@@ -189,6 +189,17 @@ def test_elements_of_tuples_written_as_operands():
     assert str(module.entry.instructions[4].shape) == "f32[4]"
 
 
+@pytest.mark.parametrize("elements", [(0, 1), (1, 0)])
+def test_each_element_written_as_an_operand_has_its_own_value(elements):
+    entry = f"%p = (f32[8], f32[8]) parameter(0), sharding={{{{replicated}}, {T.DATA}}}\n"
+    entry += "\n".join(
+        T.all_reduce(f"%p#{element}", T.OVER_DATA, name=f"r{element}") for element in elements
+    )
+    verdicts = hlo.judge(hlo.parse(T.module(entry)), mesh=T.MESH).verdicts
+    expected = {"r0": "redundant", "r1": "needed"}
+    assert {v.collective.name: v.verdict for v in verdicts} == expected
+
+
 @pytest.mark.parametrize(
     "operand, message",
     [

@@ -26,8 +26,8 @@ def no_stage_is_early(monkeypatch):
 def conditions_run_as_bodies_do(monkeypatch):
     original = loops._calls
 
-    def calls(module, computation, instruction, outer):
-        found = list(original(module, computation, instruction, outer))
+    def calls(module, computation, instruction, called, outer):
+        found = list(original(module, computation, instruction, called, outer))
         body = found[-1][1]
         return [(name, body) for name, _ in found] if instruction.opcode == "while" else found
 

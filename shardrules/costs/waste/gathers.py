@@ -45,20 +45,18 @@ def gathered_too(site: Site) -> Hint | None:
         return None
     if site.collective.in_place:
         return None
-    gathers = site.program.remembered(_gathers)
-    for made in {made_by(operand, WHOLE | {"slice"}) for operand in site.node.operands}:
-        gather = gathers.get(made)
-        if gather is None or not _within(site, gather):
-            return None
-        advice = (
-            f"the all-gather at {gather.where} brings every shard of the same array to the same "
-            "devices: take this one's result out of the gathered array, and "
-            f"{site.entry.bytes} B become 0 B"
-        )
-        if not site.in_shard_map and not site.is_unnamed:
-            advice += f" ({'constrain the array once to the whole layout, and slice that'})"
-        return site.hint(advice)
-    return None
+    makers = {made_by(operand, WHOLE | {"slice"}) for operand in site.node.operands}
+    gather = site.program.remembered(_gathers).get(makers.pop()) if len(makers) == 1 else None
+    if gather is None or not _within(site, gather):
+        return None
+    advice = (
+        f"the all-gather at {gather.where} brings every shard of the same array to the same "
+        "devices: take this one's result out of the gathered array, and "
+        f"{site.entry.bytes} B become 0 B"
+    )
+    if not site.in_shard_map and not site.is_unnamed:
+        advice += " (constrain the array once to the whole layout, and slice that)"
+    return site.hint(advice)
 
 
 def _gathers(program: Program) -> dict[Node, Site]:

@@ -150,10 +150,10 @@ class Graph:
         """List the loops by their bodies' names, without bodies that two loops share."""
         loops_of: dict[str, list[Node]] = {}
         for name, computation in self.module.computations.items():
-            for position in computation.calling:
-                loop = computation.instructions[position]
-                if loop.opcode != "while":
+            for position, (caller, _) in zip(computation.calling, computation.calls()):
+                if caller.opcode != "while":
                     continue
+                loop = computation.instructions[position]
                 condition, body = loops.parts(self.module, loop)
                 if len(condition.parameters) == len(body.parameters) == 1:
                     loops_of.setdefault(body.name, []).append(self.flat(name).at[position])

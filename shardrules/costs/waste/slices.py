@@ -191,11 +191,12 @@ def only_a_slice(site: Site) -> Hint | None:
 
 def _was_scattered(site: Site) -> bool:
     """Tell whether the source asks for a reduce-scatter; the names of what it adds by say it."""
+    # A sum between TPU slices is a send, which applies none.
     module = site.program.module
-    called = module.computations[(site.instruction.attribute("to_apply") or "").lstrip("%")]
     return any(
         module.metadata(i).op_name.rpartition("/")[2] == "reduce_scatter"
-        for i in called.instructions
+        for name in site.instruction.calls
+        for i in module.computations[name].instructions
     )
 
 

@@ -32,7 +32,7 @@ LOCAL = frozenset(
     "set-dimension-size slice transpose triangular-solve bitcast send send-done "
     "outfeed".split()
 )
-_RANGED = frozenset(
+RANGED = frozenset(
     "bitcast concatenate dynamic-slice dynamic-update-slice pad reshape slice".split()
 )
 
@@ -182,7 +182,7 @@ class Values:
             operands = self._clamped(instruction, operands, shapes)
             if opcode == "dynamic-update-slice":
                 self._note_piece((computation.name, instruction.name), operands, shapes)
-        if opcode in _RANGED:
+        if opcode in RANGED:
             parts = self._ranges(instruction, operands, shapes)
             if parts is not None:
                 return parts

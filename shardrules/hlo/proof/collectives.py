@@ -228,6 +228,8 @@ def orderless(reduction: str, instruction: hm.Instruction) -> bool:
 
 def reduction_of(computation: hm.Computation) -> str:
     """Name the one operation of two parameters that a reduction applies; several by a checksum."""
+    if not computation.calling:  # else the names of what it calls count
+        computation = computation.original
     root = computation.instructions[computation.root]
     plain = {computation.instructions[o].opcode for o in root.operands} == {"parameter"}
     if plain and len(set(root.operands)) == 2 and len(computation.instructions) == 3:

@@ -168,10 +168,12 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
     """Find the copies of spread collectives whose done is in another fusion."""
     steps: dict[str, list[tuple[str, int]]] = {}
     done: set[str] = set()
-    if ASYNC_DONE not in module.text:
+    if not module.mentions(ASYNC_DONE):
         return set()
-    called = [c.instructions[p] for c in module.computations.values() for p in c.calling]
-    for name in {n for i in called if i.opcode == "fusion" for n in i.calls}:
+    calls = [call for c in module.computations.values() for call in c.calls()]
+    for name in {n for i, names in calls if i.opcode == "fusion" for n in names}:
+        if module.opcodes[name].isdisjoint(KINDS):
+            continue
         instructions = module.computations[name].instructions
         ended = {o for i in instructions if target_of(i) == ASYNC_DONE for o in i.operands}
         for position, instruction in enumerate(instructions):

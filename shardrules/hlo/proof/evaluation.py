@@ -17,10 +17,11 @@ from shardrules import errors
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL, Values
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls, loops
+from shardrules.hlo.proof import customcalls, loops, summaries
 from shardrules.hlo.reader import attributes
 from shardrules.hlo.reader import module as hm
 
+_STATES = frozenset([int])  # the type of a value that is one state
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
 # Opcodes that are deterministic if the computations that they apply are.
 APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort topk".split())
@@ -49,6 +50,13 @@ _TAKES = (
 _NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 
 
+# Opcodes whose handlers say and note nothing of the computation that they are in.
+_QUIET = (ELEMENTWISE | LOCAL | APPLIERS | {"parameter", "constant", "tuple"}) - frozenset(
+    "dynamic-update-slice send send-done outfeed".split()
+)
+_QUIET_CALLS = _QUIET | {"fusion", "call"}
+
+
 class Reach:
     """What a module's computations reach, directly or through calls."""
 
@@ -59,7 +67,17 @@ class Reach:
         self.unfollowed: dict[str, hs.Blocker] = {}
         self.talking: set[str] = set()  # computations with a collective, directly or through calls
         self._impure: set[str] = set()
+        # Computations that no message and no record can name, nor what is in them: a repetition
+        # gives what the original does for the same arguments.
+        self.quiet: set[str] = set()
         for name, computation in module.computations.items():  # callees first
+            if computation.original is not computation:
+                for kind in (self.quiet, self.talking, self._impure):
+                    if computation.original.name in kind:
+                        kind.add(name)
+                continue
+            if self._is_quiet(computation):
+                self.quiet.add(name)
             if module.opcodes[name] <= _PLAIN and not (module.strange or computation.calling):
                 continue
             for instruction in computation.instructions:
@@ -69,6 +87,18 @@ class Reach:
                     self.talking.add(name)
                 if not self.deterministic(instruction):
                     self._impure.add(name)
+
+    def _is_quiet(self, computation: hm.Computation) -> bool:
+        if not self.module.opcodes[computation.name] <= _QUIET_CALLS or self.module.strange:
+            return False
+        for position in computation.calling:
+            instruction = computation.instructions[position]
+            applies = instruction.opcode in APPLIERS or (
+                instruction.opcode in ("fusion", "call") and len(instruction.calls) == 1
+            )
+            if not applies or not self.quiet.issuperset(instruction.calls):
+                return False
+        return True
 
     def deterministic(self, instruction: hm.Instruction) -> bool:
         """Tell whether an instruction is a deterministic function of its operands."""
@@ -93,8 +123,7 @@ class Reach:
             name = stack.pop()
             if name not in self.unfollowed:
                 self.unfollowed[name] = blocker
-                for instruction in self.module.computations[name].instructions:
-                    stack.extend(instruction.calls)
+                stack.extend(self.module.computations[name].called)
         return blocker
 
     def find_unfollowed(self, handled: Iterable[str]) -> None:
@@ -102,6 +131,9 @@ class Reach:
         handled = frozenset(handled)
         strange = self.module.strange
         for name, computation in self.module.computations.items():
+            repeats = computation.original is not computation
+            if repeats and (name in self.quiet or self.module.opcodes[name] <= _PLAIN):
+                continue
             if not strange and self.module.opcodes[name] <= _PLAIN:
                 # Most computations: only operands may be missing.
                 alone = [i for i in computation.instructions if not i.operands]
@@ -205,13 +237,48 @@ class Proof:
         self.cache: dict[Any, Any] = {}  # parsed attributes, by their text
         self.result: Any = 0  # the entry computation's value
         self._memo: dict[Any, Any] = {}
+        self._counts: dict[str, int] = {}  # of the parameters of quiet computations
+        self._summaries: dict[str, Any] = {}
+        self._evaluated: set[str] = set()  # computations of which a summary may save a look
         self._depth = 0
 
     def abandoned(self, names, why: str, operands) -> int:
         return self.values.blocked(self.reach.abandon(names, why), operands)
 
+    def parameter_count(self, computation: hm.Computation) -> int:
+        name = computation.original.name
+        if name not in self._counts:
+            opcodes = [i.opcode for i in computation.original.instructions]
+            self._counts[name] = opcodes.count("parameter")
+        return self._counts[name]
+
+    def summary(self, computation: hm.Computation, depth: int = 0) -> Any:
+        name = computation.name
+        if name not in self._summaries:
+            self._summaries[name] = summaries.summarise(self, computation, depth)
+        return self._summaries[name]
+
+    def _merged(self, summary: Any, arguments: tuple[int, ...]) -> Any:
+        """Give the value of a computation from its summary."""
+        if type(summary) is list:
+            return tuple([self._merged(word, arguments) for word in summary])
+        state, refine = 0, self.values.states.refine
+        for number in summary:
+            argument = arguments[number] if number >= 0 else self.values.evened(arguments[~number])
+            if argument != state:
+                state = refine(state, argument)
+        return state
+
     def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...], guard: int) -> Any:
         name = computation.name
+        if name in self.reach.quiet and len(arguments) >= self.parameter_count(computation):
+            computation = computation.original
+            name = computation.name
+            if {*map(type, arguments)} <= _STATES:
+                summary = self.summary(computation) if name in self._evaluated else None
+                if summary is not None:
+                    return self._merged(summary, arguments)
+                self._evaluated.add(name)  # what is evaluated once takes no longer than a summary
         if guard == hs.SAME or name not in self.reach.talking:
             guard = 0
         key = (name, arguments, guard)

@@ -76,7 +76,7 @@ def find_mesh(
     """Find the one mesh that the text or given shardings name; None if there is none."""
     text = module.text
     named: set[tuple[tuple[str, int], ...]] = set()
-    if "shardrules.mesh" in text:
+    if module.mentions("shardrules.mesh"):
         # The header names the program's own mesh; kernels may name others.
         for part in (module.header.get("frontend_attributes", ""), text):
             for match in _TAG_MESH.finditer(part):
@@ -85,7 +85,8 @@ def find_mesh(
                     named.add(tuple(mesh.items()))
             if named:
                 return dict(named.pop()) if len(named) == 1 else None
-    return shardings.named_mesh(text, given, device_count)
+    in_text = text if module.mentions("mesh['") else ""
+    return shardings.named_mesh(in_text, given, device_count)
 
 
 def promises(
@@ -124,17 +125,18 @@ def parameter_values(
             parameters=len(parameters),
         )
     state = _state_reader(states)
-    replication_stated = "parameter_replication=" in module.text
+    replication_stated = module.mentions("parameter_replication=")
     values: list[Any] = []
     for number, instruction in enumerate(parameters):
         attributes = {k: instruction.text[a:b] for k, a, b in instruction.attributes()}
         stated = given[number] if given is not None else None
         stated, _, replicas = (stated or "").partition(", parameter_replication=")
         text = attributes.get("sharding") or stated or None
-        op_name = module.frames.metadata(attributes.get("metadata", "")).op_name
+        op_name = module.frames.op_name(attributes.get("metadata", ""))
         what = f"parameter {number}" + (f" ({op_name})" if op_name else "")
-        leaves = len(instruction.shape.leaves())
-        shared = re.findall(r"true|false", attributes.get("parameter_replication", replicas))
+        leaves = 1 if instruction.shape.elements is None else len(instruction.shape.leaves())
+        replicas = attributes.get("parameter_replication", replicas)
+        shared = re.findall(r"true|false", replicas) if replicas else []
         sure = bool(shared) or replication_stated
         if len(shared) != leaves:
             shared = ["false"] * leaves
@@ -146,7 +148,7 @@ def parameter_values(
             continue
         parts = hn.split_tuple_sharding(text)
         if len(parts) == 1:  # that of all arrays of a tuple
-            parts *= leaves
+            parts = parts * leaves
         leaf_states = []
         for leaf in range(leaves):
             cause = hs.Cause(what if leaves == 1 else f"{what} element {leaf}", "is sharded")

@@ -42,15 +42,16 @@ def executions(module: hm.Module) -> dict[str, Run]:
         if name not in runs:
             continue
         computation = module.computations[name]
-        for position in computation.calling:
-            instruction = computation.instructions[position]
+        if not computation.calling:
+            continue
+        for instruction, calls in computation.calls():
             if instruction.opcode.endswith(("-update", "-done")):
                 continue
-            if instruction.opcode in _FUSED and len(instruction.calls) == 1:
-                if instruction.calls[0] not in runs:  # as nearly all
-                    runs[instruction.calls[0]] = runs[name]
+            if instruction.opcode in _FUSED and len(calls) == 1:
+                if calls[0] not in runs:  # as nearly all
+                    runs[calls[0]] = runs[name]
                     continue
-            for callee, run in _calls(module, computation, instruction, runs[name]):
+            for callee, run in _calls(module, computation, instruction, calls, runs[name]):
                 before = runs.get(callee)
                 if before is None:
                     runs[callee] = run
@@ -65,16 +66,16 @@ def executions(module: hm.Module) -> dict[str, Run]:
     return runs
 
 
-def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, Run]]:
+def _calls(module, computation, instruction, calls, outer: Run) -> Iterator[tuple[str, Run]]:
     opcode = instruction.opcode
     if opcode != "while":
-        at_most = outer.at_most or (opcode == "conditional" and len(instruction.calls) > 1)
+        at_most = outer.at_most or (opcode == "conditional" and len(calls) > 1)
         count = outer.count if opcode in _ONCE else None
-        for callee in instruction.calls:
+        for callee in calls:
             yield callee, Run(outer.depth, count, at_most, outer.each)
         return
     trips = trip_count(module, computation, instruction)
-    for place, callee in enumerate(instruction.calls):
+    for place, callee in enumerate(calls):
         # The condition is listed first; it runs once more than the body.
         times = trips if trips is None or place else trips + 1
         count = None if times is None or outer.count is None else outer.count * times
@@ -237,7 +238,7 @@ def _behind(
                 return None
         elif instruction.opcode == "fusion" and len(instruction.calls) == 1:
             around = computation, instruction, around
-            computation = module.computations[instruction.calls[0]]
+            computation = module.computations[instruction.calls[0]].original
             position = computation.root
         elif instruction.opcode == "parameter" and around is not None:
             computation, fusion, around = around

@@ -40,7 +40,7 @@ def prove(
     states: hs.States,
     mesh: dict[str, int] | None = None,
 ) -> Proof:
-    size = sum(len(c.instructions) for c in module.computations.values())
+    size = sum(len(c.original.instructions) for c in module.computations.values())
     values = Values(states, budget_for(size))
     proof = Proof(module, registry, values, HANDLERS, mesh)
     proof.reach.find_unfollowed(HANDLERS.by_opcode)
@@ -151,7 +151,7 @@ def _applier(proof: Proof, computation, position, instruction, operands, guard):
     count = len(operands) // 2 if instruction.opcode == "reduce" else len(operands)
     if several and not proof.values.vary_alike(operands[:count]):
         return proof.values.states.evened(state)
-    called = [proof.module.computations[name] for name in instruction.calls]
+    called = [proof.module.computations[name].original for name in instruction.calls]
     if any(hs.rounds(c.instructions[c.root].opcode, instruction.shape) for c in called):
         return proof.values.states.evened(state)
     return state

@@ -39,16 +39,16 @@ Scatter = tuple[hm.Computation, int, hc.Channel]
 def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
     """Find the reduce-scatters, by computation and position of their all-reduce."""
     module = proof.module
-    if _NAME not in module.text and _EMITTER not in module.text:
+    named = any(name.startswith(_NAME) for name in module.computations)
+    if not named and not module.mentions(_EMITTER):
         return {}
     callers: collections.Counter[str] = collections.Counter()
     fusions: dict[str, tuple[hm.Computation, int]] = {}
     for computation in module.computations.values():
-        for position in computation.calling:
-            instruction = computation.instructions[position]
-            callers.update(instruction.calls)
-            if instruction.start not in module.strange and _emitted(instruction):
-                fusions[instruction.calls[0]] = computation, position
+        for position, (instruction, calls) in zip(computation.calling, computation.calls()):
+            callers.update(calls)
+            if instruction.start not in module.strange and _emitted(instruction, calls):
+                fusions[calls[0]] = computation, position
     scatters: dict[tuple[str, int], Scatter] = {}
     for name, (computation, position) in fusions.items():
         inside = module.computations[name]
@@ -60,12 +60,12 @@ def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
     return scatters
 
 
-def _emitted(fusion: hm.Instruction) -> bool:
+def _emitted(fusion: hm.Instruction, calls: tuple[str, ...]) -> bool:
     """Tell whether the emitter or the computation's name marks a fusion as a reduce-scatter."""
-    if len(fusion.calls) != 1 or (fusion.opcode, fusion.attribute("kind")) != ("fusion", "kCustom"):
+    if len(calls) != 1 or (fusion.opcode, fusion.attribute("kind")) != ("fusion", "kCustom"):
         return False
     config = fusion.attribute("backend_config") or ""
-    return _EMITTER in config or fusion.calls[0].startswith(_NAME)
+    return _EMITTER in config or calls[0].startswith(_NAME)
 
 
 def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | None:

@@ -89,7 +89,7 @@ def relations_of(
 
 def _count(module: hm.Module, each: int, mesh: Mapping[str, int] | None) -> int:
     """Count the slices by the mesh, or by the largest number in the text."""
-    if _MEGASCALE not in module.text and f'"{SLICE_ID}"' not in module.text:
+    if not module.mentions(_MEGASCALE, f'"{SLICE_ID}"'):
         return 1
     size = int(np.prod([n for n in (mesh or {}).values() if isinstance(n, int)], dtype=float))
     if mesh and size % each == 0 and size > each:

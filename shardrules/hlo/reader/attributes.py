@@ -60,8 +60,8 @@ _WORD = re.compile(r"[^\s\"{}()\[\],]+")
 _MORE = re.compile(r"\s*<=\s*(?=\[)|\s*T(?=\()|(?=[\[{(])")
 _MESH_MORE = re.compile(r"\s*,\s*device_ids=\s*(?=\()|\s*(?:,\s*)?(?=\{)")
 
-# XLA prints only this comment. Its parser takes others too, even inside a parameter's number.
-_PRINTED_COMMENT = re.compile(r", /\*index=\d+\*/")
+# XLA prints only ", /*index=5*/". Its parser takes others too, even inside a parameter's number.
+_PRINTED_COMMENT = ", /*index="
 _BEGINS_COMMENT = re.compile(r"/[/*]")
 # Up to the first comment that is not in a string: a kernel's bytecode in base64 has // in it.
 _WITHOUT_COMMENTS = re.compile(r'(?:[^"/]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"|/(?![/*]))*+', re.DOTALL)
@@ -83,9 +83,21 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
 
 def blanked(text: str) -> str:
     """Replace comments by spaces, so that no offset changes."""
-    printed = _PRINTED_COMMENT.sub(lambda match: ", " + " " * (len(match[0]) - 2), text)
+    begin, *rest = text.split(_PRINTED_COMMENT)
+    pieces = [begin]
+    for piece in rest:
+        end = piece.find("*/")
+        if piece[: max(end, 0)].isdecimal():
+            pieces += [", ", " " * (len(_PRINTED_COMMENT) + end), piece[end + 2 :]]
+        else:
+            pieces += [_PRINTED_COMMENT, piece]
+    printed = "".join(pieces)
     if not _BEGINS_COMMENT.search(printed):
         return printed
+    if "\\" not in printed or '\\"' not in printed:  # each quote begins or ends a string
+        pieces = printed.split('"')
+        if len(pieces) % 2 and not _BEGINS_COMMENT.search('"'.join(pieces[::2])):
+            return printed
     plain = _WITHOUT_COMMENTS.match(printed)
     if plain and plain.end() == len(printed):
         return printed

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from shardrules import errors
@@ -201,22 +202,61 @@ class Instruction(NamedTuple):
         return f"<{self.name} = {self.shape} {self.opcode}>"
 
 
-class Computation(NamedTuple):
+class Computation:
     """One computation, with its instructions ordered so that operands come first.
 
     Attributes:
       name: without ``%``.
-      instructions: its instructions.
       root: the position of the instruction that gives the result.
       is_entry: it is the module's entry computation.
       calling: positions of the instructions that call computations.
+      original: the earlier computation that this one repeats in all but names and metadata, or
+        itself.
+      called: the names of the computations that it calls, in the order of ``calling``.
     """
 
-    name: str
-    instructions: tuple[Instruction, ...]
-    root: int
-    is_entry: bool
-    calling: tuple[int, ...]
+    def __init__(
+        self,
+        name: str,
+        instructions: tuple[Instruction, ...],
+        root: int,
+        calling: tuple[int, ...],
+        called: tuple[str, ...],
+    ):
+        self.name = name
+        self.instructions = instructions
+        self.root = root
+        self.is_entry = False
+        self.calling = calling
+        self.called = called
+        self.original = self
+
+    _read: Callable[[str], tuple[Instruction, ...]]
+
+    @functools.cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """List its instructions."""
+        return self._read(self.name)
+
+    def repeated(
+        self, name: str, called: tuple[str, ...], read: Callable[[str], tuple[Instruction, ...]]
+    ) -> Computation:
+        """Make a computation that repeats this one; ``read`` gives its instructions."""
+        repetition = Computation.__new__(Computation)
+        vars(repetition).update(vars(self), name=name, called=called, _read=read)
+        del vars(repetition)["instructions"]
+        return repetition
+
+    def calls(self) -> list[tuple[Instruction, tuple[str, ...]]]:
+        """List the instructions that call computations, those of the original, and what is called.
+
+        A repetition calls others than its original, in the same way.
+        """
+        calling = [self.original.instructions[position] for position in self.calling]
+        if self.original is self:
+            return [(instruction, instruction.calls) for instruction in calling]
+        names = iter(self.called)
+        return [(i, tuple(itertools.islice(names, len(i.calls)))) for i in calling]
 
     @property
     def parameters(self) -> list[Instruction]:
@@ -227,6 +267,9 @@ class Computation(NamedTuple):
     def users(self) -> Users:
         """List, for each instruction, the positions of those that use it."""
         return Users(self)
+
+    def __repr__(self) -> str:
+        return f"<Computation {self.name}>"
 
 
 def behind(computation: Computation, position: int, opcodes: Collection[str]) -> Instruction:
@@ -286,6 +329,7 @@ class Module:
       header: the header's other attributes as text.
       frames: the stack-frame tables.
       strange: unknown attributes, by the offset of their instruction.
+      spans: where the text holds what no earlier computation holds.
     """
 
     name: str
@@ -298,13 +342,21 @@ class Module:
     header: dict[str, str]
     frames: FrameTable
     strange: dict[int, str]
+    spans: tuple[tuple[int, int], ...]
+
+    def mentions(self, *words: str) -> bool:
+        """Tell whether the text holds one of some words, outside of a repetition's metadata."""
+        return any(self.text.find(word, *span) >= 0 for span in self.spans for word in words)
 
     @functools.cached_property
     def opcodes(self) -> dict[str, frozenset[str]]:
         """Give the opcodes of each computation: most hold a few, and nothing else is to look at."""
         same: dict[frozenset[str], frozenset[str]] = {}  # many hold the same, which is kept once
-        opcodes = {}
+        opcodes: dict[str, frozenset[str]] = {}
         for name, computation in self.computations.items():
+            if computation.original is not computation:
+                opcodes[name] = opcodes[computation.original.name]
+                continue
             own = frozenset([i.opcode for i in computation.instructions])
             opcodes[name] = same.setdefault(own, own)
         return opcodes
@@ -399,6 +451,11 @@ class FrameTable:
             line = self._SOURCE_LINE.search(text)
             frames = (Frame(_unescape(source_file[1]), int(line[1][:9]) if line else 0),)
         return Metadata(_unescape(op_name[1]) if op_name else "", frames)
+
+    def op_name(self, text: str) -> str:
+        """Read the op_name alone."""
+        op_name = self._OP_NAME.search(text)
+        return _unescape(op_name[1]) if op_name else ""
 
 
 def _unescape(text: str) -> str:

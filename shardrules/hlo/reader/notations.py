@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -221,14 +222,15 @@ def flatten_groups(groups: IdLists, mode: str, partitions: int, replicas: int) -
     return members, sizes
 
 
-def split_tuple_sharding(text: str) -> list[str]:
+@functools.lru_cache(maxsize=256)
+def split_tuple_sharding(text: str) -> tuple[str, ...]:
     """Split ``{{replicated}, {devices=...}}`` into its leaves; a single leaf is returned alone."""
     text = re.sub(r"/\*.*?\*/", "", text).strip()
     if not text.startswith("{"):
         text = "{" + text + "}"
     inner = text[1:-1].strip()
     if not inner.startswith("{"):
-        return [text]
+        return (text,)
     leaves = []
     depth = start = 0
     for position, letter in enumerate(inner):
@@ -239,7 +241,7 @@ def split_tuple_sharding(text: str) -> list[str]:
             depth -= 1
             if not depth:
                 leaves.append(inner[start : position + 1])
-    return leaves
+    return tuple(leaves)
 
 
 def sharding_tiles(text: str, partitions: int) -> tuple[int, ...] | None:

@@ -7,14 +7,15 @@ Nothing is skipped silently: unreadable text is an ``HloSyntaxError`` with its p
 
 from __future__ import annotations
 
-import bisect
 import re
+from collections.abc import Callable
 
 from shardrules.arguments import checked
 from shardrules.errors import ArgumentError, HloSyntaxError
-from shardrules.hlo.reader import attributes, garbage, shapes
+from shardrules.hlo.reader import attributes, garbage, shapes, strange, wrong
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import skip
+from shardrules.hlo.reader.repeats import Repeats
 
 _SHAPE = (
     r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
@@ -57,18 +58,20 @@ _CALL_KEYS = (
 _LITERAL = ("parameter", "constant")  # their parentheses hold no operands
 _NUMBERS = {str(number): number for number in range(1000)}  # of most parameters
 _MAX_DEPTH = 100  # nesting of operands
+_LONG = 20_000  # characters of a body that hardly repeats another
 
 _MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
 _TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n((?:[ \t]*\d+[ \t][^\n]*\n)+)")
-_PRINTED_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \([^={}\"\n]*\) -> [^={}\"\n]*\{\n")
+_PRINTED_HEADER = re.compile(r"\s*+(ENTRY )?%?([\w.\-]+) \([^={}\"\n]*\) -> [^={}\"\n]*\{\n")
+_NEXT = ("\n\n%", "\n\nE")  # between two computations, as XLA prints them
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
 _HEAD = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([A-Za-z][\w\-]*)\s*\(")
 _NAME = re.compile(r"%?([\w.\-]+(?:#\d+)*)")
 _NAMES = re.compile(r"\s*%?[\w.\-]+\s*(?:,\s*%?[\w.\-]+\s*)*(?=\))")
+_BETWEEN = re.compile(r", +")  # arrays in a tuple's shape
+_BETWEEN_OPERANDS = re.compile(r", +%")
 _CALLEES = re.compile(r"%?[\w.\-]+|\{\s*(?:%?[\w.\-]+\s*(?:,\s*%?[\w.\-]+\s*)*)?\}")
-_KEY = re.compile(r",\s*+([\w\-]++)\s*+=")
-_CUT = ": is the text cut?"
 _make = tuple.__new__
 
 
@@ -81,6 +84,7 @@ class _Reader:
         self.computations: dict[str, hm.Computation] = {}  # those read so far, by name
         self._shapes: dict[str, hm.Shape] = {}
         self._opcodes: dict[str, str] = {}
+        self._spans: list[tuple[int, int]] = []  # of computations that repeat no other
         self._depth = 0
         # Of the computation that is being read.
         self._name = ""
@@ -105,12 +109,15 @@ class _Reader:
             for key, value, position in attributes.iter_attributes(text, position, len(text)):  # noqa: B020
                 header[key] = text[value:position]
         elif not _HEADER.match(text, position):
-            raise self._not_hlo(position)
+            raise wrong.not_hlo(text, position, self.source)
         entry: hm.Computation | None = None
-        while (position := skip(text, position)) < len(text):
+        repeats = Repeats(text, self.computations)
+        while True:
             printed = _PRINTED_HEADER.match(text, position)
             if printed:
-                is_entry, name, body = bool(printed[1]), printed[2], printed.end()
+                is_entry, name, body = printed[1] is not None, printed[2], printed.end()
+            elif (position := skip(text, position)) >= len(text):
+                break
             elif table := _TABLE.match(text, position):
                 position = table.end()
                 tables[table[1]] = tables.get(table[1], "") + table[2]
@@ -118,20 +125,36 @@ class _Reader:
             else:
                 is_entry, name, body = self._header(position)
             if name in self.computations:
-                raise self.error(position, f"computation {name!r} is defined twice")
+                start = skip(text, position)
+                raise self.error(start, f"computation {name!r} is defined twice")
             if is_entry and entry is not None:
-                raise self.error(position, "a second ENTRY computation")
-            position = skip(text, self._computation(name, is_entry, body))
-            if text.startswith(",", position):
-                for _, _, position in attributes.iter_attributes(text, position, len(text)):  # noqa: B007, B020
-                    pass  # its execution thread
+                raise self.error(skip(text, position), "a second ENTRY computation")
+            end = text.find("\n}", body)
+            short = not is_entry and 0 < end - body < _LONG
+            found = repeats.find(body, end) if short else None
+            if found:
+                original, called = found
+                computation = original.repeated(name, called, self._later(body))
+                position = end + 2
+            else:
+                computation, position = self._computation(name, body)
+                computation.is_entry = is_entry
+                self._spans.append((body, position))
+                if short and position == end + 2:
+                    repeats.add(computation, body, end)
+            self.computations[name] = computation
+            if text[position : position + 3] not in _NEXT:
+                if text.startswith(",", following := skip(text, position)):
+                    for _, _, position in attributes.iter_attributes(text, following, len(text)):  # noqa: B007
+                        pass  # its execution thread
             if is_entry:
-                entry = self.computations[name]
+                entry = computation
         if entry is None:
             # As in XLA, the last one of text by hand; what XLA prints has ENTRY and a layout.
             if not self.computations or "entry_computation_layout" in header:
-                raise self.error(len(text), f"{self.source} has no ENTRY computation{_CUT}")
-            entry = self.computations[name] = self.computations[name]._replace(is_entry=True)
+                raise self.error(len(text), f"{self.source} has no ENTRY computation{wrong.CUT}")
+            entry = computation
+            entry.is_entry = True
         return hm.Module(
             name=head[1].strip('"') if head else f"module_{entry.name}",
             text=text,
@@ -142,25 +165,8 @@ class _Reader:
             replica_count=self._count(header, "replica_count"),
             header=header,
             frames=hm.FrameTable(tables),
-            strange=self._strange(),
-        )
-
-    def _not_hlo(self, position: int) -> HloSyntaxError:
-        if position >= len(self.text):
-            return self.error(
-                0,
-                f"{self.source} is empty: expected HLO text, which begins with "
-                "'HloModule NAME'; pass what compiled.as_text() returns",
-            )
-        hint = ""
-        if re.compile(r"#|module\b|func\.").match(self.text, position):
-            hint = " (this looks like StableHLO: compile it first)"
-        elif re.compile(r"\S+\.(hlo|txt|gz)\s*").fullmatch(self.text, position):
-            hint = " (this looks like a file's name: pass the text that the file holds)"
-        return self.error(
-            position,
-            f"{self.source} is not HLO text: expected 'HloModule NAME', as compiled.as_text() "
-            f"prints it{hint}",
+            strange=strange.find(text, self._spans, self.computations),
+            spans=((0, self._spans[0][0]), *self._spans),
         )
 
     def _header(self, position: int) -> tuple[bool, str, int]:
@@ -192,33 +198,19 @@ class _Reader:
             raise self.error(self.text.find(value), f"{key} is {value!r}, not a positive count")
         return int(value)
 
-    def _strange(self) -> dict[int, str]:
-        """Find attributes that the proof does not know, by the offset of their instruction."""
-        strange: dict[int, str] = {}
-        first = min(c.instructions[0].start for c in self.computations.values())
-        unknown = set(_KEY.findall(self.text, first)) - attributes.KNOWN
-        if not unknown:
-            return strange
-        own = (i for c in self.computations.values() for i in c.instructions)
-        # One that is written as an operand has none, but lies before those of its user.
-        having = (i for i in own if i.text is self.text and i.attributes_start < i.end)
-        instructions = sorted(having, key=lambda i: i.start)
-        starts = [i.start for i in instructions]
-        read, names = -1, {}
-        pattern = re.compile(rf",\s*+({'|'.join(map(re.escape, unknown))})\s*+=")
-        for key in pattern.finditer(self.text, first):
-            place = bisect.bisect_right(starts, key.start()) - 1
-            if place >= 0:
-                if place != read:  # read its attributes: strings may hold what looks like a key
-                    read = place
-                    names = {value: name for name, value, _ in instructions[place].attributes()}
-                if skip(self.text, key.end()) in names:
-                    strange[starts[place]] = key[1]
-        return strange
-
     # -- instructions -------------------------------------------------------------------------
 
-    def _computation(self, name: str, is_entry: bool, position: int) -> int:
+    def _later(self, position: int) -> Callable[[str], tuple[hm.Instruction, ...]]:
+        """Make the function that reads the instructions of a computation that repeats another."""
+
+        def read(name: str) -> tuple[hm.Instruction, ...]:
+            reader = _Reader(self.text, self.source)
+            reader.computations, reader._shapes = self.computations, self._shapes
+            return reader._computation(name, position)[0].instructions
+
+        return read
+
+    def _computation(self, name: str, position: int) -> tuple[hm.Computation, int]:
         """Read instructions from after the opening brace to after the closing one."""
         text, opening = self.text, position - 1
         self._name, self._instructions, self._places = name, [], {}
@@ -226,7 +218,7 @@ class _Reader:
         match, add = _LINE.match, self._add
         opcodes, known_shapes = self._opcodes, self._shapes
         instructions, places, parameters = self._instructions, self._places, self._parameters
-        append, place_of = instructions.append, places.__getitem__
+        append, place_of, computations = instructions.append, places.__getitem__, self.computations
         if text.startswith("\n", position):
             position += 1
         while True:
@@ -260,6 +252,8 @@ class _Reader:
                 try:  # %a, %b, as XLA does now
                     if inside[0] != "%":
                         operands = self._operands(inner[0], label, start)[0]
+                    elif "  " in inside:  # where comments were
+                        operands = tuple(map(place_of, _BETWEEN_OPERANDS.split(inside[1:])))
                     elif "," in inside:
                         operands = tuple(map(place_of, inside[1:].split(", %")))
                     else:
@@ -269,17 +263,18 @@ class _Reader:
             calls: tuple[str, ...] = ()
             if callee and opcode in _FAST_CALLERS:
                 calls = (callee,)
+                usual = usual and callee in computations
             elif opcode in _CALLERS:
                 calls = self._calls(attributes.iter_attributes(text, inner[1] + 1, position - 1))
+                usual = usual and not calls
             shape, opcode = known_shapes[shape_text], opcodes[opcode]
-            if usual and not calls and label not in places:
+            if usual and label not in places:
                 places[label] = len(instructions)
                 fields = label, opcode, shape, operands, calls, text, start, inner
                 append(_make(hm.Instruction, (*fields, inner[1] + 1, position - 1)))
-            else:  # it calls, is ROOT, or is wrong
+            else:  # it is ROOT, is wrong, or calls in another way
                 add(label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
-        self._finish(is_entry, opening)
-        return position + 1
+        return self._finish(opening), position + 1
 
     def _add(self, label, opcode, shape, operands, calls, start, inner, end, is_root) -> None:
         """Add an instruction; the arguments are the fields of ``Instruction``."""
@@ -302,7 +297,7 @@ class _Reader:
         fields = (label, opcode, shape, operands, calls, self.text, start, inner, inner[1] + 1, end)
         self._instructions.append(_make(hm.Instruction, fields))
 
-    def _finish(self, is_entry: bool, opening: int) -> None:
+    def _finish(self, opening: int) -> hm.Computation:
         name, instructions, numbers = self._name, tuple(self._instructions), self._parameters
         if not instructions:
             raise self.error(opening, f"computation {name!r} holds no instruction")
@@ -314,13 +309,30 @@ class _Reader:
             )
         root = self._root if self._root >= 0 else len(instructions) - 1  # as in XLA
         calling = tuple([place for place, i in enumerate(instructions) if i.calls])
-        self.computations[name] = hm.Computation(name, instructions, root, is_entry, calling)
+        called = tuple([name for place in calling for name in instructions[place].calls])
+        return hm.Computation(name, instructions, root, calling, called)
 
     def _shape(self, text: str, offset: int) -> None:
+        if text[0] == "(":  # often of the same few arrays
+            parts = _BETWEEN.split(text[1:-1])
+            arrays = [array for array in map(self._array, parts) if array is not None]
+            if len(arrays) == len(parts):
+                self._shapes[text] = hm.Shape("tuple", elements=tuple(arrays))
+                return
+        elif self._array(text) is not None:
+            return
         shape, end = shapes.read(self.text, offset)
         if end != offset + len(text):
             raise self.error(end, "expected an opcode after the shape")
         self._shapes[text] = shape
+
+    def _array(self, text: str) -> hm.Shape | None:
+        known = self._shapes.get(text)
+        if known is None:
+            known = shapes.printed(text)
+            if known is not None:
+                self._shapes[text] = known
+        return None if known is None or known.elements is not None else known
 
     def _parameter(self, start: int, inner: tuple[int, int]) -> None:
         number = self.text[inner[0] : inner[1]].strip()
@@ -480,16 +492,4 @@ def parse(text: str, *, name: str = "<text>") -> hm.Module:
         try:
             return reader.module()
         except HloSyntaxError as error:
-            raise _placed(error, reader) from None
-
-
-def _placed(error: HloSyntaxError, reader: _Reader) -> HloSyntaxError:
-    """Name the text in an error, and say that it is cut off if it ends before ENTRY does."""
-    name, message = reader.source, str(error.reason)
-    last = reader.text.rstrip().count("\n") + 1
-    whole = any(computation.is_entry for computation in reader.computations.values())
-    if not whole and error.line >= last > 1:
-        message = f"{name} is cut off: {message.removeprefix(name).removesuffix(_CUT).strip()}"
-    elif name not in message and not name.startswith("<"):
-        message = f"{name}: {message}"
-    return HloSyntaxError(message, line=error.line, column=error.column, text_line=error.text_line)
+            raise wrong.placed(error, reader.text, reader.source, reader.computations) from None

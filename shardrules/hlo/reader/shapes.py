@@ -20,6 +20,18 @@ def begins(text: str, position: int) -> bool:
     return text.startswith(("(", "b("), position) or bool(_ARRAY.match(text, position))
 
 
+def printed(text: str) -> hm.Shape | None:
+    """Read an array's shape as XLA prints it; None for any other text."""
+    match = _PRINTED.fullmatch(text)
+    return _made(match) if match else None
+
+
+def _made(match: re.Match[str]) -> hm.Shape:
+    kind, sizes, layout = match.groups()
+    dimensions = tuple(map(int, sizes.split(","))) if sizes else ()
+    return hm.Shape(kind, dimensions, layout or "")
+
+
 def read(text: str, position: int) -> tuple[hm.Shape, int]:
     """Read a shape and give its end; iterative, since deep nesting would exhaust the stack."""
     stack: list[list[hm.Shape]] = []  # elements of the tuples that are open here
@@ -51,9 +63,7 @@ def read(text: str, position: int) -> tuple[hm.Shape, int]:
 def _array(text: str, position: int) -> tuple[hm.Shape, int]:
     match = _PRINTED.match(text, position)
     if match:
-        kind, sizes, layout = match.groups()
-        dimensions = tuple(map(int, sizes.split(","))) if sizes else ()
-        return hm.Shape(kind, dimensions, layout or ""), match.end()
+        return _made(match), match.end()
     if text.startswith("b(", position):  # a buffer: its array with a marker around it
         end = match_bracket(text, position + 1, len(text))
         shape, stop = _array(text, position + 2)
@@ -63,7 +73,8 @@ def _array(text: str, position: int) -> tuple[hm.Shape, int]:
     match = _ARRAY.match(text, position)
     if not match:
         raise syntax_error(text, position, "expected a shape such as f32[8,128]{1,0}")
-    sizes, dimensions = match[2].strip(), ()
+    sizes = match[2].strip()
+    dimensions: tuple[int, ...] = ()
     if sizes:
         if not _DIMENSIONS.fullmatch(sizes):
             raise syntax_error(text, match.start(2), "expected sizes such as 8,128 or <=8")

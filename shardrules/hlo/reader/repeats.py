@@ -1,0 +1,124 @@
+"""Finds computations that repeat an earlier one, in all but names and metadata.
+
+Unrolled layers make most of a text the same few fusions again. Two regular expressions compare
+such a body with the first one like it in a third of the time that reading it takes. Its
+instructions are read when someone asks for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import strange
+
+# Metadata of which every part closes on its line, and a name.
+_METADATA = re.compile(r', metadata=\{(?:[^{}()\[\]"\\\n]++|"[^"\\\n]*+")*+\}')
+_MARK = ", M"
+_NAME = re.compile(r"%([\w.\-]++)")
+
+
+class Repeats:
+    """The computations of one text that others may repeat."""
+
+    def __init__(self, text: str, computations: dict[str, hm.Computation]):
+        self._text = text
+        self._computations = computations  # those read so far
+        # By what bodies show at a glance: the first one, None once it is cut.
+        self._first: dict[tuple, tuple[hm.Computation, str] | None] = {}
+        # By a body's parts and pattern: the first one and its names; and once there is a second,
+        # which of the names are called computations, and by these computations, as far as they
+        # differ, the one that others repeat.
+        self._alone: dict[tuple, tuple[hm.Computation, list[str]]] = {}
+        self._known: dict[tuple, tuple[list[int], dict[tuple, hm.Computation]] | None] = {}
+        self._glance: tuple = ()
+        self._key: tuple = ()  # of the body that was looked for last, empty if that wasn't cut
+        self._names: list[str] = []  # and its names
+
+    def find(self, start: int, end: int) -> tuple[hm.Computation, tuple[str, ...]] | None:
+        """Find what a body repeats, with the names of the computations that the body calls."""
+        body = self._text[start:end]
+        root = body.rfind(" = ")
+        self._key = ()
+        self._glance = glance = (
+            body.count("%"),
+            body[body.find(" = ") : body.find(")")],
+            body[root : body.find("(", root)],
+        )
+        if glance not in self._first:
+            return None
+        first = self._first[glance]
+        if first is not None:
+            self._first[glance] = None
+            self._cut(first[1])
+            self._note(first[0])
+        self._cut(body)
+        if self._key in self._alone:
+            self._compare(*self._alone.pop(self._key))
+        known = self._known.get(self._key)
+        if known is None:
+            return None
+        called = tuple([self._names[place] for place in known[0]])
+        original = known[1].get(self._originals(called) if called else ())
+        return None if original is None else (original, called)
+
+    def add(self, computation: hm.Computation, start: int, end: int) -> None:
+        """Note the computation whose body was looked for last: others may repeat it."""
+        if self._key:
+            self._note(computation)
+        else:
+            self._first[self._glance] = computation, self._text[start:end]
+
+    def _cut(self, body: str) -> None:
+        # The mark tells metadata of one body from nothing, or from a string, in another.
+        pieces = _NAME.split(_METADATA.sub(_MARK, body))
+        self._names = names = pieces[1::2]
+        first: dict[str, int] = {}
+        self._key = tuple(pieces[::2]), tuple(map(first.setdefault, names, itertools.count()))
+
+    def _note(self, computation: hm.Computation) -> None:
+        if self._key not in self._known:
+            self._alone.setdefault(self._key, (computation, self._names))
+        else:
+            self._compare(computation, self._names)
+
+    def _compare(self, computation: hm.Computation, names: list[str]) -> None:
+        """Let others repeat a computation, whose body is like the one that was cut last."""
+        if self._key not in self._known:
+            places = _called(computation, self._key[0], names)
+            self._known[self._key] = None if places is None else (places, {})
+        known = self._known[self._key]
+        if known is not None:
+            called = tuple([names[place] for place in known[0]])
+            known[1].setdefault(self._originals(called), computation)
+
+    def _originals(self, called: tuple[str, ...]) -> tuple[hm.Computation | None, ...]:
+        known = [self._computations.get(name) for name in called]
+        return tuple([computation and computation.original for computation in known])
+
+
+def _called(
+    computation: hm.Computation, parts: tuple[str, ...], names: list[str]
+) -> list[int] | None:
+    """Give the places of called computations among the names; None if others can't repeat it."""
+    # Names may differ where each is an instruction's own, an operand or a called computation.
+    # Strings hold no names, and no metadata, if quotes close before and after each.
+    if any("\\" in part or part.count('"') % 2 for part in parts):
+        return None
+    if any(_MARK in string for part in parts for string in part.split('"')[1::2]):
+        return None
+    if any(map(strange.unknown_keys, parts)):
+        return None
+    called = [place for place, part in enumerate(parts[:-1]) if part.endswith("=")]
+    instructions = computation.instructions
+    calls = [name for i in instructions for name in i.calls]
+    operands = sum(len(i.operands) for i in instructions)
+    inside = {name for place, name in enumerate(names) if place not in {*called}}
+    if (
+        [names[place] for place in called] != calls
+        or len(names) != len(instructions) + operands + len(calls)
+        or inside != {i.name for i in instructions}
+    ):
+        return None
+    return called

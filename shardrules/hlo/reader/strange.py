@@ -1,0 +1,63 @@
+"""Finds attributes that the proof does not know."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Mapping, Sequence
+
+from shardrules.hlo.reader import attributes
+from shardrules.hlo.reader import module as hm
+
+_KEY = re.compile(r",\s*+([\w\-]++)\s*+=")
+
+
+def unknown_keys(text: str, start: int = 0, end: int | None = None) -> set[str]:
+    """Find what looks like the key of an unknown attribute, in strings and metadata too."""
+    return {*_KEY.findall(text, start, len(text) if end is None else end)} - attributes.KNOWN
+
+
+def find(
+    text: str, spans: Sequence[tuple[int, int]], computations: Mapping[str, hm.Computation]
+) -> dict[int, str]:
+    """Give the unknown attribute of each instruction that has one, by the instruction's offset.
+
+    Args:
+      text: the module's.
+      spans: of computations that repeat no other; a repetition has no unknown attributes.
+      computations: all of them.
+    """
+    strange: dict[int, str] = {}
+    unknown = {key for span in spans for key in unknown_keys(text, *span)}
+    if not unknown:
+        return strange
+    pattern = re.compile(rf",\s*+({'|'.join(map(re.escape, unknown))})\s*+=")
+    own = [
+        computation for computation in computations.values() if computation.original is computation
+    ]
+    for span, computation in zip(spans, own, strict=True):
+        keys = list(pattern.finditer(text, *span))
+        if not keys:
+            continue
+        # One that is written as an operand has none, but lies before those of its user.
+        having = (
+            i for i in computation.instructions if i.text is text and i.attributes_start < i.end
+        )
+        instructions = sorted(having, key=lambda i: i.start)
+        starts = [i.start for i in instructions]
+        read, names = -1, {}
+        for key in keys:
+            place = bisect.bisect_right(starts, key.start()) - 1
+            if place < 0 or _in_string(text, starts[place], key.start()):
+                continue
+            if place != read:  # read its attributes: braces may hold what looks like a key
+                read = place
+                names = {value: name for name, value, _ in instructions[place].attributes()}
+            if attributes.skip(text, key.end()) in names:
+                strange[starts[place]] = key[1]
+    return strange
+
+
+def _in_string(text: str, start: int, position: int) -> bool:
+    """Tell whether quotes show that a string holds a position; ``start`` is outside of strings."""
+    return text.count('"', start, position) % 2 == 1 and text.find("\\", start, position) < 0

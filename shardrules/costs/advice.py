@@ -46,13 +46,18 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
         if in_own_gradient(verdict):
             return _OUTSIDE
         if is_defensive(verdict):
-            return (
-                "run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check of the "
-                "shard_map, so that the backward pass reduces over just the axes that it needs, "
-                "compares what the programs return, and writes the patch"
-            )
+            return migrate("the shard_map")
         return _instead(verdict) if verdict.verdict == "redundant" else _narrowed(verdict)
     return _to_be_judged(verdict, proven) if verdict.verdict == "unproven" else ""
+
+
+def migrate(shard_maps: str) -> str:
+    """Say how the checks of some shard_maps are switched on."""
+    return (
+        f"run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check of {shard_maps}"
+        ", so that the backward pass reduces over just the axes that it needs, compares what the "
+        "programs return, and writes the patch"
+    )
 
 
 def is_defensive(verdict: hlo.Verdict) -> bool:

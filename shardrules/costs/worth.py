@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import accounts, estimates, timings
-from shardrules.costs.advice import is_defensive
+from shardrules.costs.advice import is_defensive, migrate
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
 from shardrules.costs.waste.program import SMALL
+from shardrules.errors import few
 
+_NAMED = 3  # shard_maps
 _FOLDED = 0.01  # of what the program moves: findings that save less together are one line
 
 
@@ -39,6 +43,58 @@ class Worth(NamedTuple):
         )
 
 
+class Switched(NamedTuple):
+    """A program as it was compiled again with each check on that can be."""
+
+    sent: int  # by one device, in one execution
+    left: collections.Counter[tuple[str, str]]  # the keys of what is defensive in it still
+    on: tuple[str, ...]  # the shard_maps whose check is on, ``train.py:12 (step)``
+    off: tuple[tuple[str, str], ...]  # the others, each with the reason
+    steps: tuple[str, ...]  # why some sums are larger than with the check off
+
+    def saved(self, account: accounts.Account) -> int:
+        return sum(entry.each * entry.wire_bytes for entry in account) - self.sent
+
+    def applied(
+        self, found: Sequence[Finding], account: accounts.Account
+    ) -> tuple[list[Finding], dict[int, int]]:
+        """Say of each defensive finding what to do; return what those that go save.
+
+        The latter is from a collective's number to its part of what all of them save together.
+        """
+        left, saved = self.left.copy(), max(0, self.saved(account))
+        going: list[Finding] = []
+        said = []
+        for finding in found:
+            if not is_defensive(finding.verdict):
+                said.append(finding)
+                continue
+            here = key(finding.entry)
+            stays = left[here] > 0
+            left[here] -= stays
+            said.append(dataclasses.replace(finding, advice=self._advice(stays, saved, finding)))
+            going += [] if stays else [finding]
+        costs = [finding.entry.each * finding.entry.wire_bytes for finding in going]
+        ends = [saved * sum(costs[: n + 1]) // (sum(costs) or 1) for n in range(len(costs))]
+        parts = [end - begin for begin, end in zip([0, *ends], ends)]
+        return said, dict(zip((finding.entry.number for finding in going), parts))
+
+    def _advice(self, stays: bool, saved: int, finding: Finding) -> str:
+        why = f"; {'; '.join(self.steps)}" if self.steps else ""
+        if stays:
+            each = [f"the check of {place} stays off: {reason}" for place, reason in self.off]
+            return "; ".join(each[:_NAMED]) or finding.advice
+        on = few(self.on, _NAMED)
+        if saved:
+            return migrate(on) + why
+        return f"with the check of {on} on, the program sends no less{why}"
+
+
+def key(entry: accounts.Entry) -> tuple[str, str]:
+    """Give what two compilations of a program have in common of a collective."""
+    return entry.what, str(entry.source)
+
+
 class Ledger:
     """What a program's collectives cost, and what each finding and hint saves of it."""
 
@@ -47,10 +103,13 @@ class Ledger:
         account: accounts.Account,
         on: estimates.Target | None,  # the accelerator on which times are estimated
         measured: timings.Timings | None = None,  # what each collective took in a profile
+        # From the numbers of what goes when checks are switched on to what each saves of it.
+        switched: Mapping[int, int] | None = None,
     ):
         self.entries = account.entries
         self.on = on
         self.measured = measured
+        self.switched = switched or {}
         self.seconds = [0.0] * len(self.entries)
         """Of one run of each, which shares the latency of the collective that it is a part of."""
         parts: dict[tuple[str, str], list[int]] = {}
@@ -100,12 +159,15 @@ class Ledger:
         # What it saves is not why one that may hang should go.
         sure = one.kind not in ("declared", "may hang")
         share = timings.avoidable(one.verdict, one.entry) if sure else 0.0
+        known = number in self.switched
+        if known:
+            share = self.switched[number] / (cost.bytes or 1)
         return cost._replace(
-            bytes=round(share * cost.bytes),
+            bytes=self.switched[number] if known else round(share * cost.bytes),
             seconds=share * cost.seconds,
             exposed_seconds=share * cost.exposed_seconds,
             round_trips=cost.round_trips if share == 1 else 0,
-            at_most=is_defensive(one.verdict),
+            at_most=is_defensive(one.verdict) and not known,
         )
 
     def _cheaper(self, hint: Hint, cost: Worth, number: int) -> Worth:

@@ -47,6 +47,13 @@ class Placement:
     unchecked_bytes: int = 0  # what these cotangents' psums sum with the check off
     exceptions: tuple[str, ...] = ()  # why the fewest bytes are more than that
     at_borders: bool = False  # whether casts stand earlier at the price of JAX's own
+    in_the_way: str = ""  # the step without which they would be fewer, and how many
+
+    def held_up(self, subject: str) -> str:
+        """Say which step keeps the subject's psums from fewer bytes; empty if none does."""
+        if not self.in_the_way:
+            return ""
+        return f"{subject} sum {self.after_bytes:,} B on each device: {self.in_the_way}"
 
     def beyond(self, subject: str) -> str:
         """Say why the subject's psums sum more than with the check off; empty if they don't."""

@@ -167,6 +167,7 @@ class UncheckedHooks(Hooks):
         # Called once per argument signature, with a function that traces the call and returns
         # Calls, and a function that makes a Call of an error message.
         self.watchers: list[Callable[[Callable[[], list[Call]], Callable[[str], Call]], None]] = []
+        self.ended = False  # whether shard_maps that are made from now on are JAX's own
         # By site and reason, or by site, program, scope and registry version.
         self.decisions: dict[Any, UncheckedSite] = {}
 
@@ -178,6 +179,8 @@ class UncheckedHooks(Hooks):
         @functools.wraps(original)
         def shard_map(*args: Any, **kwargs: Any) -> Any:
             off = original(*args, **kwargs)
+            if self.ended:
+                return off
             bound = signature.bind(*args, **kwargs)
             if bound.arguments.get(check, True) is not False:
                 return functools.wraps(off)(lambda *args: self._explained(off, args))
@@ -478,7 +481,10 @@ def _name(function: Any) -> str:
 
 def _site(frame: Any, function: str) -> Site | None:
     """Return the place that makes a shard_map; None if JAX itself does, as for pmap."""
-    while frame is not None and places.is_wrapper(frame.f_globals.get("__name__")):
+    # This module's own frames are there if the hooks were installed on top of ``check_off.kept``.
+    while frame is not None and (
+        places.is_wrapper(name := frame.f_globals.get("__name__")) or name == __name__
+    ):
         frame = frame.f_back
     if frame is None or places.owns(frame.f_code.co_filename):
         return None

@@ -15,7 +15,7 @@ from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
 from shardrules.costs.waste.program import CONSTRAINED
-from shardrules.costs.worth import Ledger, Worth
+from shardrules.costs.worth import Ledger, Switched, Worth
 from shardrules.errors import few
 from shardrules.hlo.proof import phases
 from shardrules.report import grouping
@@ -190,6 +190,10 @@ class Content:
 
     def saves(self, group: Sequence[Finding | Hint]) -> str:
         """Say what is saved by following the advice on findings or hints that are alike."""
+        together = self.ledger.switched if group[0].entry.number in self.ledger.switched else ()
+        others = len(together) - len(group)
+        if together:  # following the advice on one of them removes all of them
+            group = [one for one in self.findings if one.entry.number in together]
         worth = _sum(map(self.ledger.worth, group))
         if group[0].kind in _NEVER_FOLDED or not (worth.bytes or worth.round_trips):
             return ""
@@ -197,7 +201,8 @@ class Content:
         if worth.round_trips and not (worth.bytes and isinstance(group[0], Finding)):
             parts.append(counted(worth.round_trips, "round trip"))
         most = "at most " if worth.at_most or not worth.is_sure else ""
-        return f"{most}{' and '.join(parts)}{self._share(worth)}"
+        along = f", together with {counted(others, 'other finding')}" if others > 0 else ""
+        return f"{most}{' and '.join(parts)}{self._share(worth)}{along}"
 
     # -- the first lines ---------------------------------------------------------------------
 
@@ -470,6 +475,7 @@ def content(
     target: str | None = None,
     cheapest: bool = False,
     timings: Timings | None = None,
+    switched: Switched | None = None,
 ) -> Content:
     """Gather what a report says.
 
@@ -482,6 +488,7 @@ def content(
       cheapest: all all-reduces that are needed and would move less elsewhere are findings; if
         False, those in loops that one before or after the loop replaces, above 1% of the bytes.
       timings: what a profile measured of each verdict's collective.
+      switched: the same program with its shard_maps' checks on, where it was compiled so.
     """
     all_hints = hints(judgement)
     costly = dearer(all_hints, None if cheapest else judgement)
@@ -490,7 +497,10 @@ def content(
     unequal, unequal_allowed, unused_too = allow.split(missing.find(judgement))
     account = accounts.of(judgement)
     on = None if target is None else estimates.target(target)
-    ledger = Ledger(account, on, timings)
+    going: dict[int, int] = {}
+    if switched is not None:
+        stay, going = switched.applied(stay, account)
+    ledger = Ledger(account, on, timings, going)
 
     def costliest(change: Finding | Hint) -> tuple[float, float, int]:
         worth = ledger.worth(change)

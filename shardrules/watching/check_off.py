@@ -6,8 +6,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from shardrules.door import internals
+from shardrules.door.patching import Patches
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.install import Handle, held, install, state
+from shardrules.hooks.install import Handle, held, install, state, touched
 from shardrules.hooks.state import Unchecked
 from shardrules.hooks.unchecked import Call, UncheckedHooks
 from shardrules.watching.compiling import WhenImported
@@ -43,6 +45,31 @@ def start(
 
     hold.callback(WhenImported("jax", patch).stop)
     return hold.close
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Make each unchecked shard_map so that its check can be on where it is traced again."""
+    # That is the one function of JAX that is replaced: other hooks aren't needed until then.
+    patches, made = Patches(), list[UncheckedHooks]()
+
+    def patch(_: object) -> None:
+        with contextlib.suppress(ShardrulesError):  # a JAX that the hooks don't know
+            made.append(UncheckedHooks(internals.load(), state()))
+            made[0].install(patches)
+
+    if touched():  # hooks that are installed do it
+        yield
+        return
+    imported = WhenImported("jax", patch)
+    try:
+        yield
+    finally:
+        imported.stop()
+        for hooks in made:
+            hooks.ended = True
+        if not touched():  # else the hooks that the script installed are on top
+            patches.undo()
 
 
 @contextlib.contextmanager

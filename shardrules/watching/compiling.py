@@ -11,10 +11,10 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shardrules.door import compiled, watching
+from shardrules.door import again, compiled, watching
 from shardrules.door.jaxprs import opened
 from shardrules.door.patching import Patches
 from shardrules.door.places import COMPILER, compilers, leave_out_frames
@@ -32,8 +32,11 @@ class Traced(NamedTuple):
     meshes: list[Any]
     paths: tuple[str, ...] | None
     kernels: list[dict[str, Any]]
+    again: again.Again | None = None  # how to trace it, if a shard_map in it has its check off
+    scope: Any = None  # the hooks' scope then, if they were installed
 
 
+_unwatched = threading.local()
 _traced: weakref.WeakKeyDictionary[Any, Traced] = weakref.WeakKeyDictionary()
 
 
@@ -55,6 +58,7 @@ def start(note: Callable[[Any, Traced], None]) -> Callable[[], None]:
         if not _watchers:
             _hold.callback(_patches.undo)
             _hold.callback(WhenImported(COMPILER, _install).stop)
+        _hold.callback(WhenImported("jax", lambda _: again.install(_patches)).stop)
         if COMPILER in sys.modules:
             watching.forget_fast_paths()
         _watchers.append(watcher)
@@ -78,13 +82,14 @@ def _install(pxla: Any) -> None:
 
 def _compile(original: Any, self: Any, *args, **kwargs) -> Any:
     executable = original(self, *args, **kwargs)
-    for watcher in tuple(_watchers):
+    for watcher in () if getattr(_unwatched, "now", False) else tuple(_watchers):
         watcher(executable, self)
     return executable
 
 
 def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
     computation = original(closed_jaxpr, *args, **kwargs)
+    how = again.of(closed_jaxpr)
     if _watchers:
         inside = list(equations(opened(closed_jaxpr)))
         meshes, kernels = (
@@ -93,9 +98,31 @@ def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
         )
         with _lock:
             _traced[computation] = Traced(
-                [params["mesh"] for params in meshes], compiled.result_paths(closed_jaxpr), kernels
+                [params["mesh"] for params in meshes],
+                compiled.result_paths(closed_jaxpr),
+                kernels,
+                *_again(how, meshes),
             )
     return computation
+
+
+def _again(how: again.Again | None, shard_maps: list[Any]) -> tuple[Any, Any]:
+    """Return how to trace a program with checks on, and the scope; None if all of them are on."""
+    if how is None or all(params.get("check_vma") is not False for params in shard_maps):
+        return None, None
+    from shardrules.hooks.install import state
+
+    return how, state().scope if state().patched else None
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Leave out what this thread compiles inside."""
+    _unwatched.now = True
+    try:
+        yield
+    finally:
+        _unwatched.now = False
 
 
 class WhenImported:
@@ -113,10 +140,11 @@ class WhenImported:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find the module as the other finders do, and make its loader call the action."""
+        """Find the module as the finders behind do, and make its loader call the action."""
         if name != self._name:
             return None
-        others = (f for f in tuple(sys.meta_path) if f is not self and hasattr(f, "find_spec"))
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another may wait for the module
+        others = (f for f in behind if hasattr(f, "find_spec"))
         spec = next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _Loader(spec.loader, self._loaded)  # type: ignore[assignment]

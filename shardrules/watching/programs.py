@@ -23,6 +23,7 @@ from shardrules.watching import compiling
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
     from shardrules.costs.timings import Timings
+    from shardrules.costs.worth import Switched
     from shardrules.report import several
     from shardrules.watching.profiles.shown import Profile
 
@@ -137,6 +138,7 @@ class WatchedProgram:
             target=self._owner.target,
             cheapest=self._owner.cheapest,
             timings=timings,
+            switched=self._switched(),
         )
         proven = self._proven_kernels()
         advised = tuple(
@@ -146,6 +148,16 @@ class WatchedProgram:
             for f in content.findings
         )
         return dataclasses.replace(content, findings=advised)
+
+    def _switched(self) -> Switched | None:
+        """Return what it is with its shard_maps' checks on, if that is asked for and worth it."""
+        from shardrules.costs.advice import is_defensive
+
+        if not self._owner.compares or not any(map(is_defensive, self.judgement.verdicts)):
+            return None
+        from shardrules.watching import switched
+
+        return switched.switched(self._traced, self._owner.registry, self.judgement.mesh)
 
     def _proven_kernels(self) -> frozenset[str]:
         """Return the names of Pallas kernels all of whose jaxprs prove no communication."""
@@ -182,6 +194,8 @@ class Watched:
     registry: Any = None  # rules for custom calls that carry no tag; the default registry if None
     target: str | None = None  # ``"v5e"``, on which each collective's time is estimated
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
+    # whether to compile programs with defensive psums again, with their shard_maps' checks on
+    compares: bool = False
     # what a profile measured, by a program's computations
     timings: dict[str, Timings] = dataclasses.field(default_factory=dict)
 

@@ -305,6 +305,19 @@ def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
     return ("the cause is not known",)
 
 
+def in_the_way(make: Callable[[], Graph], least: Cost) -> str:
+    """Name the bwd without which casts would move fewer bytes, and how many; empty if none is."""
+    graph = make()
+    if not (why := _trust_bwds(graph)):
+        return ""
+    try:
+        without = cost(graph, cheapest(graph))
+    except ValueError:  # no labels suit the relaxed graph
+        return ""
+    fewer = without < least and without.within(least)
+    return f"{why}; without that, they would sum {without.bytes:,} B" if fewer else ""
+
+
 def _is_within(graph: Graph, off: Cost) -> bool:
     try:
         return cost(graph, cheapest(graph)).within(off)

@@ -24,6 +24,7 @@ from shardrules.hooks.casts.cheapest import (
     cost_as_traced,
     cost_unchecked,
     exceptions,
+    in_the_way,
     least_bytes,
 )
 from shardrules.hooks.casts.linear import (
@@ -157,6 +158,7 @@ class CastHooks(Hooks):
             after = cost(graph, labels)
             least = min(before, after) if after.within(before) else before
             beyond = exceptions(settled, least) if is_explained or is_watched else ()
+            way = in_the_way(settled, least) if is_explained else ""
             placed, after_bytes, casts = jaxpr, before_bytes, list[PlacedCast]()
             is_better = after < before and after.within(before)
             saves = is_better and not _saves_little(before, after.bytes, off)
@@ -172,7 +174,15 @@ class CastHooks(Hooks):
                 after_bytes, casts = after.bytes, graph.placed(labels)
             reached = casts if saves or at_borders else ()
             note = Placement(
-                before_bytes, after_bytes, tuple(reached), asked, "", off.bytes, beyond, at_borders
+                before_bytes,
+                after_bytes,
+                tuple(reached),
+                asked,
+                "",
+                off.bytes,
+                beyond,
+                at_borders,
+                way,
             )
         except Exception as error:  # the program as traced is correct, so its casts stay  # noqa: BLE001
             text = str(error).splitlines()[0] if str(error) else ""

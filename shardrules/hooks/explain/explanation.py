@@ -219,7 +219,8 @@ def describe_placement(placement: Placement) -> str:
     """Say how many bytes placing casts saves, with the line for each cast."""
     if placement.why:
         return _wrap(f"the casts stay where JAX puts them: {placement.why}")
-    beyond = _wrap(placement.beyond("the psums of these cotangents"))
+    of_these = "the psums of these cotangents"
+    beyond = _wrap(placement.beyond(of_these) or placement.held_up(of_these))
     saves = placement.after_bytes < placement.before_bytes
     if not saves and not placement.at_borders:
         return beyond

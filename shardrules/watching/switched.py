@@ -1,0 +1,64 @@
+"""What a program sends with its shard_maps' checks on: it is traced and compiled once more."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from shardrules import program
+from shardrules.costs import accounts
+from shardrules.costs.advice import is_defensive
+from shardrules.costs.worth import Switched, key
+from shardrules.hooks import retrace
+from shardrules.hooks.install import held
+from shardrules.hooks.notes import Notes
+from shardrules.hooks.python_state import Kept
+from shardrules.hooks.state import Scope
+from shardrules.watching import compiling
+
+if TYPE_CHECKING:
+    from shardrules.hooks.unchecked import UncheckedSite
+
+
+def switched(traced: compiling.Traced, registry: Any, mesh: Any) -> Switched | None:
+    """Compile a program with each check on that can be, as ``install(unchecked="check")`` does.
+
+    None if it can't be traced as it was: something that tracing depends on has changed, or is
+    changed by it and can't be put back.
+    """
+    how, under = traced.again, traced.scope or Scope()
+    if how is None:
+        return None
+    notes = Notes()
+    try:
+        with held() as hooks, compiling.unwatched(), contextlib.ExitStack() as stack:
+            with hooks.enter(under):
+                same = stack.enter_context(how.entered())
+            if not same or (kept := Kept(how.function)).why:
+                return None
+            base = under if under.active else Scope(True, "varying")
+            on = dataclasses.replace(base, unchecked="check", casts="cheapest", notes=notes)
+            with retrace.unseen(kept), hooks.enter(on):
+                compiled = how.lower().compile()
+        judgement = program.judged(program.read(compiled), registry, mesh)
+    except Exception:  # the program's own code, or a backend, may raise anything  # noqa: BLE001
+        return None
+    account = accounts.of(judgement)
+    defensive = (e for e in account if e.judged is not None and is_defensive(e.judged))
+    sites: dict[bool, dict[str, str]] = {True: {}, False: {}}
+    for site in notes.unchecked:
+        sites[site.switched][_place(site)] = site.reason
+    steps = (why for one in notes.placements for why in (*one.exceptions, one.in_the_way) if why)
+    return Switched(
+        sum(entry.each * entry.wire_bytes for entry in account),
+        collections.Counter(map(key, defensive)),
+        tuple(sites[True]),
+        tuple(sites[False].items()),
+        tuple(dict.fromkeys(steps)),
+    )
+
+
+def _place(site: UncheckedSite) -> str:
+    return f"{site.file}:{site.line} ({site.function})"

@@ -1,0 +1,157 @@
+"""What `run` says that a check saves is what a program sends less, compiled with the check on."""
+
+import contextlib
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hooks.casts import test_kernels_in_bwds as kernels
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules import migration, testing
+from shardrules.report.grouping import size
+from shardrules.watching import check_off, programs
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+import models
+
+pytestmark = [
+    pytest.mark.one_lane,
+    pytest.mark.filterwarnings("ignore:shardrules.vary"),
+    pytest.mark.filterwarnings("ignore:.with mesh"),
+]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
+
+
+def watched(make, *args, around=contextlib.nullcontext):
+    """Compile a step as a script under `run` does, and return its report."""
+    with check_off.kept(), programs.watch() as seen:
+        seen.compares = True
+        step = make()
+        with around():
+            jax.jit(step).lower(*args).compile()
+    (content,) = (c for c in seen.judged().contents if c.account.entries)
+    return content
+
+
+def said(content):
+    """Return what is said of each group of findings, in one line each."""
+    return [
+        dict(item.lines) for block in content.changes if block.title == "Findings"
+        for item in block.items
+    ]  # fmt: skip
+
+
+ARGS = np.ones((8, 8), np.float32), np.ones((16, 8), np.float32)
+
+
+def test_a_step_of_kernels_saves_to_the_byte_what_is_said(mesh):
+    args = kernels.arguments()
+    content = watched(lambda: kernels.step(mesh, check=False), *args)
+    with sr.install():
+        on = testing.account(jax.jit(kernels.step(mesh)), *args).total.wire_bytes
+    saved = content.account.total.wire_bytes - on
+    assert 0 < saved == content.avoidable.bytes
+    (first, *_) = said(content)
+    # Alone, its all-reduce of the stream moves less than both findings save, and at most that.
+    assert first["saves"].startswith(f"{size(saved)} (") and "at most" not in first["saves"]
+    assert first["saves"].endswith("together with 1 other finding")
+    assert "migrate" in first["to do:"] and "test_kernels_in_bwds.py" in first["to do:"]
+
+
+def test_a_kernel_that_is_not_linear_is_named_and_migrate_is_not(mesh):
+    def make():
+        return kernels.step(mesh, kernels.clipped_norm_bwd_kernel, check=False)
+
+    (first, *_) = said(watched(make, *kernels.arguments()))
+    assert "at most" in first["saves"] and "migrate" not in first["to do:"]
+    assert "stays off: the bwd '<lambda>' is not known to be linear" in first["to do:"]
+    assert "'clipped_norm_bwd_kernel'" in first["to do:"]
+
+
+def test_run_and_migrate_decide_alike_on_a_body_that_takes_gradients(mesh):
+    def step(w, x):
+        return lax.pmean(jax.grad(lambda w: lax.psum((x @ w).sum(), "tensor"))(w), "data")
+
+    def make():
+        specs = dict(mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+        return jax.shard_map(step, **specs)
+
+    (only,) = said(watched(make, *ARGS))
+    assert "takes gradients" in only["to do:"] and "migrate" not in only["to do:"]
+    calls = []
+    stop = check_off.start(calls.append)
+    jax.jit(make()).lower(*ARGS)
+    stop()
+    (row,) = migration.rows(calls)
+    assert row.verdict == migration.GRADIENTS
+
+
+@pytest.mark.parametrize("around", ["with mesh", "set_mesh"])
+def test_a_program_is_traced_again_under_its_mesh(mesh, around):
+    context = {"with mesh": lambda: mesh, "set_mesh": lambda: jax.set_mesh(mesh)}[around]
+    content = watched(lambda: kernels.step(mesh, check=False), *kernels.arguments(), around=context)
+    assert "at most" not in said(content)[0]["saves"]
+
+
+def test_under_other_settings_than_then_a_saving_is_at_most(mesh):
+    def around():
+        return jax.default_matmul_precision("highest")
+
+    content = watched(lambda: kernels.step(mesh, check=False), *kernels.arguments(), around=around)
+    assert "at most" in said(content)[0]["saves"]
+
+
+def test_a_step_that_advances_an_iterator_is_not_traced_again(mesh):
+    numbers = iter(range(10))
+
+    def make():
+        step = kernels.step(mesh, check=False)
+        return lambda params, x: step(params, x * float(next(numbers)))
+
+    content = watched(make, *kernels.arguments())
+    assert next(numbers) == 1 and "at most" in said(content)[0]["saves"]
+
+
+def test_it_is_compiled_again_for_run_alone_and_no_watch_sees_that(mesh):
+    with check_off.kept(), programs.watch() as seen:
+        jax.jit(kernels.step(mesh, check=False)).lower(*kernels.arguments()).compile()
+        assert "at most" in str(seen)
+        seen.compares = True
+        for program in seen:
+            del program.content
+        assert "at most" not in str(seen) and len(seen) == 1
+
+
+def test_hooks_that_a_script_installed_stay_as_run_ends(mesh, monkeypatch):
+    names = jax.shard_map.__globals__
+    monkeypatch.setitem(names, "_shard_map", names["_shard_map"])  # put it back after the test
+    with check_off.kept():
+        handle = sr.install(unchecked="check")
+    with handle:
+        jax.jit(kernels.step(mesh, check=False)).lower(*kernels.arguments())
+        assert any(s.switched and s.file == kernels.__file__ for s in handle.unchecked())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", models.MODELS, ids=lambda make: make.__name__)
+def test_real_steps_save_to_the_byte_what_is_said(make):
+    model = make()
+    mesh = model.mesh(jax.devices())
+    content = watched(lambda: model.step(mesh, False, False), *model.shapes(mesh))
+    with sr.install():
+        lowered = model.step(mesh, True, False).lower(*model.shapes(mesh))
+    saved = content.account.total.wire_bytes - models.figures(lowered.compile())[1]
+    assert saved == sum(content.ledger.switched.values())
+    for finding in said(content):
+        assert "at most" not in finding.get("saves", "")
+        assert ("migrate" in finding["to do:"]) == (saved > 0)

@@ -68,6 +68,7 @@ def fitted(text: str, columns: int) -> str:
     lines = text.split("\n")
     new: list[str] = []
     number = 0
+    gone: list[str] = []  # columns of the table above
     while number < len(lines):
         line = lines[number]
         rule = lines[number + 1] if number + 1 < len(lines) else ""
@@ -75,12 +76,23 @@ def fitted(text: str, columns: int) -> str:
             end = number + 2
             while end < len(lines) and _is_row(lines[end], rule):
                 end += 1
-            new += _table(lines[number:end], columns)
+            table, gone = _table(lines[number:end], columns)
+            new += table
             number = end
         else:
-            new += _wrapped(line, columns)
+            if gone and line.startswith("(") and line.endswith(")"):
+                line = _without(line, gone)
+            else:
+                gone = []
+            new += _wrapped(line, columns) if line or not gone else []
             number += 1
     return "\n".join(new)
+
+
+def _without(note: str, gone: Sequence[str]) -> str:
+    """Leave out of a note below a table what it says of columns that aren't there."""
+    parts = [part for part in note[1:-1].split("; ") if part.partition(":")[0] not in gone]
+    return f"({'; '.join(parts)})" if parts else ""
 
 
 def _wrapped(line: str, columns: int) -> list[str]:
@@ -130,9 +142,10 @@ def _is_row(line: str, rule: str) -> bool:
     return bool(inside) and all(line[at] == "|" and line[at - 1] == " " for at in inside)
 
 
-def _table(lines: Sequence[str], columns: int) -> list[str]:
+def _table(lines: Sequence[str], columns: int) -> tuple[list[str], list[str]]:
+    """Fit a table; return its lines, and the columns that are left out."""
     if max(map(len, lines)) <= columns:
-        return list(lines)
+        return list(lines), []
     rule = lines[1]
     ends = [*(at for at, c in enumerate(rule) if c == "+"), max(map(len, lines)) + 2]
     starts = [0, *(at + 2 for at in ends[:-1])]
@@ -195,7 +208,7 @@ def _table(lines: Sequence[str], columns: int) -> list[str]:
     if left_out:
         note = f"(left out, to fit {columns} columns: {', '.join(left_out)})"
         written += _wrapped(note, columns)
-    return written
+    return written, left_out
 
 
 def _cells(cells: Iterable[str], widths: Sequence[int]) -> list[str]:

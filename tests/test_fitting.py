@@ -51,6 +51,17 @@ def test_what_fits_stays_as_it_is():
     assert fitting.fitted(text, 1000) == text
 
 
+def test_a_note_says_nothing_of_columns_that_are_left_out():
+    text = report.table([("collective", "bytes", "share"), ("x" * 60, "1 kB", "3%")])
+    text += "\n(bytes: of one operand; share: of all)\n(bytes: alone)\n(an end: bytes)\nbytes: no"
+    assert fitting.fitted(text, 72).splitlines()[3:] == [
+        "(left out, to fit 72 columns: bytes)",
+        "(share: of all)",
+        "(an end: bytes)",
+        "bytes: no",
+    ]
+
+
 def test_a_table_with_cells_of_several_lines():
     rows = [("kernel", "what to write"), ("a", "one\ntwo"), ("b", "three " * 12)]
     text = report.table(rows)

@@ -91,6 +91,7 @@ def test_what_a_profile_measured_is_shown_of_clean_programs_too():
     times = Timings(0.01, (Timing(0.002, 0.001, 0.002, 1, "CPU 0", "CPU 0"),))
     found = several.gather([content("jit_step", needed, timings=times)], [1])
     assert found.clean and "| 2 ms " in report.plain(found)
+    assert report.plain(found).count(found.measured) == 1  # not again for the one that is timed
     (alone,) = several.gather([content("jit_step", needed)], [1]).shown
     assert alone[0].clean and not several.gather([alone[0]], [1]).detailed
 

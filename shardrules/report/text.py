@@ -122,7 +122,9 @@ def plain(content: Content | Several) -> str:
     lines = _plain(content, common)
     if isinstance(content, Several):
         for each in content.detailed:
-            lines += ["=" * 72, "\n".join(_plain(each, common)).rstrip(), ""]
+            own = _plain(each, common)
+            own = own[1:] if own[0] == content.measured else own  # the first line has it
+            lines += ["=" * 72, "\n".join(own).rstrip(), ""]
         lines += _as_text(content.ends)
     lines += _resting(common)
     return "\n".join(lines).rstrip() + "\n"

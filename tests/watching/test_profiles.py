@@ -207,7 +207,9 @@ def test_report_and_verify_take_a_profile(form, recorded, judged, capsys):
     flags = ["--profile", str(recorded), "--mesh", "data=4,model=2", "--format", form]
     assert main(["report", *flags]) == 0
     captured = capsys.readouterr()
-    said = judged.headline.removeprefix("avoidable: ") if form == "html" else judged.headline
+    said = judged.headline
+    if form == "html":  # a tile: the figures, and what they are of
+        said = f"{said.removeprefix('avoidable: ').replace(' a step', '')}</b>avoidable a step, measured"
     said = '"avoidable_seconds": ' if form == "json" else said
     assert said in captured.out
     assert "3 steps (marked by the profile)" in captured.err

@@ -31,6 +31,7 @@ _MODULES = {
     "asked each trip": asked,
     "called whole": calls,
     "only returned": gathers,
+    "uneven": gathers,
     "reduce first": reductions,
     "reduce instead": reductions,
     "add first": reductions,

@@ -97,12 +97,21 @@ class Multiplied:
     def times(self, verdict: hlo.Verdict) -> int:
         """Give by how much, unless a division shows in no text; 1 if a sum over them follows."""
         axes = tuple(_equal_axes(verdict))
-        if not axes or not in_own_gradient(verdict):
+        if not axes or not in_own_gradient(verdict) or not self._is_transpose(verdict.collective):
             return 1
         if axes not in self._returned:
             self._returned[axes] = self._apart_from(axes)
         place = verdict.collective.computation, verdict.collective.name
         return verdict.copies if place in self._returned[axes] else 1
+
+    def _is_transpose(self, collective: hlo.Collective) -> bool:
+        """Tell whether a sum of the forward pass stands in the same line; a bwd has its own."""
+        return collective.source is not None and any(
+            other.collective.source == collective.source
+            and other.collective.axes == collective.axes
+            and other.collective.phase in ("forward", "recompute")
+            for other in self._judgement.verdicts
+        )
 
     def _apart_from(self, axes: tuple[str, ...]) -> set[tuple[str, str]]:
         """List what the results depend on other than through sums over these axes."""

@@ -137,7 +137,8 @@ class Content:
             return ""
         name, sent = verdict.collective.op_name, _sum(map(self.ledger.cost, first.numbers)).bytes
         made = phases.operation(name)
-        asked = not made or phases.is_written(name) or made in CONSTRAINED
+        asked = phases.is_written(name) or made in CONSTRAINED
+        asked = asked or "/" not in name  # it is named after an argument, or by nothing
         if asked or sent < _MUCH * self.ledger.total.bytes:
             return ""
         share = percent(sent, self.ledger.total.bytes)

@@ -153,6 +153,20 @@ def megatron(ws, x):
     return lax.pmean(jax.grad(alone)(ws, x), "data")
 
 
+@jax.custom_vjp
+def defended(h):
+    return over_model(h)
+
+
+# It divides before it sums, and so leaves the value.
+defended.defvjp(lambda h: (over_model(h), None), lambda _, g: (over_model(g / 2),))
+
+
+def divides_itself(ws, x):
+    gradient = lax.pmean(jax.grad(loss, 1)(defended, ws, x), "data")
+    return {n: lax.psum(g, "model") if n == "scale" else g for n, g in gradient.items()}
+
+
 def only_whole(ws, x):
     """No array is sharded over the axis of the sum in the loss: a pmean is all it takes."""
     total = lambda w: lax.psum(jnp.sum((x @ w) ** 2), "data") / 256  # noqa: E731
@@ -162,7 +176,7 @@ def only_whole(ws, x):
 def test_near_misses_hear_of_no_factor(cpu_mesh):
     assert advised(mapped(megatron, cpu_mesh, SPECS), cpu_mesh) == {}
     assert right(mapped(megatron, cpu_mesh, SPECS), cpu_mesh)
-    for body, specs in ((only_whole, P()), (counted, SPECS)):
+    for body, specs in ((only_whole, P()), (counted, SPECS), (divides_itself, SPECS)):
         advice = advised(mapped(body, cpu_mesh, specs), cpu_mesh)
         assert advice
         for said in advice.values():

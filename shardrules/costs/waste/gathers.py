@@ -7,6 +7,7 @@ from shardrules.costs.waste.graph import BARRIERS, WHOLE, Graph, Node, made_by
 from shardrules.costs.waste.program import Hint, Kind, Program, Site
 
 _MOVES = WHOLE | BARRIERS
+_CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done"}
 _CONVERTS = "convert_element_type"  # what JAX calls a conversion
 _BY_XLA = " by XLA"
 
@@ -32,6 +33,36 @@ def only_returned(site: Site) -> Hint | None:
     advice = (
         f"its result is only returned: leave that output sharded{over}, {change}, and "
         f"{site.entry.bytes} B become 0 B (the array is the same; a device then holds its shard "
+        "of it)"
+    )
+    return site.hint(advice)
+
+
+def uneven(site: Site) -> Hint | None:
+    """Find a returned array of which one dimension is padded to divide it, gathered and cut."""
+    entry, size, along = site.entry, site.collective.group_size, site.collective.dimension
+    if site.collective.kind != "all-gather" or site.in_shard_map or not site.whole:
+        return None
+    if not site.computation.is_entry or site.result is None or not along.isdecimal():
+        return None
+    if site.collective.op_name or site.is_unnamed:
+        return None  # the program gathers it, and cuts it itself
+    uses = site.uses(_CUTS)
+    if len(uses) != 1 or uses[0].user.opcode != "return":
+        return None
+    taken, padded = uses[0].taken.shape.dimensions, site.result.dimensions
+    once = uses[0].user.operands.count(uses[0].taken) == 1
+    changed = [d for d, sizes in enumerate(zip(taken, padded)) if len({*sizes}) > 1]
+    if not once or len(taken) != len(padded) or changed != [int(along)]:
+        return None
+    rows, whole = taken[int(along)], padded[int(along)]
+    if rows % size == 0 or whole != -(-rows // size) * size:
+        return None
+    advice = (
+        f"{size} devices don't divide the {rows} of dimension {along}: XLA pads them to {whole}, "
+        f"and JAX returns the array whole, {uses[0].taken.shape.bytes} B on each device, whatever "
+        f"its constraint says. Pad it to {whole} (jnp.pad) before the constraint and return it "
+        f"sharded by that, and {entry.bytes} B become 0 B (a device then holds {entry.bytes} B "
         "of it)"
     )
     return site.hint(advice)
@@ -191,6 +222,15 @@ ROWS = {
             "leave the output sharded: the axis in its out_specs instead of the all_gather"
         ),
         under_jit="leave the output sharded: the axis in its out_shardings",
+    ),
+    "uneven": Kind(
+        uneven,
+        looks_like=(
+            "an array with a sharding constraint that the program returns whole: the number of "
+            "devices doesn't divide its dimension"
+        ),
+        in_shard_map="does not occur: a shard_map refuses such an array",
+        under_jit="pad the array to a multiple (jnp.pad) before the constraint",
     ),
     "gathered too": Kind(
         gathered_too,

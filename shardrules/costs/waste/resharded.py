@@ -196,6 +196,7 @@ def _axes(mesh: dict[str, int], places: np.ndarray) -> tuple[str, ...] | None:
 
 def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) -> _Way | None:
     """Find the way from one sharding to another on which a device sends the fewest bytes."""
+    among = [d for d, axes in enumerate(zip(start, end)) if any(axes)]  # others stay whole
     queue: list[tuple[int, int, int, _Spec, _Way]] = []
     count = itertools.count()  # no two ways are compared further
     heapq.heappush(queue, (0, 0, next(count), start, _Way(0, 0, (), 0, False)))
@@ -209,7 +210,7 @@ def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) 
             continue
         done.add(spec)
         shard = array.bytes // math.prod(mesh[axis] for axes in spec for axis in axes)
-        for after, kind, devices in _steps(mesh, spec):
+        for after, kind, devices in _steps(mesh, spec, among):
             counts = (math.prod(mesh[axis] for axis in axes) for axes in after)
             if any(size % count for size, count in zip(array.dimensions, counts)):
                 continue  # a constraint to it is refused
@@ -226,10 +227,14 @@ def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) 
     return None
 
 
-def _steps(mesh: dict[str, int], spec: _Spec) -> Iterator[tuple[_Spec, str, int]]:
+def _steps(
+    mesh: dict[str, int], spec: _Spec, among: Sequence[int]
+) -> Iterator[tuple[_Spec, str, int]]:
     """Yield what a slice, or one collective of a kind and a group's size, makes of a sharding."""
     free = [axis for axis in mesh if all(axis not in axes for axes in spec)]
     for d, axes in enumerate(spec):
+        if d not in among:
+            continue
         for axis in free:
             yield _with(spec, {d: (*axes, axis)}), "", 1
         for kept in range(len(axes)):
@@ -237,7 +242,9 @@ def _steps(mesh: dict[str, int], spec: _Spec) -> Iterator[tuple[_Spec, str, int]
             devices = math.prod(mesh[axis] for axis in moved)
             yield _with(spec, {d: axes[:kept]}), "all-gather", devices
             for e, others in enumerate(spec):
-                if e != d and (not others or len(moved) == 1):  # XLA takes others another way
+                if (
+                    e != d and e in among and (not others or len(moved) == 1)
+                ):  # XLA takes others another way
                     yield _with(spec, {d: axes[:kept], e: others + moved}), "all-to-all", devices
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -529,3 +530,14 @@ def test_and_so_are_the_loops_in_it():
     )
     (change,) = comparing.compare(*map(comparing.grouped, (before, after)))
     assert (change.before.unknown_bytes, change.after.unknown_bytes) == (12 * 32, 24 * 32)
+
+
+def test_one_report_makes_one_account(monkeypatch):
+    made, make = [], accounts._made
+    monkeypatch.setattr(accounts, "_made", lambda *given: made.append(given) or make(*given))
+    text = pathlib.Path(__file__).parents[1] / "hlo" / "data" / "gpu_pipeline.hlo"
+    judgement = hlo.judge(hlo.parse(text.read_text()))
+    content = report.content(judgement)
+    assert report.plain(content) and report.as_json(content)
+    assert [level for _, level in made] == ["compiled"]
+    assert all(e.judged is v for e, v in zip(content.account, judgement.verdicts, strict=True))

@@ -61,20 +61,20 @@ class Entry:
     # verdict, reason: the verifier's; empty in a logical account
     verdict: str
     reason: str
-    groups: str = ""  # the device groups, or a permute's pairs; the same groups have the same text
-    at_most: bool = False  # it stands in a branch, and ``runs`` counts as if each branch ran
+    groups: str  # the device groups, or a permute's pairs; the same groups have the same text
+    at_most: bool  # it stands in a branch, and ``runs`` counts as if each branch ran
     # How often it runs if each loop whose count isn't known makes one trip; else as ``runs``.
-    each: int = 1
+    each: int
     # An all-reduce's or a reduce-scatter's, ``"add"``; several operations have a checksum; empty
     # for other kinds.
-    reduction: str = ""
+    reduction: str
     # Along which parts are put together or taken apart, ``"0"``; empty for none.
-    dimension: str = ""
+    dimension: str
     # The line within the loop, or the checkpoint, whose own line is all that XLA has left it.
-    within: str = ""
+    within: str
     # Its place in the account, and the verdict that it is a line of.
-    number: int = dataclasses.field(default=0, compare=False)
-    judged: hlo.Verdict | None = dataclasses.field(default=None, compare=False, repr=False)
+    number: int = dataclasses.field(compare=False)
+    judged: hlo.Verdict = dataclasses.field(compare=False, repr=False)
 
     @property
     def what(self) -> str:

@@ -30,7 +30,6 @@ class Finding:
 
     @property
     def verdict(self) -> hlo.Verdict:
-        assert self.entry.judged is not None
         return self.entry.judged
 
 
@@ -52,7 +51,6 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
     found, multiplied = [], Multiplied(judgement)
     for entry in accounts.of(judgement):
         verdict = entry.judged
-        assert verdict is not None
         kind, change = verdict.verdict, ""
         if verdict.divergent:
             kind = _HANGS

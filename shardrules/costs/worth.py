@@ -8,7 +8,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardrules import hlo
 from shardrules.costs import accounts, estimates, timings
 from shardrules.costs.advice import is_defensive, migrate
 from shardrules.costs.findings import Finding
@@ -114,15 +113,15 @@ class Ledger:
         """Of one run of each, which shares the latency of the collective that it is a part of."""
         parts: dict[tuple[str, str], list[int]] = {}
         for entry in self.entries:
-            collective = _verdict(entry).collective
+            collective = entry.judged.collective
             parts.setdefault((collective.computation, collective.name), []).append(entry.number)
         self._parts = {n: numbers for numbers in parts.values() for n in numbers}
         for numbers in parts.values():
             if on is None:
                 break
             entries = [self.entries[n] for n in numbers]
-            each = [estimates.transfer(_verdict(e), e.wire_bytes, on) for e in entries]
-            whole = max(sum(each), estimates.latency(_verdict(entries[0]).collective, on))
+            each = [estimates.transfer(e.judged, e.wire_bytes, on) for e in entries]
+            whole = max(sum(each), estimates.latency(entries[0].judged.collective, on))
             for n, own in zip(numbers, each):
                 self.seconds[n] = whole * (own / sum(each) if sum(each) else 1 / len(numbers))
         self.total = functools.reduce(Worth.plus, map(self.cost, range(len(self.entries))), Worth())
@@ -225,8 +224,3 @@ class Ledger:
                 break
             count += 1
         return count
-
-
-def _verdict(entry: accounts.Entry) -> hlo.Verdict:
-    assert entry.judged is not None
-    return entry.judged

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import asdict
 from typing import Any
@@ -89,10 +88,9 @@ def _output(output: outputs.Unequal) -> dict[str, Any]:
 
 def _collective(content: Content, entry: accounts.Entry) -> dict[str, Any]:
     verdict, number = entry.judged, entry.number
-    assert verdict is not None
     part = verdict.range
-    own = asdict(dataclasses.replace(entry, judged=None))
-    del own["judged"], own["number"]  # its number is that in the list
+    own = dict(vars(entry))
+    del own["judged"], own["number"]  # its place is that in the list
     data = {
         **own,
         "group_size": verdict.collective.group_size,

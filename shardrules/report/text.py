@@ -215,9 +215,9 @@ def listed(entries: Sequence[Entry]) -> list[str]:
       entries: collectives of an account.
     """
     blocks = alike(entries, lambda e: (e.what, e.verdict, e.place, e.reason))
-    if len(blocks) <= _BLOCKS and all(entry.verdict and entry.judged for entry in entries):
+    if len(blocks) <= _BLOCKS and all(entry.verdict for entry in entries):
         return [
-            describe_finding(*(Finding(e.verdict, e, advice(e.judged)) for e in same if e.judged))
+            describe_finding(*(Finding(e.verdict, e, advice(e.judged)) for e in same))
             for same in blocks
         ]
     lines = []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -574,3 +575,14 @@ def test_the_line_within_a_loop_is_named_where_xla_left_that_of_the_loop(name, f
     head, tail = text.split("\n", 1)
     (entry,) = accounts.of(hlo.judge(f"{head}\n{FRAMES}{tail}", mesh=T.MESH))
     assert (entry.place, entry.source) == (place, "train.py:46 (step)")
+
+
+def test_one_report_makes_one_account(monkeypatch):
+    made, make = [], accounts._made
+    monkeypatch.setattr(accounts, "_made", lambda *given: made.append(given) or make(*given))
+    text = pathlib.Path(__file__).parents[1] / "hlo" / "data" / "gpu_pipeline.hlo"
+    judgement = hlo.judge(hlo.parse(text.read_text()))
+    content = report.content(judgement)
+    assert report.plain(content) and report.as_json(content)
+    assert [level for _, level in made] == ["compiled"]
+    assert all(e.judged is v for e, v in zip(content.account, judgement.verdicts, strict=True))

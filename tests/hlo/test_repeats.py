@@ -1,5 +1,7 @@
 """Computations that repeat an earlier one: recognised, read when asked for, and judged as alone."""
 
+import pickle
+
 import pytest
 
 from shardrules import hlo
@@ -55,6 +57,14 @@ def test_a_repetition_holds_what_reading_it_alone_gives():
         assert one[:5] == other[:5]
         assert one.text[one.start : one.end] == other.text[other.start : other.end]
     assert module.metadata(repetition.instructions[-1]).op_name == "jit(f)/2/mul"
+
+
+def test_a_module_can_be_pickled():
+    module = parsed(computation(1), computation(2))
+    again = pickle.loads(pickle.dumps(module))
+    assert repr(again.computations["f2"].instructions) == repr(
+        module.computations["f2"].instructions
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ class Hint:
 
     @property
     def verdict(self) -> hlo.Verdict:
-        assert self.entry.judged is not None
         return self.entry.judged
 
 
@@ -142,7 +141,6 @@ class Site:
 
     def __init__(self, program: Program, entry: accounts.Entry):
         verdict, module = entry.judged, program.module
-        assert verdict is not None
         collective = verdict.collective
         self.program = program
         self.verdict = verdict

@@ -7,8 +7,8 @@ Nothing is skipped silently: unreadable text is an ``HloSyntaxError`` with its p
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
 
 from shardrules.arguments import checked
 from shardrules.errors import ArgumentError, HloSyntaxError
@@ -134,7 +134,7 @@ class _Reader:
             found = repeats.find(body, end) if short else None
             if found:
                 original, called = found
-                computation = original.repeated(name, called, self._later(body))
+                computation = original.repeated(name, called, functools.partial(self._later, body))
                 position = end + 2
             else:
                 computation, position = self._computation(name, body)
@@ -200,15 +200,11 @@ class _Reader:
 
     # -- instructions -------------------------------------------------------------------------
 
-    def _later(self, position: int) -> Callable[[str], tuple[hm.Instruction, ...]]:
-        """Make the function that reads the instructions of a computation that repeats another."""
-
-        def read(name: str) -> tuple[hm.Instruction, ...]:
-            reader = _Reader(self.text, self.source)
-            reader.computations, reader._shapes = self.computations, self._shapes
-            return reader._computation(name, position)[0].instructions
-
-        return read
+    def _later(self, position: int, name: str) -> tuple[hm.Instruction, ...]:
+        """Read the instructions of a computation that repeats another, whose body starts here."""
+        reader = _Reader(self.text, self.source)
+        reader.computations, reader._shapes = self.computations, self._shapes
+        return reader._computation(name, position)[0].instructions
 
     def _computation(self, name: str, position: int) -> tuple[hm.Computation, int]:
         """Read instructions from after the opening brace to after the closing one."""

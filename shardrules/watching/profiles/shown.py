@@ -31,7 +31,6 @@ class Line:
 
     @property
     def verdict(self) -> hlo.Verdict:
-        assert self.entry.judged is not None
         return self.entry.judged
 
     @property

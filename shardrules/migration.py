@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardrules.hooks.retrace import sent_bytes
-from shardrules.hooks.unchecked import COMPUTES_ELSE, Call, Site, UncheckedSite, costliest
+from shardrules.hooks.sites import COMPUTES_ELSE, Call, Site, UncheckedSite, costliest
 from shardrules.report.grouping import alike, counted, size
 from shardrules.report.text import table
 

@@ -39,8 +39,9 @@ ARROWS = {
     ),
     "hooks.python_state": set(),
     "hooks.retrace": {"door", "jaxprs", "hooks.python_state"},
+    "hooks.sites": {"hooks.retrace"},
     "hooks.unchecked": set(
-        "door jaxprs hooks.notes hooks.state hooks.cotangents hooks.retrace hooks.python_state".split()
+        "door jaxprs hooks.notes hooks.state hooks.cotangents hooks.retrace hooks.python_state hooks.sites".split()
     ),
     "hooks.selftest": set("door jaxprs registry hooks.retrace hooks.state".split()),
     "hooks.order": set(
@@ -48,10 +49,10 @@ ARROWS = {
         "hooks.unchecked".split()
     ),
     "hooks.install": set(
-        "arguments door errors registry hooks.state hooks.order hooks.selftest hooks.unchecked".split()
+        "arguments door errors registry hooks.state hooks.order hooks.selftest hooks.sites hooks.unchecked".split()
     ),
     "hooks.explain": set(
-        "arguments door jaxprs errors fitting registry hooks.notes hooks.state hooks.types hooks.unchecked hooks.install".split()
+        "arguments door jaxprs errors fitting registry hooks.notes hooks.state hooks.types hooks.sites hooks.unchecked hooks.install".split()
     ),
     "hooks.user_casts": set(
         "arguments door errors registry hooks.notes hooks.types hooks.install".split()

@@ -15,7 +15,7 @@ import pytest
 
 from shardrules import migration
 from shardrules.commands import migrate, trial
-from shardrules.hooks.unchecked import Call, Site
+from shardrules.hooks.sites import Call, Site
 from shardrules.watching import results
 
 pytestmark = pytest.mark.one_lane

@@ -6,7 +6,7 @@ import pytest
 from test_run import run
 
 from shardrules import migration
-from shardrules.hooks.unchecked import UncheckedSite
+from shardrules.hooks.sites import UncheckedSite
 
 pytestmark = pytest.mark.one_lane
 

@@ -17,7 +17,7 @@ from shardrules.errors import ShardrulesError
 from shardrules.hooks import retrace
 from shardrules.hooks.install import held, install
 from shardrules.hooks.notes import Notes
-from shardrules.hooks.unchecked import UncheckedSite, costliest
+from shardrules.hooks.sites import UncheckedSite, costliest
 from shardrules.jaxprs.walk import equations
 
 

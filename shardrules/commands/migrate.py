@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from shardrules import migration
 from shardrules.commands import closing, flags, rules, script, trial
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.unchecked import Site
+from shardrules.hooks.sites import Site
 from shardrules.migration import BY_HAND, CHANGES, MORE, RAISES, SWITCH, UNTRIED, Edits, Row
 from shardrules.report.grouping import counted, size
 from shardrules.watching.results import different

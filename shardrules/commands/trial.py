@@ -28,7 +28,7 @@ from shardrules.commands import rules, script
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:
-    from shardrules.hooks.unchecked import Call
+    from shardrules.hooks.sites import Call
     from shardrules.watching.programs import WatchedProgram
     from shardrules.watching.results import Results
 

@@ -17,6 +17,7 @@ from shardrules.door.patching import Patches
 from shardrules.door.places import leave_out_frames
 from shardrules.errors import ShardrulesError, UntestedJaxWarning
 from shardrules.hooks import selftest
+from shardrules.hooks.sites import UncheckedSite, costliest
 from shardrules.hooks.state import (
     CASTS,
     POLICIES,
@@ -27,7 +28,7 @@ from shardrules.hooks.state import (
     Unchecked,
     Unknown,
 )
-from shardrules.hooks.unchecked import UncheckedHooks, UncheckedSite, costliest
+from shardrules.hooks.unchecked import UncheckedHooks
 from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
 

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shardrules.door import places
@@ -24,11 +24,19 @@ from shardrules.door.patching import Patches
 from shardrules.hooks import retrace
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.python_state import Kept
+from shardrules.hooks.sites import (
+    COMPUTES_ELSE,
+    Call,
+    Missing,
+    Site,
+    UncheckedSite,
+    varies,
+    why_left,
+)
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.jaxprs.walk import equations, program_text
 
 _CHECKS = ("check_vma", "check_rep")
-COMPUTES_ELSE = "its body computes something else with the check on"
 
 
 _INSTEAD = (
@@ -37,128 +45,6 @@ _INSTEAD = (
     "over them before it is returned (jax.lax.pmean, psum). shardrules.explain shows where it "
     "varies"
 )
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Site:
-    """The place where a program makes a shard_map."""
-
-    file: str  # the path of the source file
-    # Of the call's expression, as in ``ast``: lines from 1, columns in UTF-8 bytes from 0, or -1 if
-    # Python does not record them.
-    line: int
-    column: int
-    end_line: int
-    end_column: int
-    function: str  # the name of the mapped function
-
-    def decided(
-        self, why: str, before: int | None = None, after: int | None = None, arguments: str = ""
-    ) -> UncheckedSite:
-        """Return the decision: left for the reason ``why``, or switched if that is empty."""
-        where = self.file, self.line, self.function
-        return UncheckedSite(*where, not why, why, before, after, arguments)
-
-
-class Missing(NamedTuple):
-    kernel: str
-    lines: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of a shard_map, traced with the check off and on."""
-
-    site: Site  # where the shard_map was made
-    inside: Site | None  # the site of the shard_map around it, if its check is off too
-    kind: str  # the tree, shapes and dtypes of its arguments
-    missing: tuple[Missing, ...] = ()  # kernels without a rule
-    outputs: tuple[retrace.Output, ...] = ()  # outputs that vary over more than their out_specs say
-    error: str = ""  # the error of the trace with the check on; empty if it passed
-    undifferentiated: str = ""  # why the derivative was not traced; empty if it was
-    takes_gradients: bool = False  # the body takes gradients, whose values the check changes
-    # The all-reduces with the check off and on, in the forward and backward pass.
-    before: tuple[retrace.Sum, ...] | None = None
-    after: tuple[retrace.Sum, ...] | None = None
-    declared: tuple[str, ...] = ()  # the places of the rules that match its kernels by name
-    annotations: tuple[str, ...] = ()  # a sentence for each output annotation that is wrong
-    doubts: tuple[str, ...] = ()  # why values or gradients may differ with the check on
-    holds_another: bool = False  # whether its body holds another shard_map
-
-
-@dataclasses.dataclass(frozen=True)
-class UncheckedSite:
-    """The decision about a shard_map whose check is off, for one signature of arguments.
-
-    Attributes:
-      file, line: where the program makes the shard_map.
-      function: the name of the function that is mapped.
-      switched: whether it runs with its check on.
-      reason: why it runs as written; empty if it is switched.
-      before_bytes: the bytes that each device sends for the all-reduces of a call and of its
-        derivative with the check off, as traced; None if unknown.
-      after_bytes: the same with the check on.
-      arguments: the arguments' tree, shapes and dtypes.
-    """
-
-    file: str
-    line: int
-    function: str
-    switched: bool
-    reason: str
-    before_bytes: int | None
-    after_bytes: int | None
-    arguments: str = ""
-
-
-def costliest(sites: Iterable[UncheckedSite]) -> tuple[UncheckedSite, ...]:
-    """Return the sites, ordered by the bytes they move with the check off, most first."""
-    return tuple(sorted(sites, key=lambda site: -(site.before_bytes or 0)))
-
-
-def why_left(call: Call) -> str:
-    """Return why a call runs as written; empty if its check can be on."""
-    if call.missing:
-        return f"no rule for {', '.join(dict.fromkeys(entry.kernel for entry in call.missing))}"
-    if call.outputs:
-        return "; ".join(map(_varies, call.outputs))
-    if call.error:
-        return _first_sentences(call.error)
-    if call.takes_gradients:
-        return "its body takes gradients, which would change"
-    if call.doubts:
-        return call.doubts[0]
-    if call.holds_another:
-        # JAX up to 0.12 can't lower the derivative of some of these with the check on.
-        return "its body holds another shard_map"
-    if call.before is not None and call.after is not None:
-        return _more(call.before, call.after)
-    return ""
-
-
-def _first_sentences(error: str) -> str:
-    """Give the first line of an error, without the sentence that the next line goes on with."""
-    first, *rest = error.splitlines()
-    if not any(rest):
-        return first
-    if first.endswith(":"):
-        first = (first.rpartition(". ")[0] or first.rstrip(":")).strip()
-    return f"{first.rstrip('.')} (shardrules migrate prints all of it)"
-
-
-def _varies(output: retrace.Output) -> str:
-    return f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
-
-
-def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:
-    """Say how many bytes more the check moves, counting while loops apart; empty if none."""
-    for loops in (False, True):
-        off, on = ([s for s in sums if (s.runs is None) == loops] for sums in (before, after))
-        for count in (retrace.sent_bytes, retrace.summed_bytes):
-            if count(on) > count(off):
-                where = " in a while loop" if loops else ""
-                return f"its all-reduces would move {count(on)} B{where} where {count(off)} B move"
-    return ""
 
 
 class UncheckedHooks(Hooks):
@@ -200,7 +86,7 @@ class UncheckedHooks(Hooks):
             return checked(*args)
         except ValueError as error:
             outputs = retrace.outputs(error) if self.state.scope.active else ()
-            note = _INSTEAD.format("; ".join(map(_varies, outputs)))
+            note = _INSTEAD.format("; ".join(map(varies, outputs)))
             if outputs and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise

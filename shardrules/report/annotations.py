@@ -15,7 +15,8 @@ from shardrules.arguments import checked
 from shardrules.costs import findings
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
-from shardrules.report.content import RESTING, Content, alike_hints, item, of_output
+from shardrules.report.content import Content
+from shardrules.report.items import RESTING, alike_hints, item, of_output
 from shardrules.report.sections import Item
 
 _PACKAGE = os.path.join(os.path.dirname(shardrules.__file__), "")

@@ -20,6 +20,7 @@ from shardrules.errors import few
 from shardrules.hlo.proof import phases
 from shardrules.report import grouping
 from shardrules.report.grouping import Row, alike, counted, here, percent, size, spread
+from shardrules.report.items import LISTED, TODO, advice_on, alike_hints, item, lacking, of_output
 from shardrules.report.sections import Block, Item, filled, listed, sections
 
 _UNEQUAL = "Outputs called replicated that are not proven equal"
@@ -36,10 +37,7 @@ _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
     "other bytes (pass the file that ends in after_optimizations.txt)"
 )
-TODO = "to do:"  # the label of advice
-RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
 _MUCH = 0.25  # of the bytes: a collective that no line asks for is named
-_LISTED = 3  # of the findings that are folded into one line
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
 
@@ -358,8 +356,8 @@ class Content:
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
         todo = [
-            of_output(same[0], TODO, _advice_on(same), [o.name for o in same[1:]])
-            for same in alike(self.unequal, _lacking)
+            of_output(same[0], TODO, advice_on(same), [o.name for o in same[1:]])
+            for same in alike(self.unequal, lacking)
         ]
         stays = [of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
         allowed = [
@@ -398,7 +396,7 @@ class Content:
             names.append(f"{first.kind} {first.entry.what}{where}")
         saved = sum(ranked[n][1].bytes for n in folded)
         part = f"{size(saved)}, {percent(saved, self.ledger.total.bytes)}"
-        rest = f"below 1% together: {few(names, _LISTED)} ({part})"
+        rest = f"below 1% together: {few(names, LISTED)} ({part})"
         return Block(title, items=items, rest=rest)
 
     def item(self, group: Sequence[Finding | Hint]) -> Item:
@@ -412,58 +410,6 @@ class Content:
 
 def _sum(worths: Iterable[Worth]) -> Worth:
     return functools.reduce(Worth.plus, worths, Worth())
-
-
-def _lacking(output: outputs.Unequal) -> tuple[object, ...]:
-    """Give what outputs have in common that lack the same reduction, at whatever lines."""
-    of = output.unreduced
-    lacking = (output.missing, output.advice) if of is None else (of.axes, of.is_summed_before)
-    return output.kind, output.over, *lacking
-
-
-def _advice_on(same: Sequence[outputs.Unequal]) -> str:
-    unreduced = [output.unreduced for output in same if output.unreduced is not None]
-    if len(unreduced) < 2:
-        return same[0].advice
-    return missing.advice(functools.reduce(outputs.Unreduced.plus, unreduced))
-
-
-def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence[str] = ()) -> Item:
-    """Say what is known of an output, and name those of which all but the reason is the same."""
-    more = ("likewise", few(likewise, _LISTED)) if likewise else ("", "")
-    lines = (("because", output.because), more, (label, here(text)))
-    return Item(output.kind, output.what, "", tuple(line for line in lines if line[0]))
-
-
-def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
-    """Gather hints that differ in nothing but their bytes and their place in the program."""
-    return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.place, hint.advice))
-
-
-def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time: str = "") -> Item:
-    """Say all of findings or hints that are alike; ``reason``: why they stay, if allowed."""
-    first, count = same[0], len(same)
-    verdict, entry = first.verdict, first.entry
-    each, part = grouping.sizes([one.entry.bytes for one in same]), ""
-    name = verdict.collective.name
-    if count > 1:
-        name += f" and {count - 1} like it"
-    elif verdict.range is not None:
-        part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
-    what = f"{f'{count} x ' if count > 1 else ''}{entry.what}, {each}{part} ({name})"
-    lines = [("saves", saves), ("took", time)]
-    if isinstance(first, Finding):
-        lines.append(("because", verdict.reason))
-        lines.append((RESTING, resting_on(verdict)))
-    lines.append(("allowed:", reason) if reason else (TODO, here(first.advice)))
-    said = tuple((label, text) for label, text in lines if text)
-    library = verdict.collective.library
-    source = f"{here(entry.place)}, in {library}" if library else here(entry.place)
-    return Item(first.kind, what, source, said, entry)
-
-
-def resting_on(verdict: hlo.Verdict) -> str:
-    return BETWEEN.join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
 
 
 @checked(own=("target",))

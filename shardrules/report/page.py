@@ -17,9 +17,10 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.errors import few
 from shardrules.report import drawn, grouping, treemap
-from shardrules.report.content import RESTING, Cell, Content, resting_on
+from shardrules.report.content import Cell, Content
 from shardrules.report.drawn import Mark, escaped
 from shardrules.report.grouping import Row, alike, here, milliseconds, percent, size
+from shardrules.report.items import RESTING, resting_on
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
 

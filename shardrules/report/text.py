@@ -9,8 +9,9 @@ from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
 from shardrules.hlo import Verdict
-from shardrules.report.content import BETWEEN, RESTING, TODO, Content, item
+from shardrules.report.content import Content
 from shardrules.report.grouping import alike, here, sizes
+from shardrules.report.items import BETWEEN, RESTING, TODO, item
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
 

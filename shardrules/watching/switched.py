@@ -19,7 +19,7 @@ from shardrules.hooks.state import Scope
 from shardrules.watching import compiling
 
 if TYPE_CHECKING:
-    from shardrules.hooks.unchecked import UncheckedSite
+    from shardrules.hooks.sites import UncheckedSite
 
 
 def switched(traced: compiling.Traced, registry: Any, mesh: Any) -> Switched | None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules
 from core import versions
 from shardrules import testing
-from shardrules.hooks import shard_map, unchecked
+from shardrules.hooks import shard_map, sites, unchecked
 from shardrules.hooks.install import touched
 
 pytestmark = versions.where(versions.types_values)
@@ -593,8 +593,8 @@ def test_a_shard_map_that_was_made_before_compares_nothing_and_says_so(cpu_mesh)
     ],
 )
 def test_an_outcome_is_a_whole_sentence_of_an_error(error, outcome):
-    site = unchecked.Site("a.py", 1, 0, 1, 9, "f")
-    said = unchecked.why_left(unchecked.Call(site, None, "", error=error))
+    site = sites.Site("a.py", 1, 0, 1, 9, "f")
+    said = sites.why_left(sites.Call(site, None, "", error=error))
     more = " (shardrules migrate prints all of it)" if "\n" in error else ""
     assert said == outcome + more
 

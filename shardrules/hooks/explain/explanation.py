@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from shardrules import fitting
 from shardrules.hooks.notes import Placement
+from shardrules.hooks.sites import UncheckedSite
 from shardrules.hooks.types.calls.opaque import Call
-from shardrules.hooks.unchecked import UncheckedSite
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.table import PROVEN
 

@@ -1,0 +1,134 @@
+"""shard_maps whose check is off: what was seen of one, and why it runs as it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shardrules.hooks import retrace
+
+COMPUTES_ELSE = "its body computes something else with the check on"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Site:
+    """The place where a program makes a shard_map."""
+
+    file: str  # the path of the source file
+    # Of the call's expression, as in ``ast``: lines from 1, columns in UTF-8 bytes from 0, or -1 if
+    # Python does not record them.
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    function: str  # the name of the mapped function
+
+    def decided(
+        self, why: str, before: int | None = None, after: int | None = None, arguments: str = ""
+    ) -> UncheckedSite:
+        """Return the decision: left for the reason ``why``, or switched if that is empty."""
+        where = self.file, self.line, self.function
+        return UncheckedSite(*where, not why, why, before, after, arguments)
+
+
+class Missing(NamedTuple):
+    kernel: str
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a shard_map, traced with the check off and on."""
+
+    site: Site  # where the shard_map was made
+    inside: Site | None  # the site of the shard_map around it, if its check is off too
+    kind: str  # the tree, shapes and dtypes of its arguments
+    missing: tuple[Missing, ...] = ()  # kernels without a rule
+    outputs: tuple[retrace.Output, ...] = ()  # outputs that vary over more than their out_specs say
+    error: str = ""  # the error of the trace with the check on; empty if it passed
+    undifferentiated: str = ""  # why the derivative was not traced; empty if it was
+    takes_gradients: bool = False  # the body takes gradients, whose values the check changes
+    # The all-reduces with the check off and on, in the forward and backward pass.
+    before: tuple[retrace.Sum, ...] | None = None
+    after: tuple[retrace.Sum, ...] | None = None
+    declared: tuple[str, ...] = ()  # the places of the rules that match its kernels by name
+    annotations: tuple[str, ...] = ()  # a sentence for each output annotation that is wrong
+    doubts: tuple[str, ...] = ()  # why values or gradients may differ with the check on
+    holds_another: bool = False  # whether its body holds another shard_map
+
+
+@dataclasses.dataclass(frozen=True)
+class UncheckedSite:
+    """The decision about a shard_map whose check is off, for one signature of arguments.
+
+    Attributes:
+      file, line: where the program makes the shard_map.
+      function: the name of the function that is mapped.
+      switched: whether it runs with its check on.
+      reason: why it runs as written; empty if it is switched.
+      before_bytes: the bytes that each device sends for the all-reduces of a call and of its
+        derivative with the check off, as traced; None if unknown.
+      after_bytes: the same with the check on.
+      arguments: the arguments' tree, shapes and dtypes.
+    """
+
+    file: str
+    line: int
+    function: str
+    switched: bool
+    reason: str
+    before_bytes: int | None
+    after_bytes: int | None
+    arguments: str = ""
+
+
+def costliest(sites: Iterable[UncheckedSite]) -> tuple[UncheckedSite, ...]:
+    """Return the sites, ordered by the bytes they move with the check off, most first."""
+    return tuple(sorted(sites, key=lambda site: -(site.before_bytes or 0)))
+
+
+def why_left(call: Call) -> str:
+    """Return why a call runs as written; empty if its check can be on."""
+    if call.missing:
+        return f"no rule for {', '.join(dict.fromkeys(entry.kernel for entry in call.missing))}"
+    if call.outputs:
+        return "; ".join(map(varies, call.outputs))
+    if call.error:
+        return _first_sentences(call.error)
+    if call.takes_gradients:
+        return "its body takes gradients, which would change"
+    if call.doubts:
+        return call.doubts[0]
+    if call.holds_another:
+        # JAX up to 0.12 can't lower the derivative of some of these with the check on.
+        return "its body holds another shard_map"
+    if call.before is not None and call.after is not None:
+        return _more(call.before, call.after)
+    return ""
+
+
+def _first_sentences(error: str) -> str:
+    """Give the first line of an error, without the sentence that the next line goes on with."""
+    first, *rest = error.splitlines()
+    if not any(rest):
+        return first
+    if first.endswith(":"):
+        first = (first.rpartition(". ")[0] or first.rstrip(":")).strip()
+    return f"{first.rstrip('.')} (shardrules migrate prints all of it)"
+
+
+def varies(output: retrace.Output) -> str:
+    """Say over which axes an output varies that its spec doesn't name."""
+    return f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
+
+
+def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:
+    """Say how many bytes more the check moves, counting while loops apart; empty if none."""
+    for loops in (False, True):
+        off, on = ([s for s in sums if (s.runs is None) == loops] for sums in (before, after))
+        for count in (retrace.sent_bytes, retrace.summed_bytes):
+            if count(on) > count(off):
+                where = " in a while loop" if loops else ""
+                return f"its all-reduces would move {count(on)} B{where} where {count(off)} B move"
+    return ""

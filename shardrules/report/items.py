@@ -1,0 +1,73 @@
+"""What is said of one finding, hint or output, in any format."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from shardrules import hlo
+from shardrules.costs import missing, outputs
+from shardrules.costs.findings import Finding
+from shardrules.costs.waste import Hint
+from shardrules.errors import few
+from shardrules.report import grouping
+from shardrules.report.grouping import alike, here
+from shardrules.report.sections import Item
+
+TODO = "to do:"  # the label of advice
+RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
+LISTED = 3  # of the findings that are folded into one line
+
+
+def lacking(output: outputs.Unequal) -> tuple[object, ...]:
+    """Give what outputs have in common that lack the same reduction, at whatever lines."""
+    of = output.unreduced
+    lacking = (output.missing, output.advice) if of is None else (of.axes, of.is_summed_before)
+    return output.kind, output.over, *lacking
+
+
+def advice_on(same: Sequence[outputs.Unequal]) -> str:
+    """Advise on outputs that lack the same reduction."""
+    unreduced = [output.unreduced for output in same if output.unreduced is not None]
+    if len(unreduced) < 2:
+        return same[0].advice
+    return missing.advice(functools.reduce(outputs.Unreduced.plus, unreduced))
+
+
+def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence[str] = ()) -> Item:
+    """Say what is known of an output, and name those of which all but the reason is the same."""
+    more = ("likewise", few(likewise, LISTED)) if likewise else ("", "")
+    lines = (("because", output.because), more, (label, here(text)))
+    return Item(output.kind, output.what, "", tuple(line for line in lines if line[0]))
+
+
+def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
+    """Gather hints that differ in nothing but their bytes and their place in the program."""
+    return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.place, hint.advice))
+
+
+def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time: str = "") -> Item:
+    """Say all of findings or hints that are alike; ``reason``: why they stay, if allowed."""
+    first, count = same[0], len(same)
+    verdict, entry = first.verdict, first.entry
+    each, part = grouping.sizes([one.entry.bytes for one in same]), ""
+    name = verdict.collective.name
+    if count > 1:
+        name += f" and {count - 1} like it"
+    elif verdict.range is not None:
+        part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
+    what = f"{f'{count} x ' if count > 1 else ''}{entry.what}, {each}{part} ({name})"
+    lines = [("saves", saves), ("took", time)]
+    if isinstance(first, Finding):
+        lines.append(("because", verdict.reason))
+        lines.append((RESTING, resting_on(verdict)))
+    lines.append(("allowed:", reason) if reason else (TODO, here(first.advice)))
+    said = tuple((label, text) for label, text in lines if text)
+    library = verdict.collective.library
+    source = f"{here(entry.place)}, in {library}" if library else here(entry.place)
+    return Item(first.kind, what, source, said, entry)
+
+
+def resting_on(verdict: hlo.Verdict) -> str:
+    """Say what a verdict takes for granted."""
+    return BETWEEN.join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)

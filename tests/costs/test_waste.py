@@ -274,7 +274,7 @@ JITS = {
 }
 
 
-# From JAX 0.12 XLA names these gathers by the argument that they move alone: nothing tells then that
+# From JAX 0.11.2 XLA names these gathers by the argument that they move alone: nothing tells then that
 # the source asks for them.
 UNNAMED = {
     ("cpu", "reduce instead"),
@@ -299,7 +299,7 @@ def test_a_jit_with_shardings(platform, kind):
             jax.jit(body, out_shardings=NamedSharding(mesh, spec))
             for body, spec in zip((before, after), outs)
         )
-        is_unnamed = jax.__version_info__ >= (0, 12) and (name, kind) in UNNAMED
+        is_unnamed = jax.__version_info__ >= (0, 11, 2) and (name, kind) in UNNAMED
         if name not in platforms or is_unnamed:
             assert hints(f, given) == []
             return

@@ -69,6 +69,10 @@ class Fold(Generic[V]):
         """Return the value of what may be any of these."""
         raise NotImplementedError
 
+    def mixed(self, values: Iterable[V]) -> V:
+        """Return the value of what is computed from all of these, in an unknown way."""
+        return self.join(values)
+
     def chosen(self, by: V, value: V) -> V:
         """Return the value of what a predicate or a position of value ``by`` chooses."""
         raise NotImplementedError
@@ -214,7 +218,7 @@ class Fold(Generic[V]):
         operands and of all that its jaxprs return and store, if each takes any of that. A kernel
         is not read.
         """
-        joined = self.join(map(self.content, operands))
+        joined = self.mixed(map(self.content, operands))
         inner = [] if name_of(eqn) in KERNELS else list(inner_jaxprs(eqn.params))
         if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(operands), len(eqn.outvars))]:
             return self.inside(eqn, inner[0], operands), joined
@@ -226,7 +230,7 @@ class Fold(Generic[V]):
                     for n, var in enumerate(jaxpr.invars)
                 ]
                 results = self.inside(eqn, jaxpr, given, [joined] * len(jaxpr.constvars), at)
-                joined = self.join(map(self.content, (joined, *results, *given)))
+                joined = self.mixed(map(self.content, (joined, *results, *given)))
             if joined == before:
                 break
         return None, joined

@@ -609,7 +609,8 @@ def test_jaxs_advice_to_switch_the_check_off_gets_a_sentence_beside_it(cpu_mesh)
         jax.jit(f())(X)
     (note,) = ours(caught.value)
     assert "rather than switch the check off" in note
-    assert "out_specs is P(), and it varies over data; name the axes" in note
+    # JAX 0.7.2 writes PartitionSpec() for P().
+    assert re.search(r"out_specs is P\w*\(\), and it varies over data; name the axes", note)
     early = f()
     with pytest.raises(ValueError, match="require replication") as caught:
         jax.jit(early)(X)

@@ -8,6 +8,7 @@ each of them once per device. It also finds the cotangents that a returned cotan
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -201,6 +202,10 @@ class Origins(Fold[Origin]):
         return Origin(axes=self.mesh_axes if axes is None else axes)
 
     def join(self, values: Iterable[Origin]) -> Origin:
+        first, *others = [*values] or [NOWHERE]
+        return functools.reduce(Origin.__or__, others, first)  # a number that all hold stays
+
+    def mixed(self, values: Iterable[Origin]) -> Origin:
         return _union(values)
 
     def chosen(self, by: Origin, value: Origin) -> Origin:

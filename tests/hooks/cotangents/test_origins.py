@@ -196,3 +196,12 @@ def test_a_store_to_a_ref_is_what_a_later_pass_reads(cpu_mesh, hooks):
 
     (one,) = origins(f, cpu_mesh).outputs
     assert one.inputs == {0, 1} and one.axes == DATA
+
+
+def test_a_number_that_a_loop_carries_stays_known(cpu_mesh, hooks):
+    def f(x, w, factor):
+        return lax.scan(lambda n, t: (n * factor, t), jnp.float32(4), x)[0]
+
+    (same,) = origins(lambda x, w: f(x, w, 1.0), cpu_mesh).outputs
+    (grows,) = origins(lambda x, w: f(x, w, 2.0), cpu_mesh).outputs
+    assert (same.number, grows.number) == (4, None)

@@ -1,8 +1,8 @@
 """One reader of jaxprs: values go forward through equations, calls, loops, refs and kernels.
 
-An analysis is a subclass of ``Fold``. It says what a value is (``bottom``, ``literal``, ``join``),
-holds a table from primitives to what they make of their operands' values (``rows``), and gives the
-safe answer for a primitive that has no row (``other``). The nesting is known here alone: what a
+An analysis is a subclass of ``Fold``. It says what a value is (``bottom``, ``literal``, ``join``)
+and what a primitive makes of its operands' values (``other``: from a table of its own, and the safe
+answer for a primitive that has no row there). The nesting is known here alone: what a
 branch, a loop, a ref or a kernel hands to the jaxprs inside, and what comes back.
 
 A ref is a ``Cell``, which holds the join of all that was ever stored to it: the whole jaxpr is read
@@ -13,8 +13,8 @@ more than ``MOST_EQUATIONS`` all the same raises ``TooLong``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 from shardrules.door.jaxprs import (
     CALLS,
@@ -51,8 +51,6 @@ class Cell(Generic[V]):
 class Fold(Generic[V]):
     """One analysis of one jaxpr; ``run`` it once."""
 
-    # From a primitive's name to its row. A row of a name that nests jaxprs is asked before these.
-    rows: ClassVar[Mapping[str, Callable[[Any, Any, list[Any]], Sequence[Any]]]] = {}
     reads_kernels: bool = False  # whether to go into a Pallas kernel
 
     bottom: V  # of what holds nothing yet; joined with a value it is that value
@@ -78,7 +76,10 @@ class Fold(Generic[V]):
         raise NotImplementedError
 
     def other(self, eqn: Any, name: str, operands: list[V]) -> Sequence[V]:
-        """Return what an equation without a row makes: the safe answer."""
+        """Return what an equation that holds no jaxpr and takes no ref makes.
+
+        Look it up by its primitive; one that is not known gets the safe answer.
+        """
         raise NotImplementedError
 
     def on_refs(self, eqn: Any, name: str, operands: list[Any]) -> Sequence[Any]:
@@ -128,7 +129,10 @@ class Fold(Generic[V]):
 
         self._count += len(jaxpr.eqns)
         if self._count > MOST_EQUATIONS:
-            raise TooLong(f"its loops and refs don't settle within {MOST_EQUATIONS:,} equations")
+            raise TooLong(
+                f"a function's loops and refs don't settle: after {MOST_EQUATIONS:,} equations its "
+                "values still change. Nest fewer loops in it"
+            )
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self.equation(eqn, [read(a) for a in eqn.invars])))
         self.finished(jaxpr, read)
@@ -137,15 +141,13 @@ class Fold(Generic[V]):
     def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         """Return what an equation makes of its operands."""
         name = name_of(eqn)
-        row = self.rows.get(name)
-        if row is None:
-            nested = _NESTED.get(name)
-            if nested is not None:
-                return nested(self, eqn, operands)
+        nested = _NESTED.get(name)
+        if nested is not None:
+            return nested(self, eqn, operands)
         for operand in operands:
             if isinstance(operand, Cell):  # also where nobody knows what is done with it
                 return self.on_refs(eqn, name, operands)
-        return self.other(eqn, name, operands) if row is None else row(self, eqn, operands)
+        return self.other(eqn, name, operands)
 
     def one_step(self, eqn: Any, operands: list[Any], joined: V) -> list[V]:
         """Return that an equation makes ``joined`` in all results, and stores it to its refs."""

@@ -65,7 +65,7 @@ def named(jaxpr: Any, name: str) -> list[Any]:
     return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
 
 
-def but(jaxpr: Any, names: Mapping[Any, Any], left_out: Container[Any]) -> list[Any]:
+def all_but(jaxpr: Any, names: Mapping[Any, Any], left_out: Container[Any]) -> list[Any]:
     """Return a jaxpr's own equations but those of primitives whose name is left out."""
     return [eqn for eqn in jaxpr.eqns if names[eqn.primitive] not in left_out]
 

@@ -11,7 +11,7 @@ import numpy as np
 from shardrules.door import audit_names
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import named_axes, opened
-from shardrules.jaxprs.walk import but
+from shardrules.jaxprs.walk import all_but
 from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 
 
@@ -75,7 +75,7 @@ class Walk:
         if self.count > _MOST_EQUATIONS:
             raise ValueError(f"more than {_MOST_EQUATIONS} equations, nested ones at each use")
         # What an equation does to its jaxprs, and with which seeds, its action knows.
-        for eqn in but(self.jaxpr, self.door.primitives, PURE):
+        for eqn in all_but(self.jaxpr, self.door.primitives, PURE):
             name = self.door.primitives[eqn.primitive]
             if name in self.actions:
                 self.actions[name](self, eqn)

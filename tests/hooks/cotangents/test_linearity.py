@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from shardrules.hooks.cotangents.linearity import linearity
+from shardrules.jaxprs import fold, reach
 
 pytestmark = versions.where(versions.types_values)
 
@@ -185,3 +186,13 @@ def test_what_is_rounded_behind_a_ref_is_seen():
     jaxpr = jax.make_jaxpr(f)(jnp.zeros(4)).jaxpr
     assert linearity(jaxpr, jaxpr.invars).rounds
     assert not linearity(jaxpr, []).rounds
+
+
+def test_what_takes_too_many_passes_is_unknown(monkeypatch):
+    jaxpr = jax.make_jaxpr(lambda ct: -ct)(jnp.zeros(4)).jaxpr
+    assert linearity(jaxpr, jaxpr.invars).summed == frozenset()
+    monkeypatch.setattr(fold, "MOST_EQUATIONS", 0)
+    proof = linearity(jaxpr, jaxpr.invars)
+    assert (proof.summed, proof.rounds) == (None, True)
+    with pytest.raises(fold.TooLong, match="don't settle: after 0 equations its values still"):
+        reach.Reach().run(jaxpr, [True])

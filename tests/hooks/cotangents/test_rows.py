@@ -21,14 +21,16 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
-from hooks.casts.test_placing import equations
 from shardrules.door.jaxprs import CASTS, NEW_REFS, SUMS, name_of, opened
 from shardrules.hooks.cotangents import linearity
 from shardrules.jaxprs.fold import NESTED
+from shardrules.jaxprs.walk import equations as outside_of_kernels
 
 from .rows import CASES, FIXED, Mapped, mesh
 
 pytestmark = versions.where(versions.types_values)
+
+equations = functools.partial(outside_of_kernels, kernels=True)
 
 # What is linear, and isn't called so: the proof doesn't look there, or numbers decide.
 CAUTIOUS = {

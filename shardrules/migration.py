@@ -159,7 +159,7 @@ def _details(row: Row) -> list[str]:
     if doubts:
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
-        lines.append(f"  its derivative was not compared, since JAX takes none of it: {why}")
+        lines.append(f"  only its values were compared, since nothing can differentiate it: {why}")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
 
 

@@ -173,6 +173,12 @@ def result_paths(closed_jaxpr: Any) -> tuple[str, ...] | None:
     return tuple(str(path).removeprefix("result") for path in paths)
 
 
+def definition(closed_jaxpr: Any) -> str:
+    """Return ``NAME at FILE:LINE`` of a traced function, empty if JAX kept none."""
+    info = getattr(getattr(closed_jaxpr, "jaxpr", closed_jaxpr), "debug_info", None)
+    return str(getattr(info, "func_src_info", None) or "")
+
+
 def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
     """Return the bytes of a program's temporaries on the host and on one device, if it says."""
     # The host's are not told before JAX 0.4.31, and by some backends not at all.

@@ -27,13 +27,17 @@ _watchers: list[Callable[[Any, Any], None]] = []
 
 
 class Traced(NamedTuple):
-    """From a program's jaxpr: meshes of shard_maps, paths of results, params of Pallas calls."""
+    """From a program's jaxpr: meshes of shard_maps, paths of results, params of Pallas calls, ...
+
+    Its ``definition`` is ``NAME at FILE:LINE`` of the function.
+    """
 
     meshes: list[Any]
     paths: tuple[str, ...] | None
     kernels: list[dict[str, Any]]
     again: again.Again | None = None  # how to trace it, if a shard_map in it has its check off
     scope: Any = None  # the hooks' scope then, if they were installed
+    definition: str = ""
 
 
 _unwatched = threading.local()
@@ -102,6 +106,7 @@ def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
                 compiled.result_paths(closed_jaxpr),
                 kernels,
                 *_again(how, meshes),
+                compiled.definition(closed_jaxpr),
             )
     return computation
 

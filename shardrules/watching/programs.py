@@ -87,6 +87,11 @@ class WatchedProgram:
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
 
     @property
+    def definition(self) -> str:
+        """Give ``NAME at FILE:LINE`` of the function it was traced from, where JAX has it."""
+        return self._traced.definition
+
+    @property
     def details(self) -> list[tuple[str, str]]:
         """Give each parameter's memory, and whether it is typed weakly, where JAX has it."""
         return self._placements.details() or []
@@ -383,11 +388,11 @@ def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
 
 def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:
     """Say of each program with collectives that was compiled more than once why it was."""
-    by_name: dict[str, list[WatchedProgram]] = {}
+    by_function: dict[tuple[str, str], list[WatchedProgram]] = {}
     for program in programs:
         if program.content.account.entries:
-            by_name.setdefault(program.name, []).append(program)
-    for made in by_name.values():
+            by_function.setdefault((program.name, program.definition), []).append(program)
+    for made in by_function.values():
         if len(made) > 1 or made[0].count > 1:
             yield _why_again(made)
 
@@ -409,7 +414,8 @@ def _why_again(programs: list[WatchedProgram]) -> str:
                     return f"{made}: argument {number} is {before}, then {after}"
     return (
         f"{made} for arguments of the same shapes and shardings: a jit that is made anew, a static "
-        "argument, or an array that was not placed on the devices before"
+        "argument, an array that was not placed on the devices before, or an option of JAX that "
+        "was set or added between the calls (with JAX_EXPLAIN_CACHE_MISSES=1, JAX says which)"
     )
 
 

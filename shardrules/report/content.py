@@ -30,7 +30,8 @@ _NOTE = (
 )
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
-    "runs at all sites; exposed: the part of it in which that device ran nothing else; "
+    "runs at all sites, shared by bytes among the operands of one collective; exposed: the part of "
+    "it in which that device ran nothing else; "
     "bandwidth: wire bytes over the measured time"
 )
 _NOT_COMPILED = (
@@ -210,7 +211,8 @@ class Content:
         """Say which part of a measured step can be avoided; empty without a profile."""
         if self.timings is None:
             return ""
-        return grouping.of_step(self.avoidable.exposed_seconds, self.timings.step_seconds)
+        avoidable, step = self.avoidable.exposed_seconds, self.timings.step_seconds
+        return grouping.of_step(avoidable, step, self.timings.device)
 
     @property
     def headline(self) -> str:

@@ -83,10 +83,18 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def of_step(avoidable_seconds: float, step_seconds: float) -> str:
-    """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``."""
+def of_step(avoidable_seconds: float, step_seconds: float, device: str) -> str:
+    """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``.
+
+    Args:
+      avoidable_seconds: the median over the steps.
+      step_seconds: the median step.
+      device: the name of one that was measured.
+    """
     of = f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step"
-    return f"{of} ({avoidable_seconds / step_seconds:.1%})" if step_seconds else of
+    share = f" ({avoidable_seconds / step_seconds:.1%})" if step_seconds else ""
+    # Eight devices on a few cores wait for each other, and what they send is a copy in memory.
+    return f"{of}{share}{', on CPU, unlike TPU or GPU' if 'CPU' in device else ''}"
 
 
 def took(timing: Timing | None, step_seconds: float) -> str:
@@ -101,7 +109,7 @@ def spread(timing: Timing | None) -> str:
     """Name the fastest device where the slowest one is far behind it; empty elsewhere."""
     if timing is None or not timing.spread:
         return ""
-    return f" (from {milliseconds(timing.fastest_seconds)}, on {timing.fastest_device})"
+    return f" (fastest: {milliseconds(timing.fastest_seconds)}, {timing.fastest_device})"
 
 
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...]]:

@@ -16,8 +16,8 @@ _SPENDING = 5  # programs without findings of which is said what they send
 
 
 _ALONE = (
-    "every program runs on one device, so that nothing is communicated; for eight on CPU, set "
-    "XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX starts"
+    "every program runs on one device, so that nothing is communicated; where JAX has only one, "
+    "XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight on CPU, set before JAX starts"
 )
 
 
@@ -68,8 +68,9 @@ class Several:
         each = {id(c.timings): c for c in self.contents if c.timings is not None}.values()
         if not each:
             return ""
-        step_seconds = max(c.timings.step_seconds for c in each if c.timings)
-        return of_step(sum(c.avoidable.exposed_seconds for c in each), step_seconds)
+        longest = max((c.timings for c in each if c.timings), key=lambda t: t.step_seconds)
+        avoidable = sum(c.avoidable.exposed_seconds for c in each)
+        return of_step(avoidable, longest.step_seconds, longest.device)
 
     @property
     def about(self) -> str:

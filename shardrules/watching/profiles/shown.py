@@ -118,7 +118,7 @@ class Profile:
 
     @property
     def headline(self) -> str:
-        return grouping.of_step(self.avoidable_seconds, self.step_seconds)
+        return grouping.of_step(self.avoidable_seconds, self.step_seconds, " ".join(self.planes))
 
     @property
     def about(self) -> str:

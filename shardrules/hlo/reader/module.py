@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardrules import errors
 from shardrules.hlo.reader.attributes import PRINTED, iter_attributes
@@ -243,8 +243,8 @@ class Computation:
     ) -> Computation:
         """Make a computation that repeats this one; ``read`` gives its instructions."""
         repetition = Computation.__new__(Computation)
-        vars(repetition).update(vars(self), name=name, called=called, _read=read)
-        del vars(repetition)["instructions"]
+        kept = {key: vars(self)[key] for key in ("root", "is_entry", "calling", "original")}
+        vars(repetition).update(kept, name=name, called=called, _read=read)
         return repetition
 
     def calls(self) -> list[tuple[Instruction, tuple[str, ...]]]:
@@ -264,9 +264,15 @@ class Computation:
         parameters = [i for i in self.instructions if i.opcode == "parameter"]
         return sorted(parameters, key=lambda i: int(i.literal))
 
+    @functools.cached_property
     def users(self) -> Users:
         """List, for each instruction, the positions of those that use it."""
         return Users(self)
+
+    @functools.cached_property
+    def places(self) -> dict[str, int]:
+        """Give each instruction's position by its name."""
+        return {instruction.name: n for n, instruction in enumerate(self.instructions)}
 
     def __repr__(self) -> str:
         return f"<Computation {self.name}>"
@@ -347,6 +353,11 @@ class Module:
     def mentions(self, *words: str) -> bool:
         """Tell whether the text holds one of some words, outside of a repetition's metadata."""
         return any(self.text.find(word, *span) >= 0 for span in self.spans for word in words)
+
+    @functools.cached_property
+    def flows(self) -> dict[str, Any]:
+        """Hold the nodes of computations that ``flow.of`` has made, by name."""
+        return {}
 
     @functools.cached_property
     def opcodes(self) -> dict[str, frozenset[str]]:

@@ -89,7 +89,7 @@ def line_within(module: hlo.Module, collective: hlo.Collective) -> str:
     if not own or not (of_result or collective.loop_depth or "remat" in collective.op_name):
         return ""
     computation = module.computations[collective.computation]
-    instructions, takers = computation.instructions, computation.users
+    instructions, takers = computation.instructions, computation.users()
     place = computation.places[collective.name]
     gathers = collective.kind == "all-gather"  # what it is for, and else what it is of
     seen, left = {place}, [place]

@@ -231,7 +231,7 @@ def _results(program: Program, computation: str, position: int) -> list[hlo.Shap
 def _overlaps(program: Program, computation: str, position: int) -> bool:
     """Tell whether anything large in a computation is independent of an instruction."""
     home = program.module.computations[computation]
-    instructions, users = home.instructions, home.users
+    instructions, users = home.instructions, home.users()
     dependent = walk.reached([position], lambda n: instructions[n].operands)
     dependent |= walk.reached([position], lambda n: users[n])
     return any(n not in dependent and program.is_large(i) for n, i in enumerate(instructions))

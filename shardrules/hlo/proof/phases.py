@@ -120,8 +120,8 @@ class PartNames:
             return "unknown", hm.Metadata()
         names = self._nearest(made_of, lambda place: self._instructions[place].operands)
         if not names:
-            after = [user for taker in takers for user in self._computation.users[taker]]
-            names = self._nearest(after, self._computation.users.__getitem__)
+            after = [user for taker in takers for user in self._computation.users()[taker]]
+            names = self._nearest(after, self._computation.users().__getitem__)
         phase, metadata = _majority(names) if names else ("unknown", hm.Metadata())
         return phase, metadata._replace(op_name="")
 
@@ -144,7 +144,7 @@ class PartNames:
 
     def _takers(self, position: int, operand: int, elements) -> list[int]:
         """List the instructions that extract a part from the result."""
-        instructions, users = self._instructions, self._computation.users
+        instructions, users = self._instructions, self._computation.users()
         if position not in self._ends:
             ends = self._ends[position] = [position]
             for end in ends:  # it grows
@@ -167,7 +167,7 @@ class PartNames:
                 if metadata.op_name:
                     names.append((metadata, instruction.shape.bytes))
                     break
-                following = self._computation.users[position]
+                following = self._computation.users()[position]
                 if len(following) != 1 or not self._is_form(self._instructions[following[0]]):
                     break
                 (position,) = following

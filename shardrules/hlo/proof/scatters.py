@@ -98,7 +98,7 @@ def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | N
 
 def _slices(inside: hm.Computation, position: int) -> list[hm.Instruction] | None:
     """List, operand by operand, the slices that are the only users of an all-reduce."""
-    instructions, users = inside.instructions, inside.users
+    instructions, users = inside.instructions, inside.users()
     root = instructions[inside.root]
     count = len(instructions[position].operands)
     takers = [position]

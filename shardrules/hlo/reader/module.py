@@ -264,9 +264,12 @@ class Computation:
         parameters = [i for i in self.instructions if i.opcode == "parameter"]
         return sorted(parameters, key=lambda i: int(i.literal))
 
-    @functools.cached_property
     def users(self) -> Users:
         """List, for each instruction, the positions of those that use it."""
+        return self._users
+
+    @functools.cached_property
+    def _users(self) -> Users:
         return Users(self)
 
     @functools.cached_property
@@ -352,7 +355,8 @@ class Module:
 
     def mentions(self, *words: str) -> bool:
         """Tell whether the text holds one of some words, outside of a repetition's metadata."""
-        return any(self.text.find(word, *span) >= 0 for span in self.spans for word in words)
+        there = [word for word in words if word in self.text]
+        return any(self.text.find(word, *span) >= 0 for word in there for span in self.spans)
 
     @functools.cached_property
     def flows(self) -> dict[str, Any]:

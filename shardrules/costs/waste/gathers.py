@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.graph import BARRIERS, WHOLE, Graph, Node, made_by
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import BARRIERS, WHOLE, Hint, Kind, Node, Program, Site, made_by
 
 _MOVES = WHOLE | BARRIERS
 _CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done"}
@@ -17,6 +16,8 @@ _BY_XLA = " by XLA"
 def only_returned(site: Site) -> Hint | None:
     if site.collective.kind != "all-gather" or not site.computation.is_entry:
         return None
+    if site.in_shard_map and not site.op_name:
+        return None  # no all_gather is written: XLA for TPU makes it of a psum over slices
     uses = site.uses(frozenset(["copy", "bitcast", "all-gather-done"]))
     if len(uses) != 1 or uses[0].user.opcode != "return" or site.result is None:
         return None
@@ -176,13 +177,13 @@ def _is_again(site: Site, first: Site) -> bool:
 
 def _origin(site: Site) -> tuple[Node, str] | None:
     """Follow an operand back to its array, also if it is one trip's slice of that."""
-    graph, node, part = site.program, site.source, ""
+    program, node, part = site.program, site.source, ""
     while True:
         node = made_by(node, _MOVES)
         if node.opcode in ("dynamic-slice", "slice", "convert"):
             if node.opcode == "convert":
                 part += node.shape.element_type
-                name = graph.module.metadata(node.instruction).op_name
+                name = program.module.metadata(node.instruction).op_name
                 if node.shape.bits < node.operands[0].shape.bits and not name.endswith(_CONVERTS):
                     part += _BY_XLA
             part += node.instruction.attribute("slice") or ""
@@ -192,18 +193,18 @@ def _origin(site: Site) -> tuple[Node, str] | None:
         elif node.opcode != "get-tuple-element":
             return (node, part) if node.home.is_entry else None
         else:
-            before = graph.before_loop(node) or _stacked(graph, node)
+            before = program.before_loop(node) or _stacked(program, node)
             if before is None:
                 return node, part
             node = before
 
 
-def _stacked(graph: Graph, taken: Node) -> Node | None:
+def _stacked(program: Program, taken: Node) -> Node | None:
     """Give what a loop stacks, or passes on, in one element of its result."""
     loop = taken.operands[0]
-    if loop.opcode != "while" or loop.instruction.calls[1] not in graph.loops:
+    if loop.opcode != "while" or loop.instruction.calls[1] not in program.loops:
         return None
-    returned = graph.flat(loop.instruction.calls[1]).end.operands
+    returned = program.flat(loop.instruction.calls[1]).end.operands
     if not 0 <= taken.index < len(returned):
         return None
     node = made_by(returned[taken.index], {"copy"})

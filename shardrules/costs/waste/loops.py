@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from shardrules.costs.waste.graph import Node
 from shardrules.costs.waste.loop_flow import Unread, unread
-from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Program, Site
+from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Node, Program, Site
 from shardrules.hlo.proof.collectives import KINDS, OPCODES
 from shardrules.hlo.proof.evaluation import Reach
 

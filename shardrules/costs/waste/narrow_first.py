@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from shardrules import hlo
-from shardrules.costs.waste.graph import BARRIERS, WHOLE, made_by
-from shardrules.costs.waste.program import Hint, Kind, Site
+from shardrules.costs.waste.program import BARRIERS, WHOLE, Hint, Kind, Site, made_by
 
 # These move elements and change none: a conversion may stand on either side.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")

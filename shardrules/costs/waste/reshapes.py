@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.graph import BARRIERS, WHOLE, made_by
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import BARRIERS, WHOLE, Hint, Kind, Program, Site, made_by
 
 _MOVES = WHOLE | BARRIERS | {"slice", "concatenate", "all-to-all-done", "collective-permute-done"}
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from shardrules import hlo
 from shardrules.costs import accounts
-from shardrules.costs.waste.graph import BARRIERS, UNARY, Node, Use
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import BARRIERS, UNARY, Hint, Kind, Node, Program, Site, Use
 from shardrules.hlo.known import exact
 
 _DONE = frozenset(["all-reduce-done", "all-gather-done"])

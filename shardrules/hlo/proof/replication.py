@@ -106,9 +106,10 @@ def _tuple(proof: Proof, computation, position, instruction, operands, guard):
 
 def _element(proof: Proof, computation, position, instruction, operands, guard):
     (value,) = operands[:1]
-    known = proof.cache.get(instruction.start)  # in a loop
-    if known is not None and isinstance(value, tuple) and known < len(value):
-        return value[known]
+    if instruction.start in proof.cache and type(value) is tuple:  # in a loop
+        known = proof.cache[instruction.start]
+        if known < len(value):
+            return value[known]
     match = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
     text = match[1] if match else instruction.attribute("index")
     if text is None or (not match and not re.fullmatch(r"\d{1,9}", text)):

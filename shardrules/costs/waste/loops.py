@@ -77,9 +77,18 @@ def accumulated(site: Site) -> Hint | None:
 
 
 def _are_apart(program: Program) -> bool:
-    """Tell whether loops communicate nothing but such gradients: no example needs another."""
-    # A squared mean over the batch, a batch norm, a mask: each reduces something else there.
-    return all(_is_gradient(s) for s in program.sites if s.needed and s.in_loop)
+    """Tell whether no example needs another in a loop: what a trip reduces, none reads."""
+    # A squared mean over the batch, a batch norm, a mask: each reads what it reduces there.
+    reads = program.remembered(unread)
+    return all(
+        _is_gradient(s) or _only_adds_up(reads.get(s.key))
+        for s in program.sites
+        if s.needed and s.in_loop
+    )
+
+
+def _only_adds_up(result: Unread | None) -> bool:
+    return result is not None and result.ways == {"adds up"}
 
 
 def _after(site: Site, only: Collection[str] = ()) -> Hint | None:

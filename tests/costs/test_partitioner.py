@@ -474,6 +474,54 @@ def test_a_gradient_beside_metrics_that_each_trip_reduces(cpu_mesh):
         follow(("cpu", cpu_mesh), f, g, given, "accumulated", (8 * sent, sent))
 
 
+def normed(w, x):
+    h = x @ w
+    return (jnp.tanh((h - h.mean(0)) / (1 + h.var(0))) ** 2).mean()
+
+
+def masked(w, x):
+    mask = (x[:, :1] > 0).astype(x.dtype)
+    return (mask * (x @ w) ** 2).sum() / mask.sum()
+
+
+COUPLED = [lambda w, x: (x @ w).mean() ** 2, normed, masked]
+
+
+def unrolled(gradient):
+    """Add up the gradients of microbatches without a loop."""
+
+    def sums(w, xs):
+        first, second = (gradient(w, x) for x in xs)
+        return jax.tree.map(jnp.add, first, second)
+
+    return sums
+
+
+def own(w, x):
+    gradient = jax.vmap(jax.grad(of_one), (None, 0))(w, x.reshape(4, -1, x.shape[1]))
+    return lax.with_sharding_constraint(gradient, D)
+
+
+PAIR = ((2, 64, 128), P(None, "data"))
+
+
+def test_gradients_of_microbatches_that_are_added(cpu_mesh):
+    given = structs(cpu_mesh, [((128, 128), P()), PAIR])
+    sent = 2 * 3 * 128 * 128 * 4 // 4
+    with jax.set_mesh(cpu_mesh):
+        f = jax.jit(unrolled(jax.grad(of_one)))
+        g = jax.jit(lambda w, xs: unrolled(own)(w, xs).mean(0))
+        (found,) = follow(("cpu", cpu_mesh), f, g, given, "add first", (sent, 0))
+    assert "in arrays sharded by P('data'), and once at the end take jnp.mean" in found.advice
+
+
+@pytest.mark.parametrize("loss", COUPLED)
+def test_added_gradients_that_need_all_examples(cpu_mesh, loss):
+    given = structs(cpu_mesh, [((128, 128), P()), PAIR])
+    found = hints(jax.jit(unrolled(jax.grad(loss))), given)
+    assert "add first" not in [h.kind for h in found]
+
+
 def trained(w, xs):
     """Each trip reads the gradient of the one before."""
     return lax.scan(lambda w, x: (w - jax.grad(of_one)(w, x), None), w, xs)[0]
@@ -494,19 +542,6 @@ def coupled(loss):
         return lax.scan(lambda g, x: (g + jax.grad(loss)(w, x), None), jnp.zeros_like(w), xs)[0]
 
     return sums
-
-
-def normed(w, x):
-    h = x @ w
-    return (jnp.tanh((h - h.mean(0)) / (1 + h.var(0))) ** 2).mean()
-
-
-def masked(w, x):
-    mask = (x[:, :1] > 0).astype(x.dtype)
-    return (mask * (x @ w) ** 2).sum() / mask.sum()
-
-
-COUPLED = [lambda w, x: (x @ w).mean() ** 2, normed, masked]
 
 
 @pytest.mark.parametrize(

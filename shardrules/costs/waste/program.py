@@ -311,6 +311,24 @@ class Site:
             return self.in_shard_map or name in CONSTRAINED
         return self.entry.phase == "forward" and name.startswith("reduce_")
 
+    @property
+    def is_gradient(self) -> bool:
+        """Tell whether it sums up a gradient under jit, where XLA does not move it by itself."""
+        # XLA for TPU and GPU adds such sums first, and moves them behind loops.
+        is_jit = not self.in_shard_map and not self.is_unnamed and not self.is_written
+        is_backward = self.entry.phase == "backward"
+        return self.adds and is_jit and is_backward and self.program.platform is None
+
+    def own_gradients(self, kept: str, when: str) -> str:
+        """Say how to add up each shard's own gradient; ``kept``: in what."""
+        return (
+            "add up each shard's own gradient, jax.vmap(jax.grad(loss), (None, 0))(w, "
+            "x.reshape(n, -1, *x.shape[1:])) for n shards of the batch, in "
+            f"{kept} sharded by P({self.over}), and once {when} take jnp.mean over the shards for "
+            "a loss that is a mean over the batch, jnp.sum for one that is a sum (XLA for TPU and "
+            "GPU moves it there by itself)"
+        )
+
     def runs_of(self, computation: str) -> int:
         """Count how often another computation runs, 1 where it isn't known."""
         run = self.program.runs.get(computation)

@@ -304,7 +304,7 @@ class Content:
         timing = timings.together(row.numbers)
         if timing is None:
             return [Cell(name, "?", 0.0) for name in (took, exposed, bandwidth)]
-        pairs = [(entry, timings.of[number]) for entry, number in zip(row.entries, row.numbers)]
+        pairs = [(entry, timings.of[entry.number]) for entry in row.entries]
         sent = sum(entry.wire_bytes * each.runs for entry, each in pairs if each)
         speed = sent / timing.seconds if timing.seconds else 0.0
         return [

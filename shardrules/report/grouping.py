@@ -125,8 +125,11 @@ class Row:
     """Collectives that differ in nothing that a table shows."""
 
     entries: tuple[accounts.Entry, ...]  # theirs in the account, in the order of the text
-    # Where each stands in the account, and its verdict among the judgement's.
-    numbers: tuple[int, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return where each stands in the account."""
+        return tuple(entry.number for entry in self.entries)
 
     @property
     def first(self) -> accounts.Entry:
@@ -145,8 +148,7 @@ class Row:
 
 
 def rows(account: accounts.Account) -> tuple[Row, ...]:
-    groups = alike(
-        enumerate(account.entries),
-        lambda numbered: dataclasses.replace(numbered[1], reason="", groups="", loop_depth=0),
-    )
-    return tuple(Row(tuple(e for _, e in row), tuple(n for n, _ in row)) for row in groups)
+    def shown(entry: accounts.Entry) -> accounts.Entry:
+        return dataclasses.replace(entry, reason="", groups="", loop_depth=0)
+
+    return tuple(map(Row, alike(account.entries, shown)))

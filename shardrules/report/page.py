@@ -228,7 +228,7 @@ def meshes(programs: dict[str, Content]) -> str:
         }
         content, number = next((programs[name], held[0]) for name, held in numbers.items() if held)
         over = content.account.entries[number].over or "one device"
-        collective = content.judgement.verdicts[number].collective
+        collective = content.account.entries[number].judged.collective
         picture = drawn.groups_on_mesh(
             collective.groups,
             collective.pairs,
@@ -431,7 +431,7 @@ def _row(content: Content, number: int, row: Row, ids: dict[str, str]) -> str:
 
 
 def _fold(content: Content, row: Row, hidden: str) -> str:
-    verdicts = [content.judgement.verdicts[n] for n in row.numbers]
+    verdicts = [entry.judged for entry in row.entries]
     parts = [f'<p class="narrow">{escaped(hidden)}</p>']
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):
         count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""

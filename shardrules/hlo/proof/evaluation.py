@@ -285,8 +285,9 @@ class Proof:
         if guard == hs.SAME or name not in self.reach.talking:
             guard = 0
         key = (name, arguments, guard)
-        if key in self._memo:
-            return self._memo[key]
+        known = self._memo.get(key)  # arguments take long to hash, and no value is None
+        if known is not None:
+            return known
         self.values.budget -= len(computation.instructions)
         if self._depth >= _MAX_DEPTH or self.values.budget < 0:
             why = "nested too deep" if self.values.budget >= 0 else "evaluated too often"

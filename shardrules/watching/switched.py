@@ -47,6 +47,8 @@ def switched(traced: compiling.Traced, registry: Any, mesh: Any) -> Switched | s
         judgement = program.judged(program.read(compiled), registry, mesh)
     except Exception as error:  # the program's own code, or a backend, may raise  # noqa: BLE001
         return retrace.first_line(error)
+    if not notes.unchecked:
+        return "its shard_maps were not made inside of the watch"
     account = accounts.of(judgement)
     defensive = (e for e in account if e.judged is not None and is_defensive(e.judged))
     sites: dict[bool, dict[str, str]] = {True: {}, False: {}}

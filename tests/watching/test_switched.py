@@ -112,6 +112,13 @@ def test_under_other_settings_than_then_a_saving_is_at_most(mesh):
     assert saves.endswith("here: a mesh or a setting of JAX that was active then is no longer")
 
 
+def test_of_a_shard_map_that_was_made_before_the_watch_a_saving_is_at_most(mesh):
+    step = kernels.step(mesh, check=False)
+    saves = said(watched(lambda: step, *kernels.arguments()))[0]["saves"]
+    assert saves.startswith("at most ")
+    assert saves.endswith("here: its shard_maps were not made inside of the watch")
+
+
 def test_a_step_that_advances_an_iterator_is_not_traced_again(mesh):
     numbers = iter(range(10))
 

@@ -191,6 +191,7 @@ def test_pytest_judges_what_the_tests_compile(tmp_path):
         "2 passed" in done.stdout and "shardrules: programs that were compiled (gw0)" in done.stdout
     )
     assert "in test_it.py::test_jax" in done.stdout and "redundant" in done.stdout
+    assert "saves 128 B (100%)" in done.stdout  # as it is with the check on, not at most
     last = done.stdout.splitlines()[-1]
     assert last.startswith("shardrules: the tests passed, and the exit code is 1 for findings: ")
     alone = "-p", "no:xdist", "--shardrules", "-k", "nothing"  # as if pytest-xdist weren't there

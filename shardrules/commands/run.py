@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     flags.check_writable(arguments.output)
     rules.check(arguments)
     seen = programs.watch(strict=arguments.strict, allow=dict(arguments.allow))
-    seen.target, seen.cheapest, seen.compares = arguments.target, arguments.cheapest, True
+    seen.target, seen.cheapest = arguments.target, arguments.cheapest
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
         contexts.enter_context(seen)
         title = f"-m {target.spec.name}" if target.spec else os.path.basename(target.file)
@@ -99,8 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
             unchecked: Unchecked = "check" if arguments.check else "leave"
             hooks = check_off.switching(report.handles, register, flags.say, unchecked)
             contexts.enter_context(hooks)
-        else:
-            contexts.enter_context(check_off.kept())
         if arguments.profile is not None:
             from shardrules.watching.profiles import recording
 

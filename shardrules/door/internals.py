@@ -166,6 +166,11 @@ class Door:
         mesh = self.abstract_mesh()
         return () if mesh is None or mesh.empty else _manual_axes(mesh)
 
+    def manual_sizes(self) -> dict[str, int]:
+        """Return how many devices there are along each manual axis, on a JAX that has types."""
+        shape = self.abstract_mesh().shape
+        return {axis: shape[axis] for axis in self.manual_axes()}
+
     @contextlib.contextmanager
     def over_axes(self, axes: tuple[str, ...]):
         """Let ``manual_axes`` return ``axes`` on a JAX whose avals have no mesh."""

@@ -89,8 +89,7 @@ def opened(value: Any) -> Any:
 def name_of(eqn: Any) -> str:
     """Return an equation's primitive's name; from JAX 0.12 a linear one's may be wrapped."""
     name: str = eqn.primitive.name
-    is_wrapped = name.startswith("vjp_node[")
-    return name.removeprefix("vjp_node[").removesuffix("]") if is_wrapped else name
+    return name if name[:9] != "vjp_node[" else name[9:].removesuffix("]")
 
 
 def is_inexact(aval: Any) -> bool:

@@ -27,12 +27,6 @@ class Rewrite:
         self.env[var] = variable(var, aval)
         return self.env[var]
 
-    def inline(self, jaxpr: Any, atoms: Sequence[Any], **changes: Any) -> list[Any]:
-        """Append another jaxpr's equations, for these operands; return what it returns."""
-        eqns, results = inlined(jaxpr, atoms, **changes)
-        self.eqns += eqns
-        return results
-
     def each(self, write: Callable[[Any], None]) -> None:
         """Call ``write``, which appends to ``eqns``, with each equation."""
         for eqn in self.inner.eqns:

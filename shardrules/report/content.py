@@ -66,6 +66,7 @@ class Content:
       unequal: outputs that are called replicated and not proven so, that no allowance covers.
       unequal_allowed: such outputs with the reasons for which they stay.
       strict: outputs that are unproven alone are findings, too.
+      why_at_most: why it isn't known what switching on its checks saves; empty where it is.
     """
 
     title: str
@@ -79,6 +80,7 @@ class Content:
     unequal: tuple[outputs.Unequal, ...] = ()
     unequal_allowed: tuple[tuple[outputs.Unequal, str], ...] = ()
     strict: bool = False
+    why_at_most: str = ""
 
     @property
     def target(self) -> estimates.Target | None:
@@ -202,7 +204,9 @@ class Content:
             parts.append(counted(worth.round_trips, "round trip"))
         most = "at most " if worth.at_most or not worth.is_sure else ""
         along = f", together with {counted(others, 'other finding')}" if others > 0 else ""
-        return f"{most}{' and '.join(parts)}{self._share(worth)}{along}"
+        why = worth.at_most and self.why_at_most
+        why = f"; how much exactly can't be said here: {why}" if why else ""
+        return f"{most}{' and '.join(parts)}{self._share(worth)}{along}{why}"
 
     # -- the first lines ---------------------------------------------------------------------
 
@@ -424,7 +428,7 @@ def content(
     target: str | None = None,
     cheapest: bool = False,
     timings: Timings | None = None,
-    switched: Switched | None = None,
+    switched: Switched | str = "",
 ) -> Content:
     """Gather what a report says.
 
@@ -437,7 +441,7 @@ def content(
       cheapest: all all-reduces that are needed and would move less elsewhere are findings; if
         False, those in loops that one before or after the loop replaces, above 1% of the bytes.
       timings: what a profile measured of each verdict's collective.
-      switched: the same program with its shard_maps' checks on, where it was compiled so.
+      switched: the same program with its shard_maps' checks on, or why it wasn't compiled so.
     """
     all_hints = hints(judgement)
     costly = dearer(all_hints, None if cheapest else judgement)
@@ -447,7 +451,7 @@ def content(
     account = accounts.of(judgement)
     on = None if target is None else estimates.target(target)
     going: dict[int, int] = {}
-    if switched is not None:
+    if not isinstance(switched, str):
         stay, going = switched.applied(stay, account)
     ledger = Ledger(account, on, timings, going)
 
@@ -468,4 +472,5 @@ def content(
         tuple(unequal),
         tuple(unequal_allowed),
         strict,
+        switched if isinstance(switched, str) else "",
     )

@@ -18,7 +18,7 @@ from shardrules.door.jaxprs import kernel_name
 from shardrules.door.watching import cast_listeners
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.retrace import first_line
-from shardrules.watching import compiling
+from shardrules.watching import check_off, compiling
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
@@ -154,12 +154,12 @@ class WatchedProgram:
         )
         return dataclasses.replace(content, findings=advised)
 
-    def _switched(self) -> Switched | None:
-        """Return what it is with its shard_maps' checks on, if that is asked for and worth it."""
+    def _switched(self) -> Switched | str:
+        """Return what it is with its shard_maps' checks on, or why that can't be said."""
         from shardrules.costs.advice import is_defensive
 
-        if not self._owner.compares or not any(map(is_defensive, self.judgement.verdicts)):
-            return None
+        if not any(map(is_defensive, self.judgement.verdicts)):
+            return ""
         from shardrules.watching import switched
 
         return switched.switched(self._traced, self._owner.registry, self.judgement.mesh)
@@ -199,8 +199,6 @@ class Watched:
     registry: Any = None  # rules for custom calls that carry no tag; the default registry if None
     target: str | None = None  # ``"v5e"``, on which each collective's time is estimated
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
-    # whether to compile programs with defensive psums again, with their shard_maps' checks on
-    compares: bool = False
     # what a profile measured, by a program's computations
     timings: dict[str, Timings] = dataclasses.field(default_factory=dict)
 
@@ -208,12 +206,14 @@ class Watched:
         self._programs: list[WatchedProgram] = []
         self._above_check_off: list[str] = []  # sentences about gradients
         self._stop: Callable[[], None] | None = None
+        self._kept = contextlib.ExitStack()
         self._has_begun = False
 
     def __enter__(self) -> Watched:
         if self._stop is not None:
             raise ShardrulesError("this watch is on already; make another one with watch()")
         self._has_begun = True
+        self._kept.enter_context(check_off.kept())
         self._stop = compiling.start(
             lambda executable, traced: self._programs.append(
                 WatchedProgram(executable, traced, self, self.where())
@@ -227,6 +227,7 @@ class Watched:
             cast_listeners.remove(self._above_check_off.append)
             self._stop()
             self._stop = None
+            self._kept.close()
 
     def __iter__(self) -> Iterator[WatchedProgram]:
         return iter(tuple(self._programs))

@@ -22,29 +22,33 @@ if TYPE_CHECKING:
     from shardrules.hooks.sites import UncheckedSite
 
 
-def switched(traced: compiling.Traced, registry: Any, mesh: Any) -> Switched | None:
+def switched(traced: compiling.Traced, registry: Any, mesh: Any) -> Switched | str:
     """Compile a program with each check on that can be, as ``install(unchecked="check")`` does.
 
-    None if it can't be traced as it was: something that tracing depends on has changed, or is
-    changed by it and can't be put back.
+    Returns why not if it can't be traced as it was: something that tracing depends on has changed,
+    or is changed by it and can't be put back.
     """
     how, under = traced.again, traced.scope or Scope()
     if how is None:
-        return None
+        return "it is not known how it was traced"
     notes = Notes()
     try:
         with held() as hooks, compiling.unwatched(), contextlib.ExitStack() as stack:
             with hooks.enter(under):
                 same = stack.enter_context(how.entered())
-            if not same or (kept := Kept(how.function)).why:
-                return None
+            if not same:
+                return "a mesh or a setting of JAX that was active then is no longer"
+            if (kept := Kept(how.function)).why:
+                return kept.why
             base = under if under.active else Scope(True, "varying")
             on = dataclasses.replace(base, unchecked="check", casts="cheapest", notes=notes)
             with retrace.unseen(kept), hooks.enter(on):
                 compiled = how.lower().compile()
         judgement = program.judged(program.read(compiled), registry, mesh)
-    except Exception:  # the program's own code, or a backend, may raise anything  # noqa: BLE001
-        return None
+    except Exception as error:  # the program's own code, or a backend, may raise  # noqa: BLE001
+        return retrace.first_line(error)
+    if not notes.unchecked:
+        return "its shard_maps were not made inside of the watch"
     account = accounts.of(judgement)
     defensive = (e for e in account if e.judged is not None and is_defensive(e.judged))
     sites: dict[bool, dict[str, str]] = {True: {}, False: {}}

@@ -25,8 +25,8 @@ from shardrules.hooks.casts.cheapest import (
     cost_unchecked,
     exceptions,
     in_the_way,
-    least_bytes,
 )
+from shardrules.hooks.casts.cuts import Limits
 from shardrules.hooks.casts.linear import (
     NONE,
     Axes,
@@ -147,14 +147,16 @@ class CastHooks(Hooks):
             is_watched = bool(watching.cast_listeners) and not before.within(off)
             if not before.bytes and not is_explained:
                 return jaxpr
-            borders = graph.borders()
+            borders, limits = graph.borders, None
             if not (is_explained or is_watched or borders):
-                if _saves_little(before, least_bytes(graph), off):
+                limits = Limits(graph)
+                if _saves_little(before, limits.least_bytes, off):
                     return jaxpr  # the case of most programs
-            graph.settle(self._sums)
+            if graph.settle(self._sums) or limits is None:
+                limits = Limits(graph)
             before = cost_as_traced(graph)
             before_bytes = before.bytes
-            labels = cheapest(graph)
+            labels = cheapest(limits)
             after = cost(graph, labels)
             least = min(before, after) if after.within(before) else before
             beyond = exceptions(settled, least) if is_explained or is_watched else ()

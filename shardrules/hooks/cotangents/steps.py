@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, CASTS, NEW_REFS, SUMS, is_inexact, name_of, opened
@@ -25,6 +23,7 @@ from shardrules.jaxprs.reach import Reach
 
 IsOpaque = Callable[[Any], bool]
 _IDENTITIES = CASTS | {MARK}
+_PLAIN = {type(None), bool, int, float, str}  # of most parameters; none holds a function
 # What is followed into its jaxprs; what else holds some is one step.
 _FOLLOWED = frozenset((*CALLS, "scan", "cond"))
 
@@ -63,7 +62,7 @@ class Shares(Reach):
         super().__init__()
         self.door = door
         self._is_opaque = is_opaque
-        sizes = {axis: jax.lax.psum(1, axis) for axis in door.manual_axes()}
+        sizes = door.manual_sizes()
         self._every = frozenset(axis for axis, size in sizes.items() if size != 1)
         # Along an axis without casts, all shares are one nth: to round such a share is to round the
         # sum if n is a power of two.
@@ -154,8 +153,10 @@ def _calls(eqn: Any) -> bool:
     """Whether an equation calls functions that no graph sees into."""
     if eqn.primitive.name.startswith("scatter"):  # its function only adds or replaces
         return False
-    return any(
-        opened(item) is not None or (callable(item) and not isinstance(item, type))
-        for value in eqn.params.values()
-        for item in (value if isinstance(value, (tuple, list)) else (value,))
-    )
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if type(item) not in _PLAIN and (
+                opened(item) is not None or (callable(item) and not isinstance(item, type))
+            ):
+                return True
+    return False

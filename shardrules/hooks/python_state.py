@@ -123,9 +123,8 @@ class Kept:
             self._context(value, name)
         elif issubclass(kind, weakref.ref):
             self._add((value(),), name)
-        elif issubclass(kind, (collections.abc.Iterator, queue.SimpleQueue)):
-            if not hasattr(kind, "fileno"):
-                self._stuck.append((name, kind.__name__))
+        elif _is_stuck(kind):
+            self._stuck.append((name, kind.__name__))
         elif issubclass(kind, threading.local):
             self._attributes(value.__dict__)
         elif issubclass(kind, type):
@@ -258,6 +257,12 @@ def _names(code: types.CodeType) -> set[str]:
     """Return the names that code and the functions in it use."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(code.co_freevars, *inner)
+
+
+def _is_stuck(kind: type) -> bool:
+    """Whether an object of this type is an iterator, which can't be put back; files are read on."""
+    iterators = collections.abc.Iterator, queue.SimpleQueue
+    return issubclass(kind, iterators) and not hasattr(kind, "fileno")
 
 
 def _draws(code: types.CodeType, module: types.ModuleType) -> bool:

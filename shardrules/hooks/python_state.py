@@ -25,9 +25,11 @@ from typing import Any
 
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 1 << 28  # of arrays
-_JAX = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes"})
-_OTHERS = _JAX | frozenset(name for name in sys.stdlib_module_names if name != "__main__")
+_OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes"}) | frozenset(
+    name for name in sys.stdlib_module_names if name != "__main__"
+)
 _ABSENT = object()
+_HOLDERS = frozenset({"types", "argparse", "collections", "functools"})
 _STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
 Undo = Callable[[], object]  # puts back what changed
 
@@ -46,6 +48,7 @@ class Kept:
         self._seen: dict[int, Any] = {}  # holds what it has seen, so that ids stay unique
         self._named: set[str] = set()  # the names in the code of the functions
         self._variables: set[tuple[int, str]] = set()  # modules, by id, and names: those kept
+        self._home = ""  # the package of the first function
         self._draws = False  # whether a function draws from the generators of all
         self._stuck: list[tuple[str, str]] = []  # names and kinds of what can't be put back
         self._left: collections.deque[tuple[Any, str]] = collections.deque()
@@ -143,7 +146,12 @@ class Kept:
         held = map(_contents, function.__closure__ or ())
         modules = [value for value in held if issubclass(type(value), types.ModuleType)]
         modules += [variables[name] for name in names & variables.keys()]
-        modules += [sys.modules[name] for name in names & sys.modules.keys()]  # imported inside
+        # A function of the body's own package may import others when it is called; those of other
+        # packages do so to print, mostly.
+        home = (function.__module__ or "").partition(".")[0]
+        self._home = self._home or home
+        if home == self._home:
+            modules += [sys.modules[name] for name in names & sys.modules.keys()]
         for module in modules:
             if issubclass(type(module), types.ModuleType):
                 self._inside(module, names)
@@ -217,7 +225,8 @@ class Kept:
             self._add((wrapped,))  # of a jitted function
         if (clear := _read(value, "cache_clear")) is not None and kind is _LRU:
             self._undo.append(_cache(value.cache_info, clear))
-        if (kind.__module__ or "").partition(".")[0] in _JAX:
+        # Of the standard library, only plain holders of data: pools and queues are for threads.
+        if _is_others(kind.__module__) and kind.__module__ not in _HOLDERS:
             if kind.__name__.startswith("custom_"):
                 self._add((attributes or {}).values())
             return
@@ -260,8 +269,8 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _is_stuck(kind: type) -> bool:
-    """Whether an object of this type is an iterator, which can't be put back; files are read on."""
-    iterators = collections.abc.Iterator, queue.SimpleQueue
+    """Whether an object of this type is an iterator or a queue; files are read on."""
+    iterators = collections.abc.Iterator, queue.SimpleQueue, queue.Queue
     return issubclass(kind, iterators) and not hasattr(kind, "fileno")
 
 

@@ -6,6 +6,7 @@ Each kind here makes a function that returns another value at each call, by stat
 import argparse
 import array
 import collections
+import concurrent.futures
 import contextvars
 import dataclasses
 import functools
@@ -139,13 +140,6 @@ def behind_a_reference():
     return lambda: (len(keep), of_an_attribute(reference())())[1]
 
 
-def in_a_queue():
-    numbers = queue.Queue()
-    for n in range(9):
-        numbers.put(n)
-    return numbers.get
-
-
 def behind_many_objects():
     many = [*({} for _ in range(30_000)), [Counts()]]
     return lambda: many[-1][0]()
@@ -170,7 +164,6 @@ PUT_BACK = {
     "submodule": in_a_submodule,
     "cache": in_a_cache,
     "weak reference": behind_a_reference,
-    "queue": in_a_queue,
     "deque's method": lambda: collections.deque(range(9)).popleft,
     "generator's method": lambda: np.random.default_rng(0).normal,
     "python's generator": lambda: random.Random(0).random,
@@ -237,6 +230,7 @@ LEFT = {
     "class's attribute": lambda: lambda: next(OfClass.numbers),
     "method": lambda: itertools.count().__next__,
     "partial": lambda: functools.partial(next, itertools.count()),
+    "queue": lambda: queue.Queue().get,
     "simple queue": lambda: queue.SimpleQueue().get,
     "seed's children": draws_children,
     "generator's children": draws_generators,
@@ -262,6 +256,17 @@ def test_too_much_to_keep_is_said(monkeypatch):
 def test_an_iterator_that_no_code_names_is_no_reason():
     owner = types.SimpleNamespace(batches=iter([1]), n=0)
     assert not Kept(of_an_attribute(owner)).why
+
+
+def test_a_pool_of_threads_is_not_touched():
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        owner = types.SimpleNamespace(pool=pool, tasks=queue.Queue(), n=0)
+        kept = Kept(of_an_attribute(owner))
+        owner.tasks.put(1)
+        pool.submit(int).result()
+        threads = len(pool._threads)
+        kept.put_back()
+        assert (owner.tasks.qsize(), len(pool._threads)) == (1, threads)
 
 
 def test_draws_of_all_beside_another_thread():

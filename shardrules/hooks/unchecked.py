@@ -171,7 +171,7 @@ class _Unchecked:
 
     def _decide(self, args: tuple, scope: Scope) -> UncheckedSite:
         try:
-            if (kept := Kept(self.body)).why:
+            if (kept := Kept(self.body, args)).why:
                 raise retrace.Unseeable(kept.why)
             off = self._trace_off(args, kept)
             # The key holds all that the decision depends on; derivatives around the call don't.
@@ -199,7 +199,7 @@ class _Unchecked:
 
     def look(self, args: tuple, kind: str, casts: str) -> list[Call]:
         """Trace a call and its derivative with the check off and on; inner calls come after it."""
-        if (kept := Kept(self.body)).why:
+        if (kept := Kept(self.body, args)).why:
             raise retrace.Unseeable(kept.why)
         return self._compare(args, kind, casts, self._trace_off(args, kept), kept)
 
@@ -236,11 +236,18 @@ class _Unchecked:
 
         return any(has_rule(self.door, eqn) for eqn in equations(opened(closed)))
 
+    def _rules(self) -> Any:
+        from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks  # it imports jax
+        from shardrules.hooks.cotangents.steps import Rules
+
+        return Rules(self.door, self.state.of(CustomVjpHooks).rule_of)
+
     def _compare(self, args: tuple, kind: str, casts: str, off: _Off, kept: Kept) -> list[Call]:
         called, undifferentiated = off.called, off.undifferentiated
         first = next((d.closed for d in off.derivatives), None)
         before = tuple(retrace.sums(called if undifferentiated else first))
-        bwds: set[str] = set()
+        ran: set[Any] = set()  # the bwds that were looked at
+        first_on: Any = None  # the derivative of order 1
         doubts: list[str] = []
         with retrace.unseen(kept):
             on = forward = self._trace_on(args, None, casts)
@@ -253,9 +260,10 @@ class _Unchecked:
                     on = then
                 if then.error is not None:
                     break
-                if derivative.order > 1 and self._has_rules(then.closed) and then.notes.bwds - bwds:
+                ran |= then.notes.rules
+                if derivative.order > 1 and self._rules().new(then.closed, first_on, ran):
                     doubts.append("its derivatives of order 3 are taken by rules of their own")
-                bwds |= then.notes.bwds
+                first_on = then.closed
         culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
 

@@ -22,6 +22,7 @@ from shardrules.door.patching import Patches
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.doubts import Doubts
 from shardrules.hooks.cotangents.refusals import Cotangent
+from shardrules.hooks.cotangents.steps import hashable
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
@@ -57,6 +58,8 @@ class CustomVjpHooks(Hooks):
         # JAX passes a function that returns the trees from fwd to bwd. It is the key here; the
         # value is fwd, whether fwd takes gradients, and which of its arguments are perturbed.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # From the functions that JAX binds to the bwds that they run.
+        self._rules: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
         patches.attribute(*self.door.owner("flatten_primal"), self._flatten_primal)
@@ -109,7 +112,12 @@ class CustomVjpHooks(Hooks):
                 one = staged.fun, staged.in_tree, staged.in_avals, staged.trees, *staged.rest
                 return self.door.flatten_bwd(*one).call_wrapped(*args)
 
+        self._rules[run] = bwd.fun
         return self.door.wrapped(run, flat)
+
+    def rule_of(self, bwd: Any) -> Any:
+        """Return the author's function, with its static arguments, of the one that JAX binds."""
+        return self._rules.get(getattr(bwd, "f", bwd))
 
     @contextlib.contextmanager
     def _inside_bwd(self) -> Iterator[Gained]:
@@ -210,7 +218,7 @@ class CustomVjpHooks(Hooks):
                 cotangents = run.cotangents()
                 if (notes := self.state.scope.notes) is not None:
                     notes.doubts += filter(None, [Doubts(run, cotangents).doubt()])
-                    notes.bwds.add(run.text)
+                    notes.rules.add(hashable(run.parts.bwd))
                 else:
                     Doubts(run, cotangents).warn_of_sums()
             return self._match(run, parts, cotangents)

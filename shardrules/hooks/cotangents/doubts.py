@@ -129,6 +129,7 @@ class Doubts:
                 holds = f" (it calls {opaque.call})" if opaque is not None else ""
                 return f"the bwd {self.parts.name!r} is not known to be linear{holds}"
             shares = self.state.here.shares
-            if (shares is None or axis in shares().differing) and proof.rounds:
+            differs = shares is None or axis in shares().differing
+            if proof.is_narrow or (proof.rounds and differs):
                 return f"the bwd {self.parts.name!r} rounds a cotangent"
         return ""

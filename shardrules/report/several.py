@@ -80,19 +80,25 @@ class Several:
             f"a reduction seems to be missing in {few(differ, 2)}" if differ else "",
             counted(total, "program") + (" compiled" if self.of_process else ""),
             f"{len(self.shown)} with collectives or other costs",
-            counted(self.findings, "finding") if self.findings else self.cheaper or "no findings",
+            counted(self.findings, "finding") if self.findings else "",
             f"in {worst.title} {worst.worth}" if worst is not None and worst.worth else "",
             f"{len(self.failures)} can't be judged" if self.failures else "",
             f"interrupted: {self.missing} not judged" if self.missing else "",
+            self.first,
         ]
         return ", ".join(filter(None, parts))
 
     headline = about
 
     @property
-    def cheaper(self) -> str:
-        """Name what could be cheaper, of the program that could save most; empty if nothing is."""
-        return next((content.cheaper for content in self.contents if content.hints), "")
+    def first(self) -> str:
+        """Name the costliest thing to do; where nothing is, what the costliest program spends."""
+        of_programs = (content.costliest for content in self.contents)
+        named = next(filter(None, of_programs), "")
+        if named or self.findings or not self.contents:
+            return named
+        spent, title = self.contents[0].spent, self.contents[0].title
+        return spent if len(self.shown) < 2 else f"in {title} {spent}"
 
     @property
     def programs(self) -> Block:

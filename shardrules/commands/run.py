@@ -74,7 +74,7 @@ ARGUMENTS: flags.Arguments = {
 
 def run(arguments: argparse.Namespace) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
-    from shardrules.watching import check_off, programs, reads
+    from shardrules.watching import check_off, programs, reads, runs
 
     target = script.find(arguments)
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     rules.check(arguments)
     seen = programs.watch(strict=arguments.strict, allow=dict(arguments.allow))
     seen.target, seen.cheapest, seen.compares = arguments.target, arguments.cheapest, True
+    seen.runs = runs.Runs()
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
         contexts.enter_context(seen)
         title = f"-m {target.spec.name}" if target.spec else os.path.basename(target.file)

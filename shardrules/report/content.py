@@ -14,7 +14,7 @@ from shardrules.costs import accounts, estimates, findings, missing, outputs, tr
 from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
-from shardrules.costs.waste.program import CONSTRAINED
+from shardrules.costs.waste.program import CONSTRAINED, Fed
 from shardrules.costs.worth import Ledger, Switched, Worth
 from shardrules.errors import few
 from shardrules.hlo.proof import phases
@@ -431,6 +431,7 @@ def content(
     cheapest: bool = False,
     timings: Timings | None = None,
     switched: Switched | None = None,
+    fed: Fed | None = None,
 ) -> Content:
     """Gather what a report says.
 
@@ -444,8 +445,9 @@ def content(
         False, those in loops that one before or after the loop replaces, above 1% of the bytes.
       timings: what a profile measured of each verdict's collective.
       switched: the same program with its shard_maps' checks on, where it was compiled so.
+      fed: how often the program ran with a result of its own as an argument.
     """
-    all_hints = hints(judgement)
+    all_hints = hints(judgement, fed)
     costly = dearer(all_hints, None if cheapest else judgement)
     allow = allow or findings.Allowances()
     stay, allowed, unused = allow.split(findings.find(judgement, strict) + costly)

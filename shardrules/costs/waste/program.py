@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from shardrules import hlo
@@ -15,6 +16,9 @@ from shardrules.costs.waste.graph import Graph, Node, Use, made_by
 from shardrules.hlo.proof import loops
 
 _T = TypeVar("_T")
+
+# From a result and the parameter that it becomes to runs, and first runs of a loop on the host.
+Fed = Mapping[tuple[int, int], tuple[int, int]]
 
 # Up to these bytes a run takes about as long as its round trip: 5 us for an all-reduce at 100 GB/s.
 SMALL = 256 * 1024
@@ -68,6 +72,8 @@ class Kind(NamedTuple):
 
 class Program(Graph):
     """A judged program; what several kinds look up in it is kept."""
+
+    fed: Fed = MappingProxyType({})
 
     def __init__(self, judgement: hlo.Judgement):
         super().__init__(judgement.module)

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         title = f"-m {target.spec.name}" if target.spec else os.path.basename(target.file)
         began = time.strftime("%Y-%m-%d %H:%M")
         misplaced = closing.behind(target, ARGUMENTS, "run")
-        read = contexts.enter_context(reads.Reads())
+        read = contexts.enter_context(reads.Reads(seen.runs))
         report = _Report(seen, read, arguments, keep, title, began, misplaced)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
@@ -166,6 +166,7 @@ class _Report:
         results = _judged(self.seen)
         notes = (*results.notes, *map(here, self.reads.notes()))
         results = dataclasses.replace(results, title=self.title, ran=ran, notes=notes)
+        results = results.with_reads(self.reads.findings(), self.arguments.allow)
         flags.say(*registry.unused(content.judgement for content in results.contents))
         text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":

@@ -44,6 +44,10 @@ class Runs:
         compiled.after_each_run(executable, functools.partial(self._ran, record))
         return record
 
+    def counts(self) -> list[int]:
+        """Give how often each executable ran by now, in the order in which they were followed."""
+        return [record.runs for record in self.records]
+
     def read(self, array: Any) -> None:
         """Note that the host reads an array."""
         self._take(self._host, array, 0)

@@ -396,6 +396,6 @@ def test_a_metric_that_is_read_in_each_step_is_named_with_its_line(tmp_path):
     assert done.returncode == 0 and done.stdout == "9.0\n"
     (note,) = re.findall(r"\((\S+ read an array .*)\)\n", done.stderr)
     assert note.startswith(
-        "train.py:9 read an array (float32[]) on the host 9 times, which waits for the devices: "
+        "train.py:9 read an array (float32[]) on the host 9 times, which waits for the device: "
     )
     assert "shardrules.testing.steady_state" in note

@@ -68,9 +68,7 @@ class Runs:
                 elif maker in same:
                     used[result] += count
         first = {place: runs - count for place, count in fed.items()}
-        return {
-            place: (runs, n) for place, n in first.items() if n > 0 and used[place[0]] <= n
-        }
+        return {place: (runs, n) for place, n in first.items() if n > 0 and used[place[0]] <= n}
 
     def _take(self, record: Record, array: Any, argument: int) -> None:
         ref, maker, result = self._made.get(id(array), (None, None, 0))

@@ -84,7 +84,7 @@ class Loop:
 
     def trained_in_each_call(self):
         """The next call reads the sum: it is the weights."""
-        return self.run(lambda g, w, x: g - jax.grad(loss)(g, x), lambda w, g: g, self.w)
+        return self.run(lambda g, w, x: g + jax.grad(loss)(g, x), lambda w, g: g, self.w)
 
     def decayed(self):
         f = lambda g, w, x: 0.9 * g + jax.grad(loss)(w, x)  # noqa: E731
@@ -96,6 +96,16 @@ class Loop:
             return g + own / jnp.sqrt((own * own).sum())
 
         return self.run(accumulate, lambda w, g: w - g, self.put(jnp.zeros((64, 64)), P()))
+
+    def ranked(self):
+        """What scales the sum differs by device, and would differ by call."""
+
+        def accumulate(g, w, x):
+            own = lax.psum(jax.grad(loss)(w, x), "data")
+            return g + own[None] * (1 + lax.axis_index("data"))
+
+        f = self.mapped(accumulate, (D, P(), D), D)
+        return self.run(f, lambda w, g: w - g.mean(0), self.put(jnp.zeros((4, 64, 64)), D))
 
     def looked_at(self):
         """Another program takes the total after each call."""
@@ -143,7 +153,9 @@ def test_each_call_sums_up_what_one_sum_after_the_loop_would(cpu_mesh, before, a
     np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", "trained_in_each_call decayed clipped looked_at coupled".split())
+@pytest.mark.parametrize(
+    "name", "trained_in_each_call decayed clipped ranked looked_at coupled".split()
+)
 def test_sums_that_each_call_needs(cpu_mesh, name):
     _, found, _ = watched(cpu_mesh, name)
     assert "each call" not in [kind for _, kind in found]

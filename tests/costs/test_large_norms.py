@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from costs.test_waste import D, follow, hints, structs
 
+pytestmark = pytest.mark.one_lane
+
 SHARDED = P(None, "data")
 ARGS = [((128, 512), SHARDED), ((512, 128), SHARDED), ((256, 128), D)]
 

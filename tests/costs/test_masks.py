@@ -42,6 +42,7 @@ def test_a_mask_is_a_quarter_of_its_numbers(cpu_mesh, name):
     assert "NamedSharding(mesh, spec)) with a spec without 'data' (on CPU: " in found.advice
 
 
+@pytest.mark.one_lane
 @pytest.mark.parametrize(
     "f",
     [

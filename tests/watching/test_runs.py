@@ -153,6 +153,7 @@ def test_each_call_sums_up_what_one_sum_after_the_loop_would(cpu_mesh, before, a
     np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.one_lane
 @pytest.mark.parametrize(
     "name", "trained_in_each_call decayed clipped ranked looked_at coupled".split()
 )

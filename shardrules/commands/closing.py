@@ -40,7 +40,7 @@ def counted(results: Several) -> str:
         f"{counted(len(results.failures), 'program')} not judged" if results.failures else "",
         f"interrupted, {results.missing} not judged" if results.missing else "",
     ]
-    return ", ".join(filter(None, parts)) or results.cheaper or "no findings"
+    return ", ".join(filter(None, parts)) or results.first
 
 
 def last_line(ended: Ended, code: int, said: str) -> str:

@@ -74,7 +74,7 @@ ARGUMENTS: flags.Arguments = {
 
 def run(arguments: argparse.Namespace) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
-    from shardrules.watching import check_off, programs, reads
+    from shardrules.watching import check_off, programs, reads, runs
 
     target = script.find(arguments)
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
@@ -87,12 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
     rules.check(arguments)
     seen = programs.watch(strict=arguments.strict, allow=dict(arguments.allow))
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
+    seen.runs = runs.Runs()
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
         contexts.enter_context(seen)
         title = f"-m {target.spec.name}" if target.spec else os.path.basename(target.file)
         began = time.strftime("%Y-%m-%d %H:%M")
         misplaced = closing.behind(target, ARGUMENTS, "run")
-        read = contexts.enter_context(reads.Reads())
+        read = contexts.enter_context(reads.Reads(seen.runs))
         report = _Report(seen, read, arguments, keep, title, began, misplaced)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
@@ -163,6 +164,7 @@ class _Report:
         results = _judged(self.seen)
         notes = (*results.notes, *map(here, self.reads.notes()))
         results = dataclasses.replace(results, title=self.title, ran=ran, notes=notes)
+        results = results.with_reads(self.reads.findings(), self.arguments.allow)
         flags.say(*registry.unused(content.judgement for content in results.contents))
         text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":

@@ -34,7 +34,8 @@ class Finding:
 
 
 _HANGS = "may hang"
-_OUTPUT = re.compile(r"(?:differs|unproven) output.*")
+# What is no collective: an output, or a line that reads arrays on the host.
+_OTHER = re.compile(r"(?:differs|unproven) output.*|read at \S+")
 F = TypeVar("F", "Finding", outputs.Unequal)
 
 
@@ -97,7 +98,8 @@ class Allowances:
     Args:
       reasons: from ``"redundant all-reduce(model) at model.py"`` (verdict, phase, file and line
         may be left out) to the reason; what may hang, as ``"may hang all-reduce(model)"`` alone; an
-        output that is called replicated and is not, as ``"differs output['rng']"``.
+        output that is called replicated and is not, as ``"differs output['rng']"``; a line that
+        reads an array after each run, as ``"read at train.py:12"``.
 
     Raises:
       ShardrulesError: a name that can't be read, or no reason.
@@ -120,7 +122,7 @@ class Allowances:
         self.selectors: dict[str, accounts.Selector] = {
             what: accounts.Selector.read(what)
             for what in self.reasons
-            if not _OUTPUT.fullmatch(str(what))
+            if not _OTHER.fullmatch(str(what))
         }
 
     def check_axes(self, mesh: Mapping[str, int] | None) -> None:

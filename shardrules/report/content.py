@@ -14,7 +14,7 @@ from shardrules.costs import accounts, estimates, findings, missing, outputs, tr
 from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
-from shardrules.costs.waste.program import CONSTRAINED
+from shardrules.costs.waste.program import CONSTRAINED, Fed
 from shardrules.costs.worth import Ledger, Switched, Worth
 from shardrules.errors import few
 from shardrules.hlo.proof import phases
@@ -38,7 +38,6 @@ _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
     "other bytes (pass the file that ends in after_optimizations.txt)"
 )
-_MUCH = 0.25  # of the bytes: a collective that no line asks for is named
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
 
@@ -130,23 +129,33 @@ class Content:
         return f"could be cheaper: {first[0].kind}{where}{more}"
 
     @property
-    def _unasked(self) -> str:
-        """Name the costliest collective if XLA's partitioner chose it; empty where it is little."""
-        first = self.rows[0] if self.rows else None
-        verdict = first.first.judged if first else None
-        if first is None or verdict is None or verdict.verdict != "needed":
-            return ""
-        name, sent = verdict.collective.op_name, _sum(map(self.ledger.cost, first.numbers)).bytes
-        made = phases.operation(name)
-        asked = phases.is_written(name) or made in CONSTRAINED
-        asked = asked or "/" not in name  # it is named after an argument, or by nothing
-        if asked or sent < _MUCH * self.ledger.total.bytes:
-            return ""
-        share = percent(sent, self.ledger.total.bytes)
-        needed = "all needed; " if not self.allowed and not any(self._internal()) else ""
-        entry = first.first
-        what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
-        return f"{needed}{share} is {what}, by XLA's partitioner for {made}"
+    def costliest(self) -> str:
+        """Name the finding or hint that saves most; empty if there is none."""
+        changes: list[Finding | Hint] = [*self.findings, *self.hints]
+        changes.sort(key=lambda one: self._rank([one]))
+        if not changes or not self.findings:
+            return self.cheaper
+        entry, kind = changes[0].entry, changes[0].kind
+        where = f" at {here(entry.source)}" if entry.source else ""
+        return f"the costliest: {kind} {entry.what}{where}"
+
+    @property
+    def spent(self) -> str:
+        """Say that there is nothing to do, and which collectives cost most, and who asked."""
+        if not self.rows:
+            return "no findings"
+        first, needed = self.rows[0], {entry.verdict for entry in self.account} == {"needed"}
+        sent, entry = _sum(map(self.ledger.cost, first.numbers)).bytes, first.first
+        parts = ["all needed"] if needed else []
+        if sent and entry.judged is not None:
+            name = entry.judged.collective.op_name
+            made = phases.operation(name)
+            # A name without a path is an argument's.
+            asked = phases.is_written(name) or made in CONSTRAINED or "/" not in name
+            what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
+            by = "" if asked else f", by XLA's partitioner for {made}"
+            parts.append(f"the most: {what}, {percent(sent, self.ledger.total.bytes)}{by}")
+        return "; ".join(parts) or "no findings"
 
     # -- what it is worth --------------------------------------------------------------------
 
@@ -255,7 +264,8 @@ class Content:
             missing,
             self.worth,
             shown,
-            self.kinds or self.cheaper or self._unasked or "no findings",
+            self.kinds,
+            self.costliest or ("" if self.kinds else self.spent),
         )
         return "; ".join(filter(None, parts))
 
@@ -381,14 +391,8 @@ class Content:
 
     def _ranked(self, title: str, groups: Iterable[Sequence[Finding | Hint]]) -> Block:
         """List groups, the costliest first, and fold those below 1% together into one line."""
-
-        def rank(pair: tuple[Sequence[Finding | Hint], Worth]) -> tuple[float, ...]:
-            (group, worth), exposed = pair, self.ledger.exposed_seconds(pair[0])
-            first = _NEVER_FOLDED.get(group[0].kind, 1)
-            return first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips
-
-        pairs = [(group, _sum(map(self.ledger.worth, group))) for group in groups]
-        ranked = sorted(pairs, key=rank)
+        ordered = sorted(groups, key=self._rank)
+        ranked = [(group, _sum(map(self.ledger.worth, group))) for group in ordered]
         movable = [n for n, (group, _) in enumerate(ranked) if group[0].kind not in _NEVER_FOLDED]
         count = self.ledger.folded([ranked[n][1] for n in movable])
         folded = movable[len(movable) - count :]
@@ -404,6 +408,11 @@ class Content:
         part = f"{size(saved)}, {percent(saved, self.ledger.total.bytes)}"
         rest = f"below 1% together: {few(names, LISTED)} ({part})"
         return Block(title, items=items, rest=rest)
+
+    def _rank(self, group: Sequence[Finding | Hint]) -> tuple[float, ...]:
+        worth, first = _sum(map(self.ledger.worth, group)), _NEVER_FOLDED.get(group[0].kind, 1)
+        exposed = self.ledger.exposed_seconds(group)
+        return first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips
 
     def item(self, group: Sequence[Finding | Hint]) -> Item:
         """Say all of findings or hints that are alike, with what they save and took."""
@@ -429,6 +438,7 @@ def content(
     cheapest: bool = False,
     timings: Timings | None = None,
     switched: Switched | str = "",
+    fed: Fed | None = None,
 ) -> Content:
     """Gather what a report says.
 
@@ -442,8 +452,9 @@ def content(
         False, those in loops that one before or after the loop replaces, above 1% of the bytes.
       timings: what a profile measured of each verdict's collective.
       switched: the same program with its shard_maps' checks on, or why it wasn't compiled so.
+      fed: how often the program ran with a result of its own as an argument.
     """
-    all_hints = hints(judgement)
+    all_hints = hints(judgement, fed)
     costly = dearer(all_hints, None if cheapest else judgement)
     allow = allow or findings.Allowances()
     stay, allowed, unused = allow.split(findings.find(judgement, strict) + costly)

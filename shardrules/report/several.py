@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardrules.errors import few
 from shardrules.report import data
 from shardrules.report.content import Content
-from shardrules.report.grouping import counted, duration, of_step, percent, sent, size
+from shardrules.report.grouping import counted, duration, here, of_step, percent, sent, size
 from shardrules.report.sections import LOOPS, Block, filled, listed
 
 _SPENDING = 5  # programs without findings of which is said what they send
@@ -33,11 +33,23 @@ class Several:
     of_process: bool = True  # they are what a process compiled; else they were read from files
     notes: tuple[str, ...] = ()  # more on how the programs came to be
     title: str = "Programs"  # where they came from
+    reads: tuple[str, ...] = ()  # sentences on lines that read arrays after each run
     ran: str = ""  # when and on what they ran, "2026-11-26 15:30, JAX 0.12.0, 8 CPU devices"
 
     @property
     def findings(self) -> int:
-        return sum(content.failing for content in self.contents)
+        return sum(content.failing for content in self.contents) + len(self.reads)
+
+    def with_reads(self, reads: Mapping[str, str], allow: Iterable[tuple[str, str]]) -> Several:
+        """Add findings on lines that read arrays on the host, without those that are allowed."""
+        known = {f"read at {here(line)}": line for line in reads}
+        known |= {f"read at {line}": line for line in reads}
+        names = [name for name, _ in allow if name in known]
+        left = dict(reads)
+        for name in names:
+            left.pop(known[name], None)
+        unused = tuple(name for name in self.unused if name not in names)
+        return dataclasses.replace(self, reads=tuple(map(here, left.values())), unused=unused)
 
     @property
     def clean(self) -> bool:
@@ -81,19 +93,26 @@ class Several:
             f"a reduction seems to be missing in {few(differ, 2)}" if differ else "",
             counted(total, "program") + (" compiled" if self.of_process else ""),
             f"{len(self.shown)} with collectives or other costs",
-            counted(self.findings, "finding") if self.findings else self.cheaper or "no findings",
+            counted(self.findings, "finding") if self.findings else "",
             f"in {worst.title} {worst.worth}" if worst is not None and worst.worth else "",
             f"{len(self.failures)} can't be judged" if self.failures else "",
             f"interrupted: {self.missing} not judged" if self.missing else "",
+            self.first,
         ]
         return ", ".join(filter(None, parts))
 
     headline = about
 
     @property
-    def cheaper(self) -> str:
-        """Name what could be cheaper, of the program that could save most; empty if nothing is."""
-        return next((content.cheaper for content in self.contents if content.hints), "")
+    def first(self) -> str:
+        """Name the costliest thing to do; where nothing is, what the costliest program spends."""
+        of_programs = (content.costliest for content in self.contents)
+        named = next(filter(None, of_programs), "")
+        named = named or (f"the first: {self.reads[0].partition(',')[0]}" if self.reads else "")
+        if named or self.findings or not self.contents:
+            return named
+        spent, title = self.contents[0].spent, self.contents[0].title
+        return spent if len(self.shown) < 2 else f"in {title} {spent}"
 
     @property
     def programs(self) -> Block:
@@ -120,7 +139,7 @@ class Several:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        return (self.programs, *filled(self.spends))
+        return (self.programs, *filled(listed("Findings on the host", self.reads), self.spends))
 
     @property
     def ends(self) -> tuple[Block, ...]:
@@ -228,6 +247,7 @@ def as_json(content: Content | Several) -> str:
             for each, count in zip(content.contents, content.counts)
         ],
         "failures": [{"program": name, "reason": why} for name, why in content.failures],
+        "reads": list(content.reads),
         "unused_allowances": list(content.unused),
         "not_judged": content.missing,
     }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules.costs.worth import Switched
     from shardrules.report import several
     from shardrules.watching.profiles.shown import Profile
+    from shardrules.watching.runs import Runs
 
 _DID_NOT_RUN = "it did not run while the steps were recorded"
 _UNTIMED = (
@@ -44,6 +45,7 @@ class WatchedProgram:
         self.count = 1  # of programs that share this text, from several jits for example
         self.same_text: list[WatchedProgram] = []  # the others of these
         self._traced, self._owner = traced, owner
+        self._record = owner.runs.follow(executable) if owner.runs else None
         # The executable itself is not kept.
         self._placements = compiled.Placements(executable)
         self._module, self._failure = None, ""
@@ -144,6 +146,7 @@ class WatchedProgram:
             cheapest=self._owner.cheapest,
             timings=timings,
             switched=self._switched(),
+            fed=self._fed(),
         )
         proven = self._proven_kernels()
         advised = tuple(
@@ -163,6 +166,16 @@ class WatchedProgram:
         from shardrules.watching import switched
 
         return switched.switched(self._traced, self._owner.registry, self.judgement.mesh)
+
+    def _fed(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """Give how often it ran with a result of its own, by ``Runs.fed``."""
+        runs, record = self._owner.runs, self._record
+        if runs is None or record is None:
+            return {}
+        # JAX compiles one program for each way in which its shardings are written.
+        same = [p for p in self._owner if p._record and p.name == self.name]
+        text = self.text if len(same) > 1 else ""
+        return runs.fed([p._record for p in same if p._record and (p is self or p.text == text)])
 
     def _proven_kernels(self) -> frozenset[str]:
         """Return the names of Pallas kernels all of whose jaxprs prove no communication."""
@@ -199,6 +212,7 @@ class Watched:
     registry: Any = None  # rules for custom calls that carry no tag; the default registry if None
     target: str | None = None  # ``"v5e"``, on which each collective's time is estimated
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
+    runs: Runs | None = None  # what follows the programs' runs
     # what a profile measured, by a program's computations
     timings: dict[str, Timings] = dataclasses.field(default_factory=dict)
 

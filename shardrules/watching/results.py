@@ -35,7 +35,7 @@ def start(results: Results) -> Callable[[], None]:
         name = compiled.program_name(executable)
         left = _RUNS
 
-        def see(arrays: Sequence[Any]) -> None:
+        def see(_: object, arrays: Sequence[Any]) -> None:
             nonlocal left
             with lock:
                 left -= 1

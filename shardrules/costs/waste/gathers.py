@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.program import BARRIERS, WHOLE, Hint, Kind, Node, Program, Site, made_by
+from shardrules.costs.waste.program import (
+    BARRIERS,
+    FUNCTIONS,
+    WHOLE,
+    Hint,
+    Kind,
+    Node,
+    Program,
+    Site,
+    made_by,
+)
 
 _MOVES = WHOLE | BARRIERS
 _CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done"}
 _CONVERTS = "convert_element_type"  # what JAX calls a conversion
 _BY_XLA = " by XLA"
+# What an optimizer makes of each weight's part, one element of one of each operand.
+_UPDATES = (FUNCTIONS | WHOLE | BARRIERS | {"dynamic-slice"}) - {"dot", "reduce", "iota"}
+_MOST = 256  # of these that are followed
 
 # -- what is only returned ------------------------------------------------------------------------
 
@@ -25,6 +38,8 @@ def only_returned(site: Site) -> Hint | None:
     once = uses[0].user.operands.count(uses[0].taken) == 1
     if not once or uses[0].taken.shape.dimensions != site.result.dimensions:
         return None
+    if _is_update(site):
+        return None  # the next step takes it whole
     over = f" over {','.join(site.entry.axes)}" if site.entry.axes else ""
     change = "with the axis in its out_specs instead of the all_gather"
     if not site.in_shard_map:
@@ -37,6 +52,21 @@ def only_returned(site: Site) -> Hint | None:
         "of it)"
     )
     return site.hint(advice)
+
+
+def _is_update(site: Site) -> bool:
+    """Tell whether it is the new value of a parameter that each device holds whole."""
+    # As ZeRO does: each device updates its part of the weights, and all gather them.
+    stack, seen, whole = [site.source], {site.source}, site.result
+    while stack and whole and len(seen) < _MOST:
+        node = stack.pop()
+        alike = (node.shape.element_type, node.shape.dimensions) == whole[:2]
+        if node.opcode == "parameter" and alike:
+            return True
+        if node.opcode in _UPDATES:
+            stack += (new := {*node.operands} - seen)
+            seen |= new
+    return False
 
 
 def uneven(site: Site) -> Hint | None:
@@ -75,8 +105,8 @@ def uneven(site: Site) -> Hint | None:
 def gathered_too(site: Site) -> Hint | None:
     if site.collective.kind not in ("all-to-all", "collective-permute") or not site.whole:
         return None
-    if site.collective.in_place:
-        return None
+    if site.collective.in_place or not (site.is_written or site.is_unnamed):
+        return None  # what XLA's partitioner moves for an operation depends on its other choices
     makers = {made_by(operand, WHOLE | {"slice"}) for operand in site.node.operands}
     gather = site.program.remembered(_gathers).get(makers.pop()) if len(makers) == 1 else None
     if gather is None or not _within(site, gather):

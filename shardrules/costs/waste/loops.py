@@ -35,6 +35,8 @@ def repeated(site: Site) -> Hint | None:
     if site.in_inner_shard_map:
         change += ", in a shard_map of its own, and give the loop's shard_map its result"
     elif not site.in_shard_map and not site.is_unnamed:
+        if site.entry.axes is None:
+            return None  # no spec says what XLA's partitioner gathers over parts of an axis
         change = "compute what it makes before the loop"
         if site.collective.kind == "all-gather":
             change = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from shardrules import hlo
@@ -16,6 +17,9 @@ from shardrules.hlo.reader import flow
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _T = TypeVar("_T")
+
+# From a result and the parameter that it becomes to runs, and first runs of a loop on the host.
+Fed = Mapping[tuple[int, int], tuple[int, int]]
 
 # Up to these bytes a run takes about as long as its round trip: 5 us for an all-reduce at 100 GB/s.
 SMALL = 256 * 1024
@@ -91,6 +95,8 @@ class Use(NamedTuple):
 
 class Program:
     """A judged program; what several kinds look up in it is kept."""
+
+    fed: Fed = MappingProxyType({})
 
     def __init__(self, judgement: hlo.Judgement):
         self.module = judgement.module

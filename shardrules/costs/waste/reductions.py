@@ -179,10 +179,19 @@ def _multiplied(site: Site, product: Node) -> list[Site]:
     return [*found.values()] if len(ways) == 1 else []
 
 
+def _in_blocks(node: Node) -> bool:
+    """Tell whether it reduces blocks side by side, which XLA for CPU does first."""
+    if node.opcode != "reduce-window":
+        return False
+    window = node.instruction.attribute("window") or ""
+    fields = dict(field.split("=", 1) for field in window.strip("{}").split() if "=" in field)
+    return fields.keys() <= {"size", "stride", "pad"} and fields.get("size") == fields.get("stride")
+
+
 def _reduced(site: Site, uses: list[Use]) -> tuple[Node, str] | None:
     """Give the last of some reductions that follow each other, and what they all apply."""
     names, last = set(), None
-    while len(uses) == 1 and uses[0].user.opcode == "reduce":
+    while len(uses) == 1 and (uses[0].user.opcode == "reduce" or _in_blocks(uses[0].user)):
         ((reduce, taken),) = uses
         if len(reduce.operands) != 2 or reduce.operands[0] is not taken:
             return None

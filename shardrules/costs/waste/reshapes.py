@@ -7,6 +7,8 @@ from shardrules.costs.waste.program import BARRIERS, WHOLE, Hint, Kind, Program,
 
 _MOVES = WHOLE | BARRIERS | {"slice", "concatenate", "all-to-all-done", "collective-permute-done"}
 
+_CONVERTED = _MOVES | {"convert"}  # XLA for TPU moves what a product reads of it
+
 
 def find(site: Site) -> Hint | None:
     """Find what XLA sends to bring (batch, ...) as (steps, batch / steps, ...) to one layout."""
@@ -52,13 +54,13 @@ def _steps(program: Program) -> dict[str, int]:
 
 def _before(program: Program, site: Site) -> tuple[int, ...] | None:
     """Give the sizes of the one array that all operands are made of, through what moves it."""
-    makers = {made_by(node, _MOVES) for node in site.sources}
+    makers = {made_by(node, _CONVERTED) for node in site.sources}
     while len(makers) == 1:
         (maker,) = makers
         parts = [] if maker.fused else program.parts(maker.instruction)
         if not parts or not _is_reshape(parts[0]):
             return maker.shape.dimensions or None
-        makers = {made_by(node, _MOVES) for node in parts[0].sources}
+        makers = {made_by(node, _CONVERTED) for node in parts[0].sources}
     return None
 
 

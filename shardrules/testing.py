@@ -39,7 +39,7 @@ from shardrules.hooks.explain.residuals import named_values
 from shardrules.program import judge
 from shardrules.registry.binding import caller_place
 from shardrules.registry.table import Registry
-from shardrules.report.grouping import counted
+from shardrules.units import counted
 
 __all__ = [
     "account",

@@ -17,19 +17,21 @@ ARROWS = {
     "errors": {"fitting"},
     "arguments": {"errors"},
     "fitting": set(),
-    "registry": {"arguments", "errors"},
-    "door": {"errors", "registry"},
+    "paths": set(),
+    "units": {"arguments"},
+    "registry": {"arguments", "errors", "paths"},
+    "door": {"errors", "registry", "paths"},
     "jaxprs": {"errors", "registry", "door"},
     # Inside of hooks, from what is below to what installs all of it.
     "hooks": {"door", "hooks.install"},
     "hooks.notes": set(),
     "hooks.state": set("door errors registry hooks.notes".split()),
-    "hooks.types": set("door jaxprs errors registry hooks.notes hooks.state".split()),
+    "hooks.types": set("door jaxprs errors paths registry hooks.notes hooks.state".split()),
     "hooks.retyping": set(
         "door jaxprs errors registry hooks.notes hooks.state hooks.types".split()
     ),
     "hooks.cotangents": set(
-        "door jaxprs errors registry hooks.notes hooks.state hooks.types hooks.retyping".split()
+        "door jaxprs errors paths registry hooks.notes hooks.state hooks.types hooks.retyping".split()
     ),
     "hooks.casts": set(
         "door jaxprs errors registry hooks.notes hooks.state hooks.types hooks.retyping hooks.cotangents".split()
@@ -52,7 +54,7 @@ ARROWS = {
         "arguments door errors registry hooks.state hooks.order hooks.selftest hooks.sites hooks.unchecked".split()
     ),
     "hooks.explain": set(
-        "arguments door jaxprs errors fitting registry hooks.notes hooks.state hooks.types hooks.sites hooks.unchecked hooks.install".split()
+        "arguments door jaxprs errors fitting paths registry hooks.notes hooks.state hooks.types hooks.sites hooks.unchecked hooks.install".split()
     ),
     "hooks.user_casts": set(
         "arguments door errors registry hooks.notes hooks.types hooks.install".split()
@@ -64,19 +66,21 @@ ARROWS = {
     "hlo.proof": {"arguments", "errors", "registry", "hlo.reader", "hlo.known"},
     "hlo": set(),
     "costs": {"arguments", "errors", "registry", "hlo"},
-    "report": {"arguments", "errors", "hlo", "costs"},
+    "report": {"arguments", "errors", "paths", "units", "hlo", "costs"},
     "program": {"arguments", "errors", "registry", "hlo", "door", "hooks"},
     "watching": set(
-        "arguments errors fitting registry hlo costs report program door jaxprs hooks".split()
+        "arguments errors fitting paths units registry hlo costs report program door jaxprs hooks".split()
     ),
     "checks": set(
-        "arguments errors fitting registry hlo costs report program door jaxprs hooks watching migration".split()
+        "arguments errors fitting paths units registry hlo costs report program door jaxprs hooks watching migration".split()
     ),
-    "testing": set("arguments errors registry hlo costs report program checks door hooks".split()),
+    "testing": set(
+        "arguments errors units registry hlo costs report program checks door hooks".split()
+    ),
     "aot": {"arguments", "errors", "door"},
-    "migration": {"costs", "report", "hooks", "watching"},
+    "migration": {"costs", "units", "report", "hooks", "watching"},
     "commands": set(
-        "aot errors fitting registry hlo costs report program watching migration door hooks".split()
+        "aot errors fitting paths units registry hlo costs report program watching migration door hooks".split()
     ),
     "__main__": {"errors", "commands"},
     # The roof: it names all for type checkers, and tells what is below what calls it.
@@ -98,6 +102,8 @@ NO_JAX = {
     "arguments",
     "errors",
     "fitting",
+    "paths",
+    "units",
     "registry",
     "hlo",
     "hlo.reader",

@@ -25,7 +25,7 @@ from shardrules.door.interpreter import interpreted
 from shardrules.door.jaxprs import KERNELS, kernel_name
 from shardrules.errors import RuleCheckError, ShardrulesError, UnsupportedJaxError
 from shardrules.jaxprs.walk import equations
-from shardrules.report.grouping import counted
+from shardrules.units import counted
 
 
 @checked

@@ -24,7 +24,7 @@ from shardrules.commands import closing, flags, rules, script, trial
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.sites import Site
 from shardrules.migration import BY_HAND, CHANGES, MORE, RAISES, SWITCH, UNTRIED, Edits, Row
-from shardrules.report.grouping import counted, size
+from shardrules.units import counted, size
 from shardrules.watching.results import different
 
 USAGE = flags.SCRIPT_USAGE

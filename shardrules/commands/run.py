@@ -145,8 +145,8 @@ class _Report:
 
     def _written(self, ended: script.Ended) -> int:
         from shardrules.migration import decided
+        from shardrules.paths import here
         from shardrules.report import WRITERS
-        from shardrules.report.grouping import here
 
         output = self.arguments.output
         # Register rules only now: the script's programs must be traced without them.

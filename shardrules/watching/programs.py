@@ -241,8 +241,8 @@ class Watched:
         Raises:
           ShardrulesError: the watch has not begun.
         """
+        from shardrules.paths import here
         from shardrules.report import several
-        from shardrules.report.grouping import here
 
         if not self._has_begun:
             raise ShardrulesError(

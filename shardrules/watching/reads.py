@@ -12,7 +12,7 @@ from typing import Any
 
 from shardrules.door import watching
 from shardrules.errors import UnsupportedJaxError
-from shardrules.registry.suggestions import is_library
+from shardrules.paths import is_library
 from shardrules.watching import compiling
 
 _OWN = str(pathlib.Path(__file__).parents[1]) + os.sep

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import migration, testing
-from shardrules.report.grouping import size
+from shardrules.units import size
 from shardrules.watching import check_off, programs
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))

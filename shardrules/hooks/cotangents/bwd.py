@@ -24,8 +24,8 @@ from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
 from shardrules.jaxprs.rewrite import split
 from shardrules.jaxprs.walk import equations, program_text
+from shardrules.paths import is_library
 from shardrules.registry.axistypes import AxisType, show_axes
-from shardrules.registry.suggestions import is_library
 
 
 class Bwd:

@@ -16,7 +16,7 @@ from shardrules.hooks.cotangents.communication import communicates
 from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.origins import size_of
 from shardrules.jaxprs.walk import equations
-from shardrules.registry.suggestions import is_library
+from shardrules.paths import is_library
 
 
 class Doubts:

@@ -21,8 +21,8 @@ from shardrules.errors import AnnotationWarning, RuleError
 from shardrules.hooks.state import State
 from shardrules.hooks.types.calls.opaque import Contradiction, OpaqueCall
 from shardrules.jaxprs.fold import Fold
+from shardrules.paths import is_library
 from shardrules.registry.axistypes import AxisType, show_axes
-from shardrules.registry.suggestions import is_library
 
 _OURS = os.path.join(os.path.dirname(sys.modules["shardrules"].__path__[0]), "shardrules", "")
 

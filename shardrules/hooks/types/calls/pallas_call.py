@@ -21,9 +21,9 @@ from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.owners import module_of
 from shardrules.hooks.types.refs import check_written, written_variables
+from shardrules.paths import module_at
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Declared, binding_of
-from shardrules.registry.suggestions import module_at
 
 
 class PallasHooks(Hooks):

@@ -121,8 +121,9 @@ def _in_foreground() -> bool:
 
 def child(path: str) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
+    from shardrules.door.imported import WhenImported
     from shardrules.hooks import retrace
-    from shardrules.watching import check_off, compiling, programs, results
+    from shardrules.watching import check_off, programs, results
 
     arguments, result, look, texts = pickle.loads(pathlib.Path(path).read_bytes())
     _compile_from(texts)
@@ -142,7 +143,7 @@ def child(path: str) -> int:
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
     else:
-        contexts.callback(compiling.WhenImported("jax", register).stop)
+        contexts.callback(WhenImported("jax", register).stop)
     report = sys.excepthook
 
     def record_error(kind: type, error: BaseException, trace: Any) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from shardrules.door import compiled, watching
+from shardrules.door import compiled, seams, watching
 from shardrules.door.patching import Patches
 from shardrules.errors import UnsupportedJaxError
 from shardrules.hlo.proof.collectives import KINDS
@@ -84,7 +84,7 @@ class Recorder(watching.Listener):
         self._hold.callback(patches.undo)
         # A marker begins where it is made.
         for name, wrapper in (("__init__", self._mark_begins), ("__exit__", self._mark_ends)):
-            patches.attribute(marker, name, watching.around(wrapper, getattr(marker, name)))
+            patches.attribute(marker, name, seams.around(wrapper, getattr(marker, name)))
 
     def compiling(self, name: str) -> None:
         if not self._recording:

@@ -16,8 +16,7 @@ from shardrules.arguments import checked
 from shardrules.door import compiled
 from shardrules.door.jaxprs import kernel_name
 from shardrules.door.watching import cast_listeners
-from shardrules.errors import ShardrulesError
-from shardrules.hooks.retrace import first_line
+from shardrules.errors import ShardrulesError, first_line
 from shardrules.watching import compiling
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
@@ -155,9 +154,12 @@ class WatchedProgram:
 
         if not self._owner.compares or not any(map(is_defensive, self.judgement.verdicts)):
             return None
-        from shardrules.watching import switched
+        from shardrules.unchecked import switched
 
-        return switched.switched(self._traced, self._owner.registry, self.judgement.mesh)
+        with compiling.unwatched():
+            return switched.switched(
+                self._traced.again, self._traced.scope, self._owner.registry, self.judgement.mesh
+            )
 
     def _proven_kernels(self) -> frozenset[str]:
         """Return the names of Pallas kernels all of whose jaxprs prove no communication."""

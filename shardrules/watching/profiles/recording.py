@@ -12,9 +12,8 @@ from typing import Any
 
 from shardrules.door import compiled, seams, watching
 from shardrules.door.patching import Patches
-from shardrules.errors import UnsupportedJaxError
+from shardrules.errors import UnsupportedJaxError, first_line
 from shardrules.hlo.proof.collectives import KINDS
-from shardrules.hooks.retrace import first_line
 from shardrules.watching import compiling
 
 _CALLS = 2  # of a program since the last compilation, after which the script has warmed up

@@ -21,10 +21,13 @@ from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact, is_transposed, opened
 from shardrules.door.patching import Patches
-from shardrules.hooks import retrace
+from shardrules.errors import first_line
 from shardrules.hooks.notes import Notes
-from shardrules.hooks.python_state import Kept
-from shardrules.hooks.sites import (
+from shardrules.hooks.state import COLLECT, Hooks, Scope, State
+from shardrules.jaxprs.walk import equations, program_text
+from shardrules.unchecked import retrace
+from shardrules.unchecked.python_state import Kept
+from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
     Call,
     Missing,
@@ -33,8 +36,6 @@ from shardrules.hooks.sites import (
     varies,
     why_left,
 )
-from shardrules.hooks.state import COLLECT, Hooks, Scope, State
-from shardrules.jaxprs.walk import equations, program_text
 
 _CHECKS = ("check_vma", "check_rep")
 
@@ -155,7 +156,7 @@ class _Unchecked:
                 with self._enter(scope, "on"):
                     return self.on()(*args)
             except Exception as error:  # although the first trace passed  # noqa: BLE001
-                why = f"another trace was refused: {retrace.first_line(error)}"
+                why = f"another trace was refused: {first_line(error)}"
         with self._enter(scope, "off"):
             result = self.off(*args)  # if this raises too, the error is the program's own
         if why:
@@ -182,7 +183,7 @@ class _Unchecked:
             kind = _kind(args)
             call, *inner = self._compare(args, kind, scope.casts, off, kept)
         except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
-            why = f"it can't be looked at: {retrace.first_line(error)}"
+            why = f"it can't be looked at: {first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
         # The reason of the site that fails comes before "waits for" of the others.
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]

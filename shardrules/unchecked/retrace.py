@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, name_of, opened
-from shardrules.hooks.python_state import Kept
+from shardrules.errors import first_line
 from shardrules.jaxprs.walk import Inside, equations, read
+from shardrules.unchecked.python_state import Kept
 
 
 class Output(NamedTuple):
@@ -219,10 +220,6 @@ def computed(closed: Any) -> collections.Counter[tuple[str, str]]:
         if eqn.primitive.name not in CASTS | {"convert_element_type"}
         for var in eqn.outvars
     )
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 # JAX's words for an output whose spec says less than its type, to JAX 0.5.3 and from 0.6.

@@ -25,10 +25,13 @@ ARROWS = {
     # Inside of hooks, from what is below to what installs all of it.
     "hooks": {"door", "hooks.install"},
     "hooks.notes": set(),
-    "hooks.state": set("door errors registry hooks.notes".split()),
-    "hooks.types": set("door jaxprs errors paths registry hooks.notes hooks.state".split()),
+    "hooks.frames": {"registry"},
+    "hooks.state": set("door errors registry hooks.frames hooks.notes".split()),
+    "hooks.types": set(
+        "door jaxprs errors paths registry hooks.frames hooks.notes hooks.state".split()
+    ),
     "hooks.retyping": set(
-        "door jaxprs errors registry hooks.notes hooks.state hooks.types".split()
+        "door jaxprs errors registry hooks.frames hooks.notes hooks.state hooks.types".split()
     ),
     "hooks.cotangents": set(
         "door jaxprs errors paths registry hooks.notes hooks.state hooks.types hooks.retyping".split()
@@ -59,7 +62,7 @@ ARROWS = {
     "unchecked.retrace": {"door", "jaxprs", "errors", "unchecked.python_state"},
     "unchecked.sites": {"unchecked.retrace"},
     "unchecked.hooks": set(
-        "door jaxprs errors hooks.notes hooks.state hooks.cotangents "
+        "door jaxprs errors hooks.frames hooks.notes hooks.state hooks.cotangents "
         "unchecked.retrace unchecked.python_state unchecked.sites".split()
     ),
     "unchecked.switched": set(

@@ -128,7 +128,7 @@ def test_equations_are_read_in_three_places():
 
 def test_the_hooks_keep_one_thread_local():
     held = [str(p.relative_to(PACKAGE)) for p in FILES if "threading.local" in p.read_text()]
-    assert [path for path in held if path.startswith("hooks")] == ["hooks/state.py"]
+    assert [path for path in held if path.startswith("hooks")] == ["hooks/frames.py"]
 
 
 def test_what_runs_before_a_commit_is_what_decides():

@@ -184,9 +184,9 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     found = [migration.Row(site, (), migration.MORE)]
     rows, outcome = tried.tried(
         found,
-        tried.Outcome(sent={"jit_f": 10}),
+        results.Outcome(sent={"jit_f": 10}),
         lambda some: migration.edited(some, "file.py"),
-        lambda _: tried.Outcome(sent={"jit_f": sent}),
+        lambda _: results.Outcome(sent={"jit_f": sent}),
     )
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert (outcome is None) == (verdict == "MORE")
@@ -203,9 +203,9 @@ def test_what_the_patched_script_returns_decides(tmp_path, monkeypatch, off, ver
 
     rows, _ = tried.tried(
         [migration.Row(site, (), migration.SWITCH)],
-        tried.Outcome(results=returned(1.0)),
+        results.Outcome(results=returned(1.0)),
         lambda some: migration.edited(some, "file.py"),
-        lambda _: tried.Outcome(results=returned(1.0 + off)),
+        lambda _: results.Outcome(results=returned(1.0 + off)),
     )
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert ("result 1 of jit_f, run 1, differs by up to 0.5" in rows[0].note) == (off == 0.5)

@@ -23,7 +23,8 @@ from shardrules.commands import closing, flags, rules, script, trial
 from shardrules.errors import ShardrulesError
 from shardrules.unchecked import migration
 from shardrules.unchecked.migration import BY_HAND, SWITCH, UNTRIED, Edits, Row
-from shardrules.unchecked.tried import Outcome, tried
+from shardrules.unchecked.results import Outcome
+from shardrules.unchecked.tried import tried
 from shardrules.units import counted
 
 USAGE = flags.SCRIPT_USAGE

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules import registry
 from shardrules.commands import rules, script
 from shardrules.errors import ShardrulesError, first_line
-from shardrules.unchecked.tried import Outcome
+from shardrules.unchecked.results import Outcome
 
 if TYPE_CHECKING:
     from shardrules.watching.programs import WatchedProgram

@@ -72,14 +72,6 @@ def intercept(key: str, wrapper: Wrapper) -> Callable[[], None]:
     return stop
 
 
-def around(wrapper: Wrapper, original: Any) -> Any:
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    return function
-
-
 def named(key: str) -> Any:
     """Return what stands behind one of the names; None if this JAX doesn't have it."""
     return _found(key)[0]

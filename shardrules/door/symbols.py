@@ -255,6 +255,9 @@ traces a jit; with them it can be traced and compiled once more
     trace_context          0.4.28+        .config:trace_context
     thread_resources       0.4.28+        .mesh:thread_resources
     concrete_mesh          0.4.36+        .mesh:get_concrete_mesh
+marks a step in a profile, from where the marker is made
+    step_begins            0.4.28+        jax.profiler:StepTraceAnnotation.__init__
+    step_ends              0.4.28+        jax.profiler:StepTraceAnnotation.__exit__
 leaves this package's frames out of source lines; jax.extend may not be imported yet
     exclude_frames         0.4.28+        .source_info_util:register_exclusion
 """)

@@ -22,6 +22,7 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact, is_transposed, opened
 from shardrules.door.patching import Patches
 from shardrules.errors import first_line
+from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.jaxprs.walk import equations, program_text
@@ -134,7 +135,7 @@ class _Unchecked:
 
     def _inside(self, args: tuple) -> Any:
         """Call it with its check on, inside a shard_map that is traced so or switched."""
-        met, blamed = self.state.here.met, self.state.here.blamed
+        met, blamed = self.state.here.look.met, self.state.here.look.blamed
         if met is not None and self.site not in met:
             met.append(self.site)
         try:
@@ -211,16 +212,8 @@ class _Unchecked:
         stack.enter_context(
             self._enter(self.state.scope, unchecked, derivatives_count=0, **changes)
         )
-        stack.enter_context(
-            self.state.locally(
-                transposing=False,
-                bwds=None,
-                summed=None,
-                shares=None,
-                primals_over=(frozenset(), frozenset()),
-                widened=frozenset(),
-            )
-        )
+        stack.enter_context(BwdFrame())
+        stack.enter_context(TransposeFrame())
         return stack
 
     def _trace_off(self, args: tuple, kept: Kept) -> _Off:
@@ -314,9 +307,10 @@ class _Unchecked:
         notes, closed, failed = Notes(), None, None
         met: list[Site] = []
         gradients: list[None] = []
+        blamed: list[tuple[Exception, Site]] = []
         with (
             self._looking("on", active=True, policy=COLLECT, notes=notes, casts=casts),
-            self.state.locally(met=met, blamed=[]),
+            dataclasses.replace(self.state.here.look, met=met, blamed=blamed),
             self.state.recording_gradients(gradients),
         ):
             try:
@@ -324,7 +318,6 @@ class _Unchecked:
                 closed = retrace.traced(self.on(), args, *some)
             except Exception as error:  # it becomes the reason why the check stays off  # noqa: BLE001
                 failed = error
-            blamed = self.state.here.blamed
         culprit = next((site for error, site in blamed if error is failed), None)
         return _On(closed, notes, bool(gradients), failed, culprit, met)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from shardrules.unchecked.migration import (
     BY_HAND,
@@ -16,27 +15,9 @@ from shardrules.unchecked.migration import (
     Row,
     joined,
 )
-from shardrules.unchecked.results import Results, different
-from shardrules.unchecked.sites import Call, Site
+from shardrules.unchecked.results import Outcome, different
+from shardrules.unchecked.sites import Site
 from shardrules.units import size
-
-
-@dataclass
-class Outcome:
-    """How a run of the script ended."""
-
-    code: int = 0  # the exit code, or minus a signal's number
-    raised: str = ""  # the first line of the error that ended it, empty if none did
-    calls: list[Call] = field(default_factory=list)  # of unchecked shard_maps, if it retraced them
-    sent: dict[str, int] = field(default_factory=dict)  # by one device in one run of each program
-    results: Results = field(default_factory=dict)  # what its programs returned
-    used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used
-    notes: list[str] = field(default_factory=list)  # a message for each other flag
-
-    @property
-    def failure(self) -> str:
-        ended = f"exit code {self.code}" if self.code > 0 else f"signal {-self.code}"
-        return (self.raised or ended) if self.code else ""
 
 
 def tried(

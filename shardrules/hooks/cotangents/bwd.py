@@ -312,7 +312,7 @@ class Bwd:
 
     @functools.cached_property
     def trace(self) -> Trace:
-        kept = self.hooks.state.here.bwds
+        kept = self.hooks.state.here.transpose.bwds
         leaves, structure = jax.tree_util.tree_flatten(self.args)
         if kept is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
             return Trace(self.door, self.bwd, self.args)

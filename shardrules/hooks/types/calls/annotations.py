@@ -55,7 +55,7 @@ def check_annotations(
         )
     if contradictions:
         opaque.contradictions = tuple(contradictions)
-        pending = state.here.contradictions
+        pending = state.here.body.contradictions
         if pending is None:
             tell(door, state, contradictions)
         else:
@@ -63,7 +63,7 @@ def check_annotations(
 
 
 def note_results(state: State, opaque: OpaqueCall, results: Any) -> None:
-    for contradiction in opaque.contradictions if state.here.contradictions else ():
+    for contradiction in opaque.contradictions if state.here.body.contradictions else ():
         contradiction.values.append(weakref.ref(results[contradiction.output]))
 
 
@@ -119,7 +119,7 @@ class _Sources(Fold[_Source]):
 
 def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:
     """Record that the program casts a value to vary over ``axes``."""
-    for contradiction in state.here.contradictions or ():
+    for contradiction in state.here.body.contradictions or ():
         if any(reference() is value for reference in contradiction.values):
             contradiction.lost -= frozenset(axes)
             contradiction.values.append(weakref.ref(result))

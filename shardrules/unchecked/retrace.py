@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, name_of, opened
+from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, is_inexact, name_of, opened
 from shardrules.errors import first_line
 from shardrules.jaxprs.walk import Inside, equations, read
 from shardrules.unchecked.python_state import Kept
@@ -72,15 +72,7 @@ def floats(args: tuple) -> tuple[int, ...]:
     """Return the positions of the leaves that are of a float type."""
     import jax
 
-    return tuple(n for n, leaf in enumerate(jax.tree_util.tree_leaves(args)) if _is_float(leaf))
-
-
-def _is_float(x: Any) -> bool:
-    import jax
-    import numpy as np
-
-    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
-    return is_array and bool(jax.numpy.issubdtype(x.dtype, np.inexact))
+    return tuple(n for n, leaf in enumerate(jax.tree_util.tree_leaves(args)) if is_inexact(leaf))
 
 
 def traced(f: Any, args: tuple, chosen: Sequence[int] = (), order: int = 0) -> Any:
@@ -99,7 +91,7 @@ def traced(f: Any, args: tuple, chosen: Sequence[int] = (), order: int = 0) -> A
         return f(*jax.tree_util.tree_unflatten(tree, given))
 
     def cotangent(x: Any) -> Any:
-        return jax.numpy.ones_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+        return jax.numpy.ones_like(x) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0)
 
     def differentiated(function: Any) -> Any:
         def run(*some: Any) -> Any:

@@ -13,10 +13,9 @@ import tokenize
 
 import pytest
 
-from shardrules import migration
-from shardrules.commands import migrate, trial
-from shardrules.hooks.sites import Call, Site
-from shardrules.watching import results
+from shardrules.commands import trial
+from shardrules.unchecked import migration, results, tried
+from shardrules.unchecked.sites import Call, Site
 
 pytestmark = pytest.mark.one_lane
 
@@ -183,11 +182,11 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     site = call(pathlib.Path("file.py"), "x = shard_map(f, check_vma=False)\n")
     # By a derivative that the script never takes, it would send more.
     found = [migration.Row(site, (), migration.MORE)]
-    rows, outcome = migrate.tried(
+    rows, outcome = tried.tried(
         found,
-        trial.Outcome(sent={"jit_f": 10}),
+        results.Outcome(sent={"jit_f": 10}),
         lambda some: migration.edited(some, "file.py"),
-        lambda _: trial.Outcome(sent={"jit_f": sent}),
+        lambda _: results.Outcome(sent={"jit_f": sent}),
     )
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert (outcome is None) == (verdict == "MORE")
@@ -202,11 +201,11 @@ def test_what_the_patched_script_returns_decides(tmp_path, monkeypatch, off, ver
     def returned(value):
         return {"jit_f": [(None, results.Result("float32", (1,), value, (value,)))]}
 
-    rows, _ = migrate.tried(
+    rows, _ = tried.tried(
         [migration.Row(site, (), migration.SWITCH)],
-        trial.Outcome(results=returned(1.0)),
+        results.Outcome(results=returned(1.0)),
         lambda some: migration.edited(some, "file.py"),
-        lambda _: trial.Outcome(results=returned(1.0 + off)),
+        lambda _: results.Outcome(results=returned(1.0 + off)),
     )
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert ("result 1 of jit_f, run 1, differs by up to 0.5" in rows[0].note) == (off == 0.5)

@@ -118,7 +118,7 @@ def pytest_testnodedown(node, error):
 
 
 def pytest_terminal_summary(terminalreporter):
-    from shardrules.report.grouping import here
+    from shardrules.paths import here
 
     for line in updates.said:
         terminalreporter.write_line(here(f"shardrules: {line}"))

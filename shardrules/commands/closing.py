@@ -32,7 +32,7 @@ def exit_code(results: Several) -> int:
 
 def counted(results: Several) -> str:
     """Say in few words what a report comes to: ``2 findings``."""
-    from shardrules.report.grouping import counted
+    from shardrules.units import counted
 
     parts = [
         counted(results.findings, "finding") if results.findings else "",

@@ -74,7 +74,8 @@ ARGUMENTS: flags.Arguments = {
 
 def run(arguments: argparse.Namespace) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
-    from shardrules.watching import check_off, programs, reads, runs
+    from shardrules.unchecked import check_off
+    from shardrules.watching import programs, reads, runs
 
     target = script.find(arguments)
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
@@ -143,9 +144,9 @@ class _Report:
         return self.arguments.output is not None or self.arguments.format in ("text", "github")
 
     def _written(self, ended: script.Ended) -> int:
-        from shardrules.migration import decided
+        from shardrules.paths import here
         from shardrules.report import WRITERS
-        from shardrules.report.grouping import here
+        from shardrules.unchecked.migration import decided
 
         output = self.arguments.output
         # Register rules only now: the script's programs must be traced without them.

@@ -23,8 +23,8 @@ from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.patching import MeshKey
 from shardrules.door.symbols import SYMBOLS
 from shardrules.errors import RuleError, UnsupportedJaxError
+from shardrules.paths import is_library
 from shardrules.registry.axistypes import AxisType
-from shardrules.registry.suggestions import is_library
 
 _INVARIANT = AxisType()
 

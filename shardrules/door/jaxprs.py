@@ -100,6 +100,13 @@ def is_inexact(aval: Any) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
+def is_float(value: Any) -> bool:
+    """Whether a value is real and of a float type."""
+    import jax
+
+    return bool(jax.numpy.issubdtype(getattr(value, "dtype", bool), jax.numpy.floating))
+
+
 def read(env: dict[Any, Any], atom: Any) -> Any:
     """Return what a variable has become; a literal stays."""
     return atom if hasattr(atom, "val") else env.get(atom, atom)

@@ -14,9 +14,9 @@ from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.errors import MissingProcessError, RulesDifferError, ShardrulesError
 from shardrules.hooks.install import state as hook_state
-from shardrules.hooks.unchecked import UncheckedHooks
 from shardrules.registry import fingerprint
 from shardrules.registry.fingerprint import Entry
+from shardrules.unchecked.hooks import UncheckedHooks
 
 _ROOT = "shardrules/same_rules"
 _SHOWN = 8  # lines about one process in a message

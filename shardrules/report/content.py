@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from shardrules import hlo
+from shardrules import hlo, units
 from shardrules.arguments import checked
 from shardrules.costs import accounts, estimates, findings, missing, outputs, transfers
 from shardrules.costs.findings import Finding
@@ -18,10 +18,12 @@ from shardrules.costs.waste.program import CONSTRAINED, Fed
 from shardrules.costs.worth import Ledger, Switched, Worth
 from shardrules.errors import few
 from shardrules.hlo.proof import phases
+from shardrules.paths import here
 from shardrules.report import grouping
-from shardrules.report.grouping import Row, alike, counted, here, percent, size, spread
+from shardrules.report.grouping import Row, alike, spread
 from shardrules.report.items import LISTED, TODO, advice_on, alike_hints, item, lacking, of_output
 from shardrules.report.sections import Block, Item, filled, listed, sections
+from shardrules.units import counted, percent, size
 
 _UNEQUAL = "Outputs called replicated that are not proven equal"
 _NOTE = (
@@ -179,10 +181,10 @@ class Content:
         parts = [percent(worth.bytes, total.bytes)] if worth.bytes else []
         if self.target is not None:
             of = percent(worth.seconds, total.seconds)
-            parts.append(f"~{grouping.duration(worth.seconds)} of communication, {of}")
+            parts.append(f"~{units.duration(worth.seconds)} of communication, {of}")
         if self.timings is not None and worth.exposed_seconds:
             of = percent(worth.exposed_seconds, self.timings.step_seconds)
-            parts.append(f"measured: {grouping.milliseconds(worth.exposed_seconds)} a step, {of}")
+            parts.append(f"measured: {units.milliseconds(worth.exposed_seconds)} a step, {of}")
         trip = " on each trip" if worth.is_per_trip else ""
         return trip + (f" ({'; '.join(parts)})" if parts else "")
 
@@ -308,8 +310,8 @@ class Content:
             cells += self._measured_cells(row, self.timings)
         if self.target is not None:
             each = max(self.ledger.seconds[number] for number in row.numbers)
-            in_all = f"~{grouping.duration(cost.seconds)}" if is_known else "?"
-            cells.append(Cell("est. a run", f"~{grouping.duration(each)}", each))
+            in_all = f"~{units.duration(cost.seconds)}" if is_known else "?"
+            cells.append(Cell("est. a run", f"~{units.duration(each)}", each))
             cells.append(Cell("est. in all", in_all, cost.seconds))
         return [*cells, Cell("source", here(entry.place))]
 
@@ -322,8 +324,8 @@ class Content:
         sent = sum(entry.wire_bytes * each.runs for entry, each in pairs if each)
         speed = sent / timing.seconds if timing.seconds else 0.0
         return [
-            Cell(took, grouping.milliseconds(timing.seconds) + spread(timing), timing.seconds),
-            Cell(exposed, grouping.milliseconds(timing.exposed_seconds), timing.exposed_seconds),
+            Cell(took, units.milliseconds(timing.seconds) + spread(timing), timing.seconds),
+            Cell(exposed, units.milliseconds(timing.exposed_seconds), timing.exposed_seconds),
             Cell(bandwidth, f"{size(speed)}/s" if speed else "?", speed),
         ]
 
@@ -360,7 +362,7 @@ class Content:
         own = (entry for entry in self.account if entry.verdict == "internal")
         for same in alike(own, lambda entry: (entry.kind, entry.reason)):
             count = f"{len(same)} x " if len(same) > 1 else ""
-            each = grouping.sizes([entry.bytes for entry in same])
+            each = units.sizes([entry.bytes for entry in same])
             yield f"{count}{same[0].kind}, {each}: {same[0].reason}"
 
     @functools.cached_property

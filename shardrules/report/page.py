@@ -13,16 +13,19 @@ import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from shardrules import units
 from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.errors import few
-from shardrules.report import drawn, grouping, treemap
+from shardrules.paths import here
+from shardrules.report import drawn, treemap
 from shardrules.report.content import Cell, Content
 from shardrules.report.drawn import Mark, escaped
-from shardrules.report.grouping import Row, alike, here, milliseconds, percent, size
+from shardrules.report.grouping import Row, alike
 from shardrules.report.items import RESTING, resting_on
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
+from shardrules.units import milliseconds, percent, size
 
 VERDICTS = ("needed", "overwide", "redundant", "unproven", "internal")
 _PLACE = re.compile(r"(.+?)(:(\d{1,9})(?: \(.*\))?)", re.DOTALL)  # file, and its line
@@ -64,7 +67,7 @@ def page(content: Content | Several) -> str:
         ("could be cheaper", str(len(content.hints))),
     ]
     if content.target is not None:
-        about = f"~{grouping.duration(avoidable.seconds)} of ~{grouping.duration(cost.seconds)}"
+        about = f"~{units.duration(avoidable.seconds)} of ~{units.duration(cost.seconds)}"
         figures.insert(1, (f"of communication, {content.target.name}", about))
     if content.timings is not None:
         measured = content.measured.removeprefix("avoidable: ").replace(" a step", "")
@@ -447,7 +450,7 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
     codes.append(("in the compiled text:", few(names, _SITES)))
     parts += [f'<p class="dim">{what} <code>{escaped(code)}</code></p>' for what, code in codes]
     if row.sites > 1:
-        each = grouping.sizes([entry.bytes for entry in row.entries])
+        each = units.sizes([entry.bytes for entry in row.entries])
         parts.append(dim(f"operands of {each}"))
     return f'<div class="fold">{"".join(parts)}<div class="here"></div></div>'
 

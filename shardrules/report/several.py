@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardrules.errors import few
+from shardrules.paths import here
 from shardrules.report import data
 from shardrules.report.content import Content
-from shardrules.report.grouping import counted, duration, here, of_step, percent, sent, size
+from shardrules.report.grouping import of_step, sent
 from shardrules.report.sections import LOOPS, Block, filled, listed
+from shardrules.units import counted, duration, percent, size
 
 _SPENDING = 5  # programs without findings of which is said what they send
 

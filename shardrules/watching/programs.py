@@ -16,9 +16,9 @@ from shardrules.arguments import checked
 from shardrules.door import compiled
 from shardrules.door.jaxprs import kernel_name
 from shardrules.door.watching import cast_listeners
-from shardrules.errors import ShardrulesError
-from shardrules.hooks.retrace import first_line
-from shardrules.watching import check_off, compiling
+from shardrules.errors import ShardrulesError, first_line
+from shardrules.unchecked import check_off
+from shardrules.watching import compiling
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
@@ -163,9 +163,12 @@ class WatchedProgram:
 
         if not any(map(is_defensive, self.judgement.verdicts)):
             return ""
-        from shardrules.watching import switched
+        from shardrules.unchecked import switched
 
-        return switched.switched(self._traced, self._owner.registry, self.judgement.mesh)
+        with compiling.unwatched():
+            return switched.switched(
+                self._traced.again, self._traced.scope, self._owner.registry, self.judgement.mesh
+            )
 
     def _fed(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """Give how often it ran with a result of its own, by ``Runs.fed``."""
@@ -261,8 +264,8 @@ class Watched:
         Raises:
           ShardrulesError: the watch has not begun.
         """
+        from shardrules.paths import here
         from shardrules.report import several
-        from shardrules.report.grouping import here
 
         if not self._has_begun:
             raise ShardrulesError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardrules.door import watching
 from shardrules.errors import UnsupportedJaxError
-from shardrules.registry.suggestions import is_library
+from shardrules.paths import is_library
 from shardrules.watching import compiling
 from shardrules.watching.runs import Runs
 

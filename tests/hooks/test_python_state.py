@@ -22,7 +22,7 @@ import weakref
 import numpy as np
 import pytest
 
-from shardrules.hooks.python_state import Kept
+from shardrules.unchecked.python_state import Kept
 
 
 class Counts:
@@ -245,10 +245,10 @@ def test_what_cannot_be_put_back_is_said(kind):
 
 
 def test_too_much_to_keep_is_said(monkeypatch):
-    monkeypatch.setattr("shardrules.hooks.python_state._MOST_OBJECTS", 10)
+    monkeypatch.setattr("shardrules.unchecked.python_state._MOST_OBJECTS", 10)
     many = [[] for _ in range(20)]
     assert "reaches more than 10 objects" in Kept(lambda: many).why
-    monkeypatch.setattr("shardrules.hooks.python_state._MOST_BYTES", 10)
+    monkeypatch.setattr("shardrules.unchecked.python_state._MOST_BYTES", 10)
     large = np.zeros(9)
     assert "can change 'large', a numpy array of 72 bytes" in Kept(lambda: large.sum()).why
 

@@ -28,8 +28,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.errors import first_line
 from shardrules.hooks import shard_map
-from shardrules.hooks.retrace import first_line
 
 SIZE = 6
 MATRIX = (np.eye(SIZE) * 2 + 0.1 * np.arange(SIZE * SIZE).reshape(SIZE, SIZE) / 36).astype(

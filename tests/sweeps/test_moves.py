@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import seeds
 
-from shardrules.hooks import python_state, unchecked
 from shardrules.hooks.cotangents import custom_vjp, doubts, linearity, steps
+from shardrules.unchecked import hooks as unchecked_hooks
+from shardrules.unchecked import python_state
 from sweeps import moves
 
 
@@ -38,15 +39,15 @@ def transposes_are_trusted(monkeypatch):
 
 
 def one_derivative_is_enough(monkeypatch):
-    monkeypatch.setattr(unchecked._Unchecked, "_has_rules", lambda *args: False)
+    monkeypatch.setattr(unchecked_hooks._Unchecked, "_has_rules", lambda *args: False)
 
 
 def the_line_is_the_key(monkeypatch):
-    monkeypatch.setattr(unchecked._Off, "fingerprint", lambda self: "")
+    monkeypatch.setattr(unchecked_hooks._Off, "fingerprint", lambda self: "")
 
 
 def state_stays_changed(monkeypatch):
-    monkeypatch.setattr(unchecked.Kept, "put_back", lambda self: None)
+    monkeypatch.setattr(unchecked_hooks.Kept, "put_back", lambda self: None)
 
 
 def a_scatter_applies_nothing(monkeypatch):

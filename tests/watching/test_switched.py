@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import migration, testing
-from shardrules.report.grouping import size
-from shardrules.watching import check_off, programs
+from shardrules import testing
+from shardrules.unchecked import check_off, migration
+from shardrules.units import size
+from shardrules.watching import programs
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import models

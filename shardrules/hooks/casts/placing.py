@@ -65,20 +65,21 @@ class CastHooks(Hooks):
 
     def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
         self.state.record_gradient()
-        if self.state.here.transposing or not self.door.checking():
+        if self.state.here.transpose.placed or not self.door.checking():
             return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
         asked, values = self._asked(jaxpr), [*consts, *primals_in]
         # Read only where a bwd or a decision asks for it.
         shares = functools.cache(lambda: self._shares(jaxpr, values))
         notes = self.state.scope.notes
         if not asked and notes is None:
-            with self.state.locally(shares=shares):
+            with dataclasses.replace(self.state.here.transpose, shares=shares):
                 return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
         if notes is not None and self.state.scope.unchecked == "on":
             notes.doubts += shares().doubts()
         cotangents = rest[0] if rest else next(iter(kwargs.values()))
         # Programs that are transposed inside are part of this one: their casts are placed here.
-        with self.state.locally(transposing=True, bwds={}, shares=shares):
+        frame = dataclasses.replace(self.state.here.transpose, placed=True, bwds={}, shares=shares)
+        with frame:
             placed = self._placed(jaxpr, values, cotangents, asked)
             if not asked:
                 placed = jaxpr
@@ -273,7 +274,8 @@ class _TracedBwd:
             return [x for x, zero in zip(returned, self.zeros) if not zero]
 
         recorded: list[tuple[int, frozenset[str]]] = []
-        with hooks.state.locally(summed=recorded):
+        frame = dataclasses.replace(hooks.state.here.transpose, summed=recorded)
+        with frame:
             self.jaxpr = door.jaxpr_of(run, avals)
         self.summed: dict[int, Axes] = dict(recorded)  # the axes of the hooks' sum of each result
         # From JAX 0.11 closed-over values come first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -50,10 +51,11 @@ class BatchedVjpHooks(Hooks):
             return rule(axis_data, args, in_dims, **params)
 
     def _primals(self, values):
-        return self.state.locally(batched=[self.door.typeof(x) for x in values])
+        batched = [self.door.typeof(x) for x in values]
+        return dataclasses.replace(self.state.here.bwd, batched=batched)
 
     def _batch(self, bwd, tag, axis_data, *rest, **named):
-        axes, primals = axis_data.spmd_name, self.state.here.batched
+        axes, primals = axis_data.spmd_name, self.state.here.bwd.batched
         axes = frozenset((axes,) if isinstance(axes, str) else axes or ())
         if primals is None or not axes or not self.state.active:
             return self.door.batch_bwd(bwd, tag, axis_data, *rest, **named)
@@ -64,7 +66,7 @@ class BatchedVjpHooks(Hooks):
 
         def run(*args):
             # Primals that were cast to vary over these axes are summed by the cast's transpose.
-            cast = axes & self.state.here.primals_over[0]
+            cast = axes & self.state.here.bwd.over
             return self._sum(batched.call_wrapped(*args), primals, axes - cast, cast, dims)
 
         return self.door.wrapped(run, like=batched)

@@ -184,7 +184,7 @@ class CustomVjpHooks(Hooks):
             avals = tuple(self._wider(aval, by_cast) for aval in parts.in_avals)
             parts = dataclasses.replace(parts, fwd_avals=avals)
         bwd = Bwd(self, fun, parts, args)
-        kept = self.state.here.bwds is not None
+        kept = self.state.here.transpose.bwds is not None
         cotangents = bwd.cotangents() if by_cast or kept else fun(*args)
 
         def share_of(path, index, value):
@@ -214,7 +214,8 @@ class CustomVjpHooks(Hooks):
             if not self.door.checking():
                 return bwd(*args)
             run = Bwd(self, bwd, parts, args)
-            with self.state.locally(summed=None, transposing=False):
+            frame = dataclasses.replace(self.state.here.transpose, summed=None, placed=False)
+            with frame:
                 cotangents = run.cotangents()
                 if (notes := self.state.scope.notes) is not None:
                     notes.doubts += filter(None, [Doubts(run, cotangents).doubt()])
@@ -319,7 +320,7 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
         return results
 
     def trees_of_run():  # JAX's own function returns only the trees of the last run
-        axes = state.here.widened
+        axes = state.here.bwd.widened
         return kept[axes] if axes in kept else trees()
 
     flat, trees = door.flatten_fwd(door.transformation(see)(fwd), *before, out_type, **options)

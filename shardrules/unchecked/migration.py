@@ -14,10 +14,11 @@ import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardrules.hooks.retrace import sent_bytes
-from shardrules.hooks.sites import COMPUTES_ELSE, Call, Site, UncheckedSite, costliest
-from shardrules.report.grouping import alike, counted, size
+from shardrules.report.grouping import alike
 from shardrules.report.text import table
+from shardrules.unchecked.retrace import sent_bytes
+from shardrules.unchecked.sites import COMPUTES_ELSE, Call, Site, UncheckedSite, costliest
+from shardrules.units import counted, size
 
 SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
     "switch it now",

@@ -21,10 +21,14 @@ from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact, is_transposed, opened
 from shardrules.door.patching import Patches
-from shardrules.hooks import retrace
+from shardrules.errors import first_line
+from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
-from shardrules.hooks.python_state import Kept
-from shardrules.hooks.sites import (
+from shardrules.hooks.state import COLLECT, Hooks, Scope, State
+from shardrules.jaxprs.walk import equations, program_text
+from shardrules.unchecked import retrace
+from shardrules.unchecked.python_state import Kept
+from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
     Call,
     Missing,
@@ -33,8 +37,6 @@ from shardrules.hooks.sites import (
     varies,
     why_left,
 )
-from shardrules.hooks.state import COLLECT, Hooks, Scope, State
-from shardrules.jaxprs.walk import equations, program_text
 
 _CHECKS = ("check_vma", "check_rep")
 
@@ -133,7 +135,7 @@ class _Unchecked:
 
     def _inside(self, args: tuple) -> Any:
         """Call it with its check on, inside a shard_map that is traced so or switched."""
-        met, blamed = self.state.here.met, self.state.here.blamed
+        met, blamed = self.state.here.look.met, self.state.here.look.blamed
         if met is not None and self.site not in met:
             met.append(self.site)
         try:
@@ -155,7 +157,7 @@ class _Unchecked:
                 with self._enter(scope, "on"):
                     return self.on()(*args)
             except Exception as error:  # although the first trace passed  # noqa: BLE001
-                why = f"another trace was refused: {retrace.first_line(error)}"
+                why = f"another trace was refused: {first_line(error)}"
         with self._enter(scope, "off"):
             result = self.off(*args)  # if this raises too, the error is the program's own
         if why:
@@ -182,7 +184,7 @@ class _Unchecked:
             kind = _kind(args)
             call, *inner = self._compare(args, kind, scope.casts, off, kept)
         except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
-            why = f"it can't be looked at: {retrace.first_line(error)}"
+            why = f"it can't be looked at: {first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
         # The reason of the site that fails comes before "waits for" of the others.
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]
@@ -210,16 +212,8 @@ class _Unchecked:
         stack.enter_context(
             self._enter(self.state.scope, unchecked, derivatives_count=0, **changes)
         )
-        stack.enter_context(
-            self.state.locally(
-                transposing=False,
-                bwds=None,
-                summed=None,
-                shares=None,
-                primals_over=(frozenset(), frozenset()),
-                widened=frozenset(),
-            )
-        )
+        stack.enter_context(BwdFrame())
+        stack.enter_context(TransposeFrame())
         return stack
 
     def _trace_off(self, args: tuple, kept: Kept) -> _Off:
@@ -321,9 +315,10 @@ class _Unchecked:
         notes, closed, failed = Notes(), None, None
         met: list[Site] = []
         gradients: list[None] = []
+        blamed: list[tuple[Exception, Site]] = []
         with (
             self._looking("on", active=True, policy=COLLECT, notes=notes, casts=casts),
-            self.state.locally(met=met, blamed=[]),
+            dataclasses.replace(self.state.here.look, met=met, blamed=blamed),
             self.state.recording_gradients(gradients),
         ):
             try:
@@ -331,7 +326,6 @@ class _Unchecked:
                 closed = retrace.traced(self.on(), args, *some)
             except Exception as error:  # it becomes the reason why the check stays off  # noqa: BLE001
                 failed = error
-            blamed = self.state.here.blamed
         culprit = next((site for error, site in blamed if error is failed), None)
         return _On(closed, notes, bool(gradients), failed, culprit, met)
 

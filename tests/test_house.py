@@ -136,7 +136,9 @@ def test_what_runs_before_a_commit_is_what_decides():
     decides = (ROOT / ".ci" / "run").read_text().splitlines()
     assert len(entries) >= 5
     for entry in entries:
-        assert any(line.removeprefix("quietly ").startswith(entry) for line in decides), entry
+        assert any(line.strip().removeprefix("quietly ").startswith(entry) for line in decides), (
+            entry
+        )
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_step_that_advances_an_iterator_is_not_traced_again(mesh):
     content = watched(make, *kernels.arguments())
     saves = said(content)[0]["saves"]
     assert next(numbers) == 1 and saves.startswith("at most ")
-    assert saves.endswith("can advance 'numbers', a range_iterator, which can't be put back")
+    assert saves.endswith("can change 'numbers', a range_iterator, which can't be put back")
 
 
 def test_no_watch_sees_that_it_is_compiled_again(mesh):

@@ -7,6 +7,7 @@ back: variables, attributes, containers and generators of random numbers.
 
 from __future__ import annotations
 
+import _thread
 import array
 import collections
 import contextvars
@@ -128,7 +129,7 @@ class Kept:
             self._add((value(),), name)
         elif _is_stuck(kind):
             self._stuck.append((name, kind.__name__))
-        elif issubclass(kind, threading.local):
+        elif issubclass(kind, _LOCAL):
             self._attributes(value.__dict__)
         elif issubclass(kind, type):
             if not _is_others(value.__module__):
@@ -240,6 +241,7 @@ class Kept:
 
 
 _LRU = type(functools.lru_cache(object))
+_LOCAL = _thread._local  # of the program's; the hooks keep their own in state.py
 
 
 def _alone() -> bool:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shardrules import errors
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
+_T = TypeVar("_T")
 _KEEP = 8  # the most blockers that a state lists
 
 
@@ -167,7 +168,7 @@ class States:
             )
         return number
 
-    def causes(self, causes) -> tuple[tuple[int, Cause], ...]:
+    def causes(self, causes: Iterable[tuple[int, Cause]]) -> tuple[tuple[int, Cause], ...]:
         """Drop each cause whose relation the causes before it already cover."""
         kept: list[tuple[int, Cause]] = []
         relation_so_far = hd.EQUAL
@@ -178,11 +179,11 @@ class States:
                 relation_so_far = joined
         return tuple(kept)
 
-    def changed(self, state: int, **changes) -> int:
+    def changed(self, state: int, **changes: Any) -> int:
         return self.intern(self._all[state]._replace(**changes))
 
 
-def union(a: tuple, b: tuple) -> tuple:
+def union(a: tuple[_T, ...], b: tuple[_T, ...]) -> tuple[_T, ...]:
     if not b or a == b:
         return a
     if not a:

@@ -281,7 +281,8 @@ def pair_groups(pairs: np.ndarray, relations: hd.Relations) -> hd.Groups:
 def _in_each_slice(ids: np.ndarray, relations: hd.Relations) -> np.ndarray:
     """Repeat ids of devices of one slice for each slice; the text is that of one."""
     starts = np.arange(relations.slices) * (relations.device_count // relations.slices)
-    return starts.reshape(-1, *(1,) * ids.ndim) + ids
+    repeated: np.ndarray = starts.reshape(-1, *(1,) * ids.ndim) + ids
+    return repeated
 
 
 # XLA for GPUs splits the permutes of pipelines into send and recv, with the pairs in a frontend
@@ -365,6 +366,7 @@ class Transfer:
         count = self.relations.device_count
         if how == "permute":
             moved = np.full(count, count)  # a device that is not a target gets zeros
+            assert groups.ends is not None
             sources, targets = groups.ends
             moved[targets] = labels[sources]
             return moved

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 
 from shardrules.arguments import checked
 from shardrules.errors import ArgumentError, HloSyntaxError
@@ -269,10 +270,23 @@ class _Reader:
                 fields = label, opcode, shape, operands, calls, text, start, inner
                 append(_make(hm.Instruction, (*fields, inner[1] + 1, position - 1)))
             else:  # it is ROOT, is wrong, or calls in another way
-                add(label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
+                add(
+                    label, opcode, shape, operands, calls, start, inner, position - 1, bool(is_root)
+                )
         return self._finish(opening), position + 1
 
-    def _add(self, label, opcode, shape, operands, calls, start, inner, end, is_root) -> None:
+    def _add(
+        self,
+        label: str,
+        opcode: str,
+        shape: hm.Shape,
+        operands: tuple[int, ...],
+        calls: tuple[str, ...],
+        start: int,
+        inner: tuple[int, int],
+        end: int,
+        is_root: bool,
+    ) -> None:
         """Add an instruction; the arguments are the fields of ``Instruction``."""
         if opcode == "parameter":
             self._parameter(start, inner)
@@ -348,7 +362,7 @@ class _Reader:
         return self._right_side(head.end(), head[2], position, bool(head[1]))
 
     def _right_side(
-        self, position: int, label: str, start: int, is_root=False, nested=False
+        self, position: int, label: str, start: int, is_root: bool = False, nested: bool = False
     ) -> int:
         """Read the right side of the '=', or an instruction that is written as an operand."""
         text = self.text
@@ -376,7 +390,7 @@ class _Reader:
         self._add(label, opcode[1], shape, operands, calls, start, inner, end, is_root)
         return end
 
-    def _calls(self, spans) -> tuple[str, ...]:
+    def _calls(self, spans: Iterable[tuple[str, int, int]]) -> tuple[str, ...]:
         named = {key: span for key, *span in spans if key in _CALL_KEYS}
         names: list[str] = []
         for key in _CALL_KEYS if named else ():

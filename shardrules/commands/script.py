@@ -90,7 +90,7 @@ def _search_first(folder: str) -> None:
 
 
 def run(
-    target: Target, around: contextlib.AbstractContextManager, end: Callable[[Ended], int]
+    target: Target, around: contextlib.AbstractContextManager[object], end: Callable[[Ended], int]
 ) -> int:
     """Run the script as ``__main__`` inside ``around``, call ``end``, and return the exit code."""
     # ``end`` takes how the script ended. It also runs before ``os._exit`` and SIGTERM end the
@@ -131,7 +131,7 @@ def run(
         finally:
             at_once(status or report_code)
 
-    os._exit = exit_now  # type: ignore[assignment]
+    os._exit = exit_now
     # Batch schedulers end a job by SIGTERM; a script that handles it itself replaces this.
     handled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if handled:

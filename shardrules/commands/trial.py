@@ -76,7 +76,7 @@ def run(
     return outcome
 
 
-def _wait(process: subprocess.Popen, look: bool) -> None:
+def _wait(process: subprocess.Popen[Any], look: bool) -> None:
     """Wait for a process, and forward SIGTERM and a SIGINT that the terminal didn't send it."""
     forward = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
     before = {signal.SIGTERM: forward}

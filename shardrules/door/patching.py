@@ -13,7 +13,7 @@ _ABSENT = object()
 class Patches:
     """Replaced attributes and table entries; undoing puts exactly the old state back."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Callable[[], None]]] = []
         self._caches: list[Any] = []
 

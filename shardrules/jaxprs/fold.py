@@ -160,7 +160,8 @@ class Fold(Generic[V]):
     # Cells.
 
     def content(self, value: Any) -> V:
-        return value.value if isinstance(value, Cell) else value
+        content: V = value.value if isinstance(value, Cell) else value
+        return content
 
     def store(self, cell: Cell[V], value: V) -> None:
         joined = self.join((cell.value, value))

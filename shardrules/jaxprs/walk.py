@@ -24,7 +24,7 @@ Inside = Callable[[C], "list[list[T]]"]
 
 def read(
     jaxpr: Any,
-    visit: Callable[[Any, C, Inside], Iterable[T]],
+    visit: Callable[[Any, C, Inside[C, T]], Iterable[T]],
     around: C,
     enter: Callable[[Any, C], C] | None = None,
 ) -> list[T]:
@@ -88,7 +88,9 @@ def uses(jaxpr: Any) -> dict[Any, list[tuple[Any, int]]]:
 def _transposed(jaxpr: Any) -> list[tuple[Any, int]]:
     """Return the equations of a jaxpr's backward passes, and how often scans around run each."""
 
-    def visit(eqn, around, inside):
+    def visit(
+        eqn: Any, around: tuple[int, bool], inside: Inside[tuple[int, bool], tuple[Any, int]]
+    ) -> Iterator[tuple[Any, int]]:
         runs, is_inside = around
         is_inside = is_inside or is_transposed(eqn)
         if is_inside:

@@ -7,7 +7,8 @@ from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
-from shardrules.costs.findings import Finding, advice
+from shardrules.costs.advice import advice
+from shardrules.costs.findings import Finding
 from shardrules.hlo import Verdict
 from shardrules.report.content import Content
 from shardrules.report.grouping import alike, here, sizes

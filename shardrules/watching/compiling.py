@@ -80,14 +80,14 @@ def _install(pxla: Any) -> None:
         _patches.attribute(owner, name, watching.around(by, getattr(owner, name)))
 
 
-def _compile(original: Any, self: Any, *args, **kwargs) -> Any:
+def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     executable = original(self, *args, **kwargs)
     for watcher in () if getattr(_unwatched, "now", False) else tuple(_watchers):
         watcher(executable, self)
     return executable
 
 
-def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
+def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
     computation = original(closed_jaxpr, *args, **kwargs)
     how = again.of(closed_jaxpr)
     if _watchers:
@@ -133,11 +133,11 @@ class WhenImported:
         self._action = action
         if name in sys.modules:
             action(sys.modules[name])
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
         if self in sys.meta_path:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Find the module as the finders behind do, and make its loader call the action."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules import fitting
 from shardrules.arguments import checked
+from shardrules.costs.advice import advice
 from shardrules.door import compiled
 from shardrules.door.jaxprs import kernel_name
 from shardrules.door.watching import cast_listeners
@@ -58,7 +59,7 @@ class WatchedProgram:
         """Return its compiled HLO; raises a ShardrulesError if its backend does not return it."""
         if self._module is None:
             raise ShardrulesError(f"{self.name} does not give its HLO ({self._failure})")
-        return self._module.to_string()
+        return str(self._module.to_string())
 
     def _parsed(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None, Any]:
         """Return its module, its mesh, and shardings of parameters and of outputs, by JAX."""
@@ -142,9 +143,7 @@ class WatchedProgram:
         )
         proven = self._proven_kernels()
         advised = tuple(
-            dataclasses.replace(f, advice=findings.advice(f.verdict, proven))
-            if f.kind == "unproven"
-            else f
+            dataclasses.replace(f, advice=advice(f.verdict, proven)) if f.kind == "unproven" else f
             for f in content.findings
         )
         return dataclasses.replace(content, findings=advised)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardrules import hlo
@@ -91,7 +92,13 @@ class Flat:
     def parameter(self) -> Node:
         return self.at[walk.parameters(self._home)[0]]
 
-    def _new(self, instruction, operands, fused: bool = False, opcode: str = "") -> Node:
+    def _new(
+        self,
+        instruction: hlo.Instruction,
+        operands: list[Node],
+        fused: bool = False,
+        opcode: str = "",
+    ) -> Node:
         self.nodes.append(Node(self._home, instruction, operands, fused, opcode))
         return self.nodes[-1]
 
@@ -119,7 +126,9 @@ class Flat:
             nodes.append(node)
         return nodes
 
-    def _element(self, instruction, whole: Node, index: int, shape, fused: bool) -> Node:
+    def _element(
+        self, instruction: hlo.Instruction, whole: Node, index: int, shape: hlo.Shape, fused: bool
+    ) -> Node:
         if whole.opcode == "tuple" and 0 <= index < len(whole.operands):
             return whole.operands[index]
         if index not in whole.elements:
@@ -128,7 +137,9 @@ class Flat:
             whole.elements[index] = element
         return whole.elements[index]
 
-    def _held(self, barrier: hlo.Instruction, whole: Node, shapes, fused: bool) -> Node:
+    def _held(
+        self, barrier: hlo.Instruction, whole: Node, shapes: Iterable[hlo.Shape], fused: bool
+    ) -> Node:
         """Hold each element of a tuple by a barrier of its own."""
         held = []
         for index, shape in enumerate(shapes):

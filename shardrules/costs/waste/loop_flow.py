@@ -124,7 +124,9 @@ def _held(outcome: _Outcome) -> _Sources:
     return frozenset().union(*(sources for _, sources in outcome.values()))
 
 
-def _settle(program: Program, loop: Node, outcomes, sources: _Sources) -> _Outcome:
+def _settle(
+    program: Program, loop: Node, outcomes: dict[str, _Outcome], sources: _Sources
+) -> _Outcome:
     """Evaluate a loop's body until no further result turns out to be read."""
     condition, body = map(program.flat, loop.instruction.calls)
     if body.root.opcode != "tuple" or not sources:

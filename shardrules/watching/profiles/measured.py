@@ -250,7 +250,8 @@ class Covered:
 
     def within(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Return the covered part of each of some windows."""
-        return self._until(end) - self._until(start)
+        between: np.ndarray = self._until(end) - self._until(start)
+        return between
 
     def drawn(self, begin: float, last: float, most: int) -> tuple[tuple[float, float], ...]:
         """Return intervals between two times, in seconds after the first; close short gaps."""

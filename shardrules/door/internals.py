@@ -14,13 +14,14 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
 from shardrules.door.audit_names import Primitives
 from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.patching import MeshKey
+from shardrules.door.protocols import Aval, Mesh
 from shardrules.door.symbols import SYMBOLS
 from shardrules.errors import RuleError, UnsupportedJaxError
 from shardrules.registry.axistypes import AxisType
@@ -30,7 +31,7 @@ _INVARIANT = AxisType()
 
 
 @functools.lru_cache(maxsize=64)
-def _manual_axes(mesh: Any) -> tuple[str, ...]:
+def _manual_axes(mesh: Mesh) -> tuple[str, ...]:
     manual = frozenset(mesh.manual_axes)
     return tuple(a for a in mesh.axis_names if a in manual)
 
@@ -68,7 +69,7 @@ class Door:
 
     # Axis types.
 
-    def axis_type(self, aval: Any) -> AxisType:
+    def axis_type(self, aval: Aval) -> AxisType:
         """Return an aval's axis type; invariant if it carries none (tokens, keys' bases)."""
         try:
             return self._types[aval.manual_axis_type]  # a ref's is that of what it holds
@@ -93,7 +94,7 @@ class Door:
     def axis_types(self, avals: Iterable[Any]) -> tuple[AxisType, ...]:
         return tuple(map(self.axis_type, avals))
 
-    def axes_of(self, aval: Any) -> frozenset[str] | None:
+    def axes_of(self, aval: Aval) -> frozenset[str] | None:
         """Return the axes over which an aval differs; None on a JAX whose avals have no types."""
         have = self.axis_type(aval)
         return have.varying | have.unreduced if self.typed else None
@@ -106,7 +107,7 @@ class Door:
                 version=self.version,
             )
 
-    def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
+    def with_axis_type(self, aval: Aval, axis_type: AxisType) -> Any:
         """Return ``aval`` with another axis type, or as it is if it can't carry one."""
         if not self.typed or self.axis_type(aval) == axis_type:
             return aval
@@ -119,7 +120,7 @@ class Door:
             aval = aval.update(sharding=self.current_mesh_sharding())
         return self._retyped(aval, axis_type)
 
-    def _retype(self, aval: Any, axis_type: AxisType) -> Any:
+    def _retype(self, aval: Aval, axis_type: AxisType) -> Any:
         have = self.axis_type(aval)
         partial = {"unreduced": axis_type.unreduced, "reduced": axis_type.reduced}
         if self.ManualAxisType is not None:
@@ -155,7 +156,7 @@ class Door:
     def unannotated(self, shape: Any) -> Any:
         return shape.update(**{"vma" if self.ManualAxisType is None else "manual_axis_type": None})
 
-    def can_cast(self, aval: Any) -> bool:
+    def can_cast(self, aval: Aval) -> bool:
         """Whether a value of this aval can be cast: an array, that is, not a ref or a token."""
         return isinstance(aval, self.ShapedArray)
 
@@ -167,7 +168,7 @@ class Door:
         return () if mesh is None or mesh.empty else _manual_axes(mesh)
 
     @contextlib.contextmanager
-    def over_axes(self, axes: tuple[str, ...]):
+    def over_axes(self, axes: tuple[str, ...]) -> Iterator[None]:
         """Let ``manual_axes`` return ``axes`` on a JAX whose avals have no mesh."""
         before = getattr(self._here, "axes", ())
         self._here.axes = axes
@@ -185,7 +186,7 @@ class Door:
             return ""
         return "unchecked" if self.manual_axes() else "outside"
 
-    def unchecked(self):
+    def unchecked(self) -> Any:
         return self.check_vma(False) if self.typed else contextlib.nullcontext()
 
     def cast(self, value: Any, want: AxisType) -> Any:
@@ -327,7 +328,8 @@ class Door:
                 import jax
 
                 run = jax.jit(self.jaxpr_as_fun(self.close_jaxpr(whole)), inline=True)
-                return run(*constants, *arrays)
+                results: list[Any] = run(*constants, *arrays)
+                return results
             tracers = [trace.to_jaxpr_tracer(x, source) for x in (*constants, *arrays)]
             results = self.inline_jaxpr(trace, source, whole, (), *tracers)
             return [trace.to_jaxpr_tracer(x, source) for x in results]
@@ -386,14 +388,14 @@ def _body_tracer(function: Any) -> types.CodeType:
     raise LookupError(f"{function.__module__}.{function.__name__} has no _create_jaxpr inside")
 
 
-def _run_scoped(fun, enter, scope, see, *args, **kwargs):
+def _run_scoped(fun: Any, enter: Any, scope: Any, see: Any, *args: Any, **kwargs: Any) -> Any:
     with enter(scope):
         if see is not None:
             see(*args)
         return fun(*args, **kwargs)
 
 
-def _yield_scoped(enter, scope, see, *args, **kwargs):
+def _yield_scoped(enter: Any, scope: Any, see: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     # JAX to 0.4.36 writes its transformations as generators.
     with enter(scope):
         if see is not None:

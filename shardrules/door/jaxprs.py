@@ -6,8 +6,9 @@ The lists hold every name that a primitive has had from JAX 0.4.28 to 0.12.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, overload
 
+from shardrules.door.protocols import Aval, ClosedJaxpr, Eqn, Jaxpr
 from shardrules.registry.axistypes import AxisType
 
 # Casts, by the state that they cast to; all of them name mesh axes and move nothing along them.
@@ -56,7 +57,7 @@ CUSTOM_CALLS = {
 }
 
 
-def only_touches_refs(jaxpr: Any) -> bool:
+def only_touches_refs(jaxpr: Jaxpr) -> bool:
     return _OF_REFS.issuperset([type(effect).__name__ for effect in jaxpr.effects])
 
 
@@ -80,20 +81,24 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
+@overload
+def opened(value: Jaxpr | ClosedJaxpr) -> Jaxpr: ...
+@overload
+def opened(value: Any) -> Any: ...
 def opened(value: Any) -> Any:
     """Return a jaxpr without its constants; None if ``value`` is not a jaxpr."""
     value = getattr(value, "jaxpr", value)
     return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
 
 
-def name_of(eqn: Any) -> str:
+def name_of(eqn: Eqn) -> str:
     """Return an equation's primitive's name; from JAX 0.12 a linear one's may be wrapped."""
     name: str = eqn.primitive.name
     is_wrapped = name.startswith("vjp_node[")
     return name.removeprefix("vjp_node[").removesuffix("]") if is_wrapped else name
 
 
-def is_inexact(aval: Any) -> bool:
+def is_inexact(aval: Aval) -> bool:
     """Whether a value has a cotangent of its own dtype: floats and complex numbers."""
     import jax
 
@@ -116,15 +121,16 @@ def renamed_effects(effects: Iterable[Any], env: dict[Any, Any]) -> set[Any]:
     }
 
 
-def variable(like: Any, aval: Any) -> Any:
+def variable(like: Any, aval: Aval) -> Any:
     kind = type(like)
     suffixed = hasattr(like, "suffix") and kind.__name__ != "DropVar"  # JAX 0.6.0
     return kind("", aval) if suffixed else kind(aval)
 
 
-def callable_of(function: Any) -> Callable:
+def callable_of(function: Any) -> Callable[..., Any]:
     """Return what can be called with arrays; a WrappedFun can't."""
-    return getattr(function, "call_wrapped", function)
+    called: Callable[..., Any] = getattr(function, "call_wrapped", function)
+    return called
 
 
 def named_axes(params: dict[str, Any]) -> frozenset[str]:
@@ -137,28 +143,28 @@ def named_axes(params: dict[str, Any]) -> frozenset[str]:
     return frozenset(named)
 
 
-def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     for value in params.values():
         for entry in value if isinstance(value, (tuple, list)) else (value,):
             if (inner := opened(entry)) is not None:
                 yield inner
 
 
-def is_transposed(eqn: Any) -> bool:
+def is_transposed(eqn: Eqn) -> bool:
     # Inner equations carry no marks; up to JAX 0.6 only named scopes do.
     return _is_under(eqn, ("transpose",))
 
 
-def is_differentiated(eqn: Any) -> bool:
+def is_differentiated(eqn: Eqn) -> bool:
     return _is_under(eqn, ("jvp", "transpose"))
 
 
-def _is_under(eqn: Any, transforms: tuple[str, ...]) -> bool:
+def _is_under(eqn: Eqn, transforms: tuple[str, ...]) -> bool:
     marks = eqn.source_info.name_stack.stack
     return any(type(m).__name__ == "Transform" and m.name in transforms for m in marks)
 
 
-def is_in(eqn: Any, scope: str) -> bool:
+def is_in(eqn: Eqn, scope: str) -> bool:
     """Whether an equation, or the one it is the transpose of, is in a name scope."""
     return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)
 

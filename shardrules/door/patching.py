@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _ABSENT = object()
@@ -24,7 +24,7 @@ class Patches:
         self._undo.append((owner, name, functools.partial(*undo)))
         setattr(owner, name, value)
 
-    def entry(self, table: dict, key: Any, value: Any) -> None:
+    def entry(self, table: dict[Any, Any], key: Any, value: Any) -> None:
         old = table.get(key, _ABSENT)
         undo: Any = (table.pop, key) if old is _ABSENT else (table.__setitem__, key, old)
         self._undo.append((table, key, functools.partial(*undo)))
@@ -57,7 +57,7 @@ class ModuleProxy:
         return getattr(self._module, name)
 
 
-class TellingTuple(tuple):
+class TellingTuple(tuple[Any, ...]):
     """A tuple that calls ``refuse`` before it is read.
 
     The hooks drop types from an interpreted kernel's loops, where JAX mixes them. Without the
@@ -67,16 +67,16 @@ class TellingTuple(tuple):
 
     refuse: Callable[[], None]  # raises where it may not be read
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         self.refuse()
         return super().__iter__()
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         self.refuse()
         return len(self) > 0
 
 
-class _Mark(tuple):
+class _Mark(tuple[Any, ...]):
     """Our entry among the meshes that are part of the trace key."""
 
 
@@ -98,7 +98,7 @@ class MeshKey:
             jax.clear_caches()
 
     @contextlib.contextmanager
-    def __call__(self, value: Any):
+    def __call__(self, value: Any) -> Iterator[None]:
         """Put ``value`` into this thread's trace key."""
         state = getattr(self._config, "mesh_context_manager", None)
         if state is not None:

@@ -98,7 +98,8 @@ def on_reads(read: Callable[[Any], None]) -> Callable[[], None]:
 
 
 def _listeners() -> list[Listener]:
-    return vars(_thread).setdefault("listeners", [])
+    own: list[Listener] = vars(_thread).setdefault("listeners", [])
+    return own
 
 
 def _install() -> None:
@@ -129,7 +130,7 @@ def _install() -> None:
 
 def around(wrapper: Any, original: Any) -> Any:
     @functools.wraps(original)
-    def function(*args, **kwargs):
+    def function(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
     return function
@@ -139,7 +140,8 @@ def forget_fast_paths() -> None:
     """Drop C++'s fast paths of called functions; traces and executables stay."""
     from jax._src import lib, pjit
 
-    library = lib._jax if hasattr(lib, "_jax") else lib.xla_client._xla
+    extension: Any = lib
+    library = extension._jax if hasattr(lib, "_jax") else extension.xla_client._xla
     library.PjitFunctionCache.clear_all()
     for kind in ("", "_fun_only", "_explicit_attributes"):
         cache = getattr(pjit, f"_cpp_pjit_cache{kind}", None)
@@ -147,7 +149,7 @@ def forget_fast_paths() -> None:
             cache.clear()
 
 
-def _call(original: Any, *args, **params) -> Any:
+def _call(original: Any, *args: Any, **params: Any) -> Any:
     listeners = _listeners()
     if not listeners:
         return original(*args, **params)
@@ -184,7 +186,7 @@ def _reporting(name: str, arguments: list[Argument], is_jax_s: bool = False) -> 
         listener.returned(name, arguments, *returned)
 
 
-def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
+def _compiled_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     import jax
 
     listeners = _listeners()
@@ -219,7 +221,7 @@ def _argument(path: str, value: Any, donated: bool) -> Argument:
     )
 
 
-def _compile(original: Any, *args, **kwargs) -> Any:
+def _compile(original: Any, *args: Any, **kwargs: Any) -> Any:
     for listener in _listeners():
         module: Any = args[1] if len(args) > 1 else kwargs.get("computation")
         try:
@@ -237,7 +239,7 @@ def _read(original: Any, self: Any) -> Any:
     return original(self)
 
 
-def _read_by_numpy(original: Any, *args, how: str, **kwargs) -> Any:
+def _read_by_numpy(original: Any, *args: Any, how: str, **kwargs: Any) -> Any:
     import jax
 
     if args and _listeners() and isinstance(args[0], jax.Array) and not _explicit():

@@ -1,0 +1,88 @@
+"""What the package reads of JAX's objects (0.4.28 to 0.12), for type checkers.
+
+JAX's own classes are private, have moved, and leave most of this untyped. Nothing is an instance
+of these: what an object is, the code asks of its attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Aval(Protocol):
+    """The type of a value: of an array, or of a ref; a token has neither shape nor dtype."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+    sharding: Any
+    inner_aval: Any  # of a ref: what it holds
+    manual_axis_type: Any  # from JAX 0.10; before, ``vma``
+
+    def update(self, **changes: Any) -> Any: ...
+    def __hash__(self) -> int: ...
+    def str_short(self, short_dtypes: bool = False) -> str: ...
+
+
+class Atom(Protocol):
+    """A variable, or a literal, which has a ``val``."""
+
+    aval: Any  # an Aval
+
+
+class Primitive(Protocol):
+    """An operation; JAX keeps one object for each."""
+
+    name: str
+    multiple_results: bool
+
+    def bind(self, *operands: Any, **params: Any) -> Any: ...
+
+
+class Eqn(Protocol):
+    """An equation of a jaxpr."""
+
+    primitive: Primitive
+    invars: Sequence[Any]  # Atoms
+    outvars: Sequence[Any]  # variables
+    params: dict[str, Any]
+    effects: Any
+    source_info: Any
+    ctx: Any
+
+    def replace(self, **changes: Any) -> Eqn: ...
+
+
+class Jaxpr(Protocol):
+    """A jaxpr without the values of its constants."""
+
+    eqns: Sequence[Eqn]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    constvars: Sequence[Any]
+    effects: Any
+    debug_info: Any
+
+    def replace(self, **changes: Any) -> Jaxpr: ...
+
+
+class ClosedJaxpr(Protocol):
+    """A jaxpr with the values of its constants."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    in_avals: Sequence[Any]
+    out_avals: Sequence[Any]
+    effects: Any
+
+    def replace(self, **changes: Any) -> ClosedJaxpr: ...
+
+
+class Mesh(Protocol):
+    """A mesh of devices, or an abstract one."""
+
+    axis_names: tuple[str, ...]
+    manual_axes: Any
+    shape: Any  # from names to sizes
+    empty: bool

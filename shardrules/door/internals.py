@@ -69,7 +69,7 @@ class Door:
 
     # Axis types.
 
-    def axis_type(self, aval: Aval) -> AxisType:
+    def axis_type(self, aval: Any) -> AxisType:
         """Return an aval's axis type; invariant if it carries none (tokens, keys' bases)."""
         try:
             return self._types[aval.manual_axis_type]  # a ref's is that of what it holds
@@ -120,7 +120,7 @@ class Door:
             aval = aval.update(sharding=self.current_mesh_sharding())
         return self._retyped(aval, axis_type)
 
-    def _retype(self, aval: Aval, axis_type: AxisType) -> Any:
+    def _retype(self, aval: Any, axis_type: AxisType) -> Any:
         have = self.axis_type(aval)
         partial = {"unreduced": axis_type.unreduced, "reduced": axis_type.reduced}
         if self.ManualAxisType is not None:

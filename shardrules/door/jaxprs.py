@@ -98,7 +98,7 @@ def name_of(eqn: Eqn) -> str:
     return name.removeprefix("vjp_node[").removesuffix("]") if is_wrapped else name
 
 
-def is_inexact(aval: Aval) -> bool:
+def is_inexact(aval: object) -> bool:
     """Whether a value has a cotangent of its own dtype: floats and complex numbers."""
     import jax
 

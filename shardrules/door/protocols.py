@@ -6,29 +6,20 @@ of these: what an object is, the code asks of its attributes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 
 class Aval(Protocol):
     """The type of a value: of an array, or of a ref; a token has neither shape nor dtype."""
 
-    shape: tuple[int, ...]
-    dtype: Any
-    weak_type: bool
-    sharding: Any
-    inner_aval: Any  # of a ref: what it holds
-    manual_axis_type: Any  # from JAX 0.10; before, ``vma``
-
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
     def update(self, **changes: Any) -> Any: ...
-    def __hash__(self) -> int: ...
     def str_short(self, short_dtypes: bool = False) -> str: ...
-
-
-class Atom(Protocol):
-    """A variable, or a literal, which has a ``val``."""
-
-    aval: Any  # an Aval
+    def __hash__(self) -> int: ...
 
 
 class Primitive(Protocol):
@@ -36,15 +27,18 @@ class Primitive(Protocol):
 
     name: str
     multiple_results: bool
+    call_primitive: bool
+    bind: Callable[..., Any]
+    abstract_eval: Callable[..., Any]  # from avals and parameters to the results' avals
 
-    def bind(self, *operands: Any, **params: Any) -> Any: ...
+    def __hash__(self) -> int: ...
 
 
 class Eqn(Protocol):
     """An equation of a jaxpr."""
 
     primitive: Primitive
-    invars: Sequence[Any]  # Atoms
+    invars: Sequence[Any]  # variables and literals
     outvars: Sequence[Any]  # variables
     params: dict[str, Any]
     effects: Any
@@ -86,3 +80,17 @@ class Mesh(Protocol):
     manual_axes: Any
     shape: Any  # from names to sizes
     empty: bool
+
+
+class Trace(Protocol):
+    """A trace, which decides what becomes of an operation."""
+
+    parent_trace: Any
+    requires_low: bool
+
+    def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any: ...
+
+
+Params = dict[str, Any]  # of an equation
+# Binds a primitive as JAX would: the primitive, the trace, the operands and the parameters.
+Rest = Callable[[Primitive, Trace, Sequence[Any], Params], Any]

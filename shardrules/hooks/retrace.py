@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, name_of, opened
+from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.hooks.python_state import Kept
 from shardrules.jaxprs.walk import Inside, equations, read
 
@@ -67,7 +68,7 @@ def unseen(kept: Kept) -> Iterator[None]:
         kept.put_back()
 
 
-def floats(args: tuple) -> tuple[int, ...]:
+def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the positions of the leaves that are of a float type."""
     import jax
 
@@ -82,7 +83,7 @@ def _is_float(x: Any) -> bool:
     return is_array and bool(jax.numpy.issubdtype(x.dtype, np.inexact))
 
 
-def traced(f: Any, args: tuple, chosen: Sequence[int] = (), order: int = 0) -> Any:
+def traced(f: Any, args: tuple[Any, ...], chosen: Sequence[int] = (), order: int = 0) -> Any:
     """Trace a function, or it and its derivatives, up to some order, by the chosen leaves."""
     import jax
     import numpy as np
@@ -135,7 +136,7 @@ class Derivative(NamedTuple):
 
 
 def derivatives(
-    f: Any, args: tuple, has_rules: Callable[[Any], bool], put_back: Callable[[], None]
+    f: Any, args: tuple[Any, ...], has_rules: Callable[[Any], bool], put_back: Callable[[], None]
 ) -> tuple[list[Derivative], str]:
     """Trace the derivative by all floats, or else by each; the second if custom rules are left.
 
@@ -166,12 +167,14 @@ def _why_not(error: Exception) -> str:
     return "an operation in it has none" if "Linearization failed" in line else line
 
 
-def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> list[Sum]:
+def sums(jaxpr: Any, sizes: dict[Any, int] | None = None, runs: int | None = 1) -> list[Sum]:
     """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
     return read(opened(jaxpr), _sums_of, (sizes, runs))
 
 
-def _sums_of(eqn: Any, around: tuple[dict | None, int | None], inside: Inside) -> Iterator[Sum]:
+def _sums_of(
+    eqn: Eqn, around: tuple[dict[Any, int] | None, int | None], inside: Inside[Any, Any]
+) -> Iterator[Sum]:
     (sizes, runs), name, params = around, eqn.primitive.name, eqn.params
     if name in KERNELS:
         return
@@ -207,7 +210,7 @@ def summed_bytes(sums: Iterable[Sum]) -> int:
     return sum((s.runs or 1) * s.bytes for s in sums)
 
 
-def computed(closed: Any) -> collections.Counter[tuple[str, str]]:
+def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
     """Count what a jaxpr computes, by primitive and result; casts of either kind are left out."""
     return collections.Counter(
         (

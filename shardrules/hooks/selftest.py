@@ -40,7 +40,7 @@ def bodies() -> Iterator[Body]:
     both, shape = "data model", jax.ShapeDtypeStruct((2, 2), "float32")
 
     @no_communication
-    def shardrules_selftest(x_ref, w_ref, o_ref):
+    def shardrules_selftest(x_ref: Any, w_ref: Any, o_ref: Any) -> None:
         o_ref[...] = x_ref[...] * w_ref[...]
 
     kernel = pallas.pallas_call(shardrules_selftest, out_shape=shape)
@@ -51,17 +51,17 @@ def bodies() -> Iterator[Body]:
         lambda kept, g: (kernel(g, kept[1]), kernel(g, kept[0])),
     )
 
-    def scan(x, w):
+    def scan(x: Any, w: Any) -> Any:
         return lax.scan(lambda c, _: (c + x * w, None), jnp.zeros(x.shape), length=2)[0]
 
-    def cond(x, w):
+    def cond(x: Any, w: Any) -> Any:
         return lax.cond(x.sum() > 0, lambda w: w * 2, lambda w: w * 3, w)
 
-    def replayed(x, w):
+    def replayed(x: Any, w: Any) -> Any:
         return core.jaxpr_as_fun(jax.make_jaxpr(lambda y: y * w)(w))(x)[0]
 
-    def stored(x, w):
-        def store(ref):
+    def stored(x: Any, w: Any) -> Any:
+        def store(ref: Any) -> None:
             ref[...] = x
 
         return pallas.run_state(store)(w)
@@ -109,7 +109,7 @@ def _difference(body: Body) -> str:
     door = internals.load()
     results: list[frozenset[str]] = []
 
-    def traced(x, w):
+    def traced(x: Any, w: Any) -> Any:
         result = body.function(x, w)
         results.append(door.axis_type(door.typeof(result)).varying)
         return result

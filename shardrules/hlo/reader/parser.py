@@ -270,9 +270,7 @@ class _Reader:
                 fields = label, opcode, shape, operands, calls, text, start, inner
                 append(_make(hm.Instruction, (*fields, inner[1] + 1, position - 1)))
             else:  # it is ROOT, is wrong, or calls in another way
-                add(
-                    label, opcode, shape, operands, calls, start, inner, position - 1, bool(is_root)
-                )
+                add(label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
         return self._finish(opening), position + 1
 
     def _add(
@@ -285,7 +283,7 @@ class _Reader:
         start: int,
         inner: tuple[int, int],
         end: int,
-        is_root: bool,
+        is_root: object,  # true, or what marks it
     ) -> None:
         """Add an instruction; the arguments are the fields of ``Instruction``."""
         if opcode == "parameter":

@@ -22,6 +22,7 @@ import jax
 from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
+from shardrules.door.protocols import Aval, Eqn, Jaxpr
 from shardrules.hooks.cotangents.linearity import precision, rounded_to, strings
 from shardrules.hooks.cotangents.steps import why_not_linear
 from shardrules.hooks.notes import PlacedCast
@@ -50,6 +51,7 @@ Axes = frozenset[str]
 NONE: Axes = frozenset()
 Sums = Sequence[tuple[int, Axes]]
 Where = tuple[Any, ...]  # the ids of the equations (and the branches' numbers) around a jaxpr
+Values = Sequence["Value | None"]  # of an equation's operands: the tangents among them
 
 
 class Unplaceable(Exception):
@@ -131,7 +133,7 @@ class Graph(Fold["Value | None"]):
     def __init__(
         self,
         door: Door,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         linear: Sequence[bool],  # whether each input is a tangent
         wanted: Sequence[bool],  # whether each output's cotangent may be nonzero
         opaque: Callable[[Any], bool],  # whether an equation is an opaque call
@@ -200,7 +202,7 @@ class Graph(Fold["Value | None"]):
         return value
 
     def _walk(
-        self, jaxpr: Any, where: Where, linear: Sequence[bool], runs: int, castable: bool
+        self, jaxpr: Jaxpr, where: Where, linear: Sequence[bool], runs: int, castable: bool
     ) -> list[Value | None]:
         """Add a jaxpr's tangents and steps; return the tangent of each of its outputs."""
         self._around[where] = runs, castable
@@ -217,7 +219,7 @@ class Graph(Fold["Value | None"]):
     def constant(self, var: Any) -> None:
         return None
 
-    def equation(self, eqn: Any, operands: list[Value | None]) -> Sequence[Value | None]:
+    def equation(self, eqn: Eqn, operands: list[Value | None]) -> Sequence[Value | None]:
         # A new ref of zeros may hold a tangent later.
         is_tangent = any(value is not None for value in operands)
         if not (is_tangent or any(map(self.is_ref, eqn.outvars))):
@@ -228,7 +230,7 @@ class Graph(Fold["Value | None"]):
     def _read(self, where: Where, atom: Any) -> Value | None:
         return None if hasattr(atom, "val") else self.values.get((where, atom))
 
-    def _equation(self, eqn: Any, inside: Where, inputs: list[Any]) -> None:
+    def _equation(self, eqn: Eqn, inside: Where, inputs: list[Any]) -> None:
         where, name = inside[:-1], name_of(eqn)
         runs, castable = self._around[where]
         refs = [atom for atom in eqn.invars if self.is_ref(atom)]
@@ -242,7 +244,9 @@ class Graph(Fold["Value | None"]):
                 for var, is_linear in zip(eqn.outvars, linear)
             ]
 
-        def walk(inner, place: Where, inputs, atoms, castable: bool):
+        def walk(
+            inner: Jaxpr, place: Where, inputs: Values, atoms: Sequence[Any], castable: bool
+        ) -> list[Value | None]:
             ends = self._walk(inner, place, [v is not None for v in inputs], runs, castable)
             self._join(inputs, [self._read(place, var) for var in inner.invars], atoms)
             return ends
@@ -277,7 +281,7 @@ class Graph(Fold["Value | None"]):
         else:
             self._operation(eqn, inside, inputs, results([True] * len(eqn.outvars)))
 
-    def _join(self, givers, takers, atoms) -> None:
+    def _join(self, givers: Values, takers: Values, atoms: Sequence[Any]) -> None:
         """Add steps from givers to takers; a taker of a residual varies as the residual does."""
         for giver, taker, atom in zip(givers, takers, atoms):
             if taker is not None and giver is not None:
@@ -285,7 +289,9 @@ class Graph(Fold["Value | None"]):
             elif taker is not None:
                 self.steps.append(Step([], [taker], self._axes(atom)))
 
-    def _loop(self, eqn, inside: Where, inputs, results) -> None:
+    def _loop(
+        self, eqn: Eqn, inside: Where, inputs: Values, results: Callable[[Any], list[Value | None]]
+    ) -> None:
         params, inner = eqn.params, opened(eqn.params["jaxpr"])
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]
@@ -304,7 +310,7 @@ class Graph(Fold["Value | None"]):
                 assert result is not None
                 self.steps.append(Step([carry], [result], ties=True))
 
-    def _operation(self, eqn, inside: Where, inputs, outputs: list[Value]) -> None:
+    def _operation(self, eqn: Eqn, inside: Where, inputs: Values, outputs: list[Value]) -> None:
         tangents = [value for value in inputs if value is not None]
         # A read from a ref varies as the writes to it do, and cotangents flow from reads to writes.
         taken = [value for value in tangents if self.is_ref(value)]
@@ -338,14 +344,14 @@ class Graph(Fold["Value | None"]):
         residuals = [atom for atom, value in zip(eqn.invars, inputs) if value is None]
         step.needed = self._axes(*residuals)
 
-    def _custom(self, step: Step, eqn: Any, runs: int, bwd: BwdSums) -> None:
+    def _custom(self, step: Step, eqn: Eqn, runs: int, bwd: BwdSums) -> None:
         varied = self._axes(*eqn.invars, *eqn.outvars)
         step.bwd, step.moves = bwd, bwd.moves
         by_itself = self.every if bwd.by_itself is None else bwd.by_itself
         step.fixed = (varied | by_itself) - bwd.moves
         step.sums = [(count * runs, axes) for count, axes in bwd.sums]
 
-    def most_sums(self, eqn: Any) -> BwdSums:
+    def most_sums(self, eqn: Eqn) -> BwdSums:
         """Return the upper bounds: what ``settle`` gets for a bwd that sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
@@ -450,7 +456,7 @@ class Graph(Fold["Value | None"]):
                 return f"the bwd {self.door.function_name(bwd)!r} (at {place}) {does}"
         return ""
 
-    def _take_residuals(self, eqn: Any, where: Where, step: Step) -> None:
+    def _take_residuals(self, eqn: Eqn, where: Where, step: Step) -> None:
         runs = next((value.runs for value in (*step.inputs, *step.outputs)), 1)
         for atom in eqn.invars:
             if hasattr(atom, "val") or (where, atom) in self.values or not is_inexact(atom.aval):
@@ -477,19 +483,21 @@ class Graph(Fold["Value | None"]):
                 queue += [operand for step in makers.get(value, ()) for operand in step.inputs]
 
 
-def bytes_of(aval: Any) -> int:
+def bytes_of(aval: Aval) -> int:
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
 
 
-def absent_tangents(eqn: Any) -> Sequence[bool]:
+def absent_tangents(eqn: Eqn) -> Sequence[bool]:
     """Return which tangents of a custom_vjp's linear part are zero; JAX 0.6.0 takes all of them."""
-    return eqn.params.get("in_zeros", [False] * (len(eqn.invars) - eqn.params["num_res"]))
+    none_zero = [False] * (len(eqn.invars) - eqn.params["num_res"])
+    zeros: Sequence[bool] = eqn.params.get("in_zeros", none_zero)
+    return zeros
 
 
 class _Tangents(Reach):
     """Which values are tangents, in the same steps as ``Graph``'s."""
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if name_of(eqn) in _FOLLOWED:
             return super().equation(eqn, operands)
         # A new ref of zeros may hold a tangent later.

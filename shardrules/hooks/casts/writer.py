@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shardrules.door.jaxprs import CALLS, name_of, opened, read, renamed_effects, scan_counts
+from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.hooks.casts.cuts import Labels
 from shardrules.hooks.casts.linear import IDENTITIES, Axes, Graph, Step, Unplaceable, Value, Where
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
@@ -42,7 +43,7 @@ class Writer:
         new = AxisType(self.labels[value], have.unreduced, have.reduced)
         return self.door.with_axis_type(value.aval, new)
 
-    def jaxpr(self, jaxpr: Any, where: Where, ends: Sequence[Any]) -> Any:
+    def jaxpr(self, jaxpr: Jaxpr, where: Where, ends: Sequence[Any]) -> Any:
         """Return a jaxpr of the program, rewritten so that its outputs have the avals ``ends``."""
         # A jaxpr that is called in two places stays a single object if its labels agree.
         types = self.door.axis_types(ends)
@@ -68,7 +69,7 @@ class Writer:
 class Body:
     """A jaxpr that is being rewritten; ``where`` is its place."""
 
-    def __init__(self, writer: Writer, jaxpr: Any, where: Where):
+    def __init__(self, writer: Writer, jaxpr: Jaxpr, where: Where):
         self.writer = writer
         self.door = writer.door
         self.graph = writer.graph
@@ -111,7 +112,7 @@ class Body:
         wide = have.vary(*want)
         order = tuple(a for a in self.door.manual_axes() if a in wide.varying - want)
 
-        def cast(x):
+        def cast(x: Any) -> Any:
             x = self.door.cast(x, wide)
             return uncast(x, order) if order else x
 
@@ -121,7 +122,7 @@ class Body:
 
     # Equations.
 
-    def write(self, eqn: Any) -> None:
+    def write(self, eqn: Eqn) -> None:
         name, inside = name_of(eqn), (*self.where, id(eqn))
         if all(self.value(atom) is None for atom in (*eqn.invars, *eqn.outvars)):
             self.new.eqns.append(eqn)
@@ -153,7 +154,7 @@ class Body:
         value = self.value(var)
         return var.aval if value is None else self.writer.aval(value)
 
-    def _done(self, eqn: Any, operands: list[Any], **changes: Any) -> None:
+    def _done(self, eqn: Eqn, operands: list[Any], **changes: Any) -> None:
         outvars = [self.renew(var) for var in eqn.outvars]
         effects = renamed_effects(eqn.effects, self.new.env)
         params = {**eqn.params, **changes}
@@ -161,7 +162,7 @@ class Body:
             eqn.replace(invars=operands, outvars=outvars, params=params, effects=effects)
         )
 
-    def _calls(self, eqn: Any, key: str, places: list[Where], ends: list[Any]) -> None:
+    def _calls(self, eqn: Eqn, key: str, places: list[Where], ends: list[Any]) -> None:
         ends = [
             end if value is None else self.writer.aval(value)
             for end, value in zip(ends, map(self.value, eqn.outvars))
@@ -176,7 +177,7 @@ class Body:
         new = tuple(self.writer.jaxpr(jaxpr, at, ends) for jaxpr, at in zip(jaxprs, places))
         self._done(eqn, operands, **{key: new if key == "branches" else new[0]})
 
-    def _operation(self, eqn: Any, step: Step) -> None:
+    def _operation(self, eqn: Eqn, step: Step) -> None:
         over, types = self.labels[step], self.door.axis_types(atom.aval for atom in eqn.invars)
         wants: list[Axes | None] = [type_.varying for type_ in types]
         changes = {}

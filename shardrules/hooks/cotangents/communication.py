@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardrules.door.jaxprs import CASTS, named_axes
+from shardrules.door.protocols import Jaxpr
 from shardrules.hooks.cotangents.origins import rule_of
 from shardrules.hooks.state import COLLECT, State
 from shardrules.jaxprs.walk import equations
@@ -17,7 +18,7 @@ _REDUCING_RULES = ("all_reduce", "reduce_scatter")
 
 
 def communicates(
-    state: State, jaxpr: Any, axes: frozenset[str], *, reductions: bool = False
+    state: State, jaxpr: Jaxpr, axes: frozenset[str], *, reductions: bool = False
 ) -> Iterator[str]:
     """Describe each equation that may move data along ``axes``, or only those that may sum."""
     for equation in equations(jaxpr):
@@ -33,7 +34,7 @@ def communicates(
             yield f"{name} over {show_axes(over)}"
 
 
-def moved_by_kernels(state: State, jaxpr: Any, axes: frozenset[str]) -> frozenset[str]:
+def moved_by_kernels(state: State, jaxpr: Jaxpr, axes: frozenset[str]) -> frozenset[str]:
     """Return those of ``axes`` along which opaque calls may move data, as their rules say."""
     calls = []
     for equation in equations(jaxpr):

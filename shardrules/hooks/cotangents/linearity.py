@@ -21,6 +21,7 @@ from shardrules.door.jaxprs import (
     name_of,
     opened,
 )
+from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.jaxprs.fold import Cell, Fold, TooLong
 from shardrules.jaxprs.walk import equations
 
@@ -44,7 +45,7 @@ def is_less(a: Precision, b: Precision) -> bool:
     return a[0] < b[0] or a[1] < b[1]
 
 
-def rounded_to(eqn: Any) -> Precision | None:
+def rounded_to(eqn: Eqn) -> Precision | None:
     """Return the precision that an equation rounds cotangents to in one dtype, or None."""
     if name_of(eqn) != "reduce_precision":
         return None
@@ -61,7 +62,7 @@ class Proof(NamedTuple):
     rounds: bool  # whether what depends on them is less precise than both ends
 
 
-def linearity(jaxpr: Any, inputs: Sequence[Any], kernels: bool = False) -> Proof:
+def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Proof:
     """Prove that a jaxpr is linear in ``inputs`` together, or not.
 
     With ``kernels``, Pallas kernels are read, and collectives may move the inputs.
@@ -110,17 +111,17 @@ class _Linearity(Fold[str]):
     def chosen(self, by: str, value: str) -> str:
         return value if by in _KNOWN else _UNKNOWN
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         results = super().equation(eqn, operands)
         for var, result in zip(eqn.outvars, results):
             if result in (_LINEAR, _UNKNOWN) and is_inexact(var.aval):
                 self.precisions.add(precision(var.aval.dtype))
         return results
 
-    def other(self, eqn: Any, name: str, operands: list[str]) -> Sequence[str]:
+    def other(self, eqn: Eqn, name: str, operands: list[str]) -> Sequence[str]:
         return [self._result(eqn, name, operands)] * len(eqn.outvars)
 
-    def _result(self, eqn: Any, name: str, given: list[str]) -> str:
+    def _result(self, eqn: Eqn, name: str, given: list[str]) -> str:
         row = ROWS.get(name)
         if _KNOWN.issuperset(given):
             inner = () if name in KERNELS else inner_jaxprs(eqn.params)
@@ -135,7 +136,7 @@ class _Linearity(Fold[str]):
             return _UNKNOWN
         return row(self, eqn, given)
 
-    def _note_inside(self, eqn: Any) -> None:
+    def _note_inside(self, eqn: Eqn) -> None:
         """Note that anything inside of an equation may depend on the inputs."""
         for jaxpr in inner_jaxprs(eqn.params):
             for other in equations(jaxpr, kernels=True):
@@ -144,12 +145,12 @@ class _Linearity(Fold[str]):
                     if is_inexact(var.aval):
                         self.precisions.add(precision(var.aval.dtype))
 
-    def _note_rounding(self, eqn: Any) -> None:
+    def _note_rounding(self, eqn: Eqn) -> None:
         to = rounded_to(eqn)
         if to is not None:
             self.precisions.add(to)
 
-    def on_refs(self, eqn: Any, name: str, operands: list[Any]) -> Sequence[str]:
+    def on_refs(self, eqn: Eqn, name: str, operands: list[Any]) -> Sequence[str]:
         data: list[str] = []
         positions: list[str] = []
         cells = [kind for kind in operands if isinstance(kind, Cell)]
@@ -188,7 +189,7 @@ def _rows(names: str) -> Callable[[Row], Row]:
     "dynamic_update_slice scatter scatter-add reduce_window_sum roll repeat name "
     "with_memory_space_constraint sharding_constraint layout_constraint"
 )
-def _together(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _together(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     """Linear in all operands of a float type together; the others are positions."""
     if _applies(eqn):
         fold._note_inside(eqn)
@@ -204,19 +205,19 @@ def _together(fold: _Linearity, eqn: Any, given: list[str]) -> str:
     return fold.join(data)
 
 
-def _applies(eqn: Any) -> bool:
+def _applies(eqn: Eqn) -> bool:
     """Whether a scatter applies a function of the program's (``x.at[i].apply(f)``)."""
     update = opened(eqn.params.get("update_jaxpr"))
     return update is not None and name_of(eqn) == "scatter" and any(equations(update))
 
 
 @_rows(" ".join(CASTS))
-def _cast(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _cast(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     return _together(fold, eqn, given)
 
 
 @_rows(" ".join(SUMS))
-def _sum(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _sum(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     if eqn.params.get("axis_index_groups"):
         return _UNKNOWN
     fold.summed |= strings(eqn.params)
@@ -224,7 +225,7 @@ def _sum(fold: _Linearity, eqn: Any, given: list[str]) -> str:
 
 
 @_rows("ppermute all_gather all_gather_invariant all_to_all reduce_scatter")
-def _moved(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _moved(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     """Linear, and moves data between devices: only where that is asked about, too."""
     if not fold.reads_kernels:
         return _UNKNOWN
@@ -233,7 +234,7 @@ def _moved(fold: _Linearity, eqn: Any, given: list[str]) -> str:
 
 
 @_rows("mul dot_general conv_general_dilated")
-def _bilinear(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _bilinear(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     """Linear in one operand while the other is fixed."""
     if _ZERO in given:
         return _ZERO
@@ -241,25 +242,25 @@ def _bilinear(fold: _Linearity, eqn: Any, given: list[str]) -> str:
 
 
 @_rows("div dynamic_slice gather")
-def _in_first(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _in_first(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     if eqn.params.get("fill_value") not in (None, 0):  # a gather that fills what is out of bounds
         return _UNKNOWN
     return given[0] if _KNOWN.issuperset(given[1:]) else _UNKNOWN
 
 
 @_rows("triangular_solve")
-def _in_second(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _in_second(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     return given[1] if given[0] in _KNOWN else _UNKNOWN
 
 
 @_rows("convert_element_type")
-def _converted(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _converted(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     ends = (eqn.invars[0].aval, eqn.outvars[0].aval)
     return given[0] if all(is_inexact(a) and a.dtype.itemsize > 1 for a in ends) else _UNKNOWN
 
 
 @_rows("select_n")
-def _selected(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _selected(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     return fold.join(given[1:]) if given[0] in _KNOWN else _UNKNOWN
 
 

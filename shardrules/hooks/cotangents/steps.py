@@ -16,6 +16,7 @@ import jax
 from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, CASTS, NEW_REFS, SUMS, is_inexact, name_of, opened
+from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.hooks.cotangents.linearity import is_less, linearity, precision, rounded_to
 from shardrules.hooks.retyping.retyping import transposed_by_jax
 from shardrules.hooks.types.identities import MARK
@@ -29,7 +30,7 @@ _IDENTITIES = CASTS | {MARK}
 _FOLLOWED = frozenset((*CALLS, "scan", "cond"))
 
 
-def why_not_linear(door: Door, eqn: Any, is_opaque: IsOpaque) -> str:
+def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
     """Say why an equation's transpose may not be linear on each device; empty if it is."""
     name = name_of(eqn)
     if name == "custom_linear_solve":
@@ -42,7 +43,7 @@ def why_not_linear(door: Door, eqn: Any, is_opaque: IsOpaque) -> str:
     return ""
 
 
-def has_rule(door: Door, eqn: Any) -> bool:
+def has_rule(door: Door, eqn: Eqn) -> bool:
     """Whether an equation is differentiated by a rule that its author wrote, or rounds."""
     name = name_of(eqn)
     if name.startswith("custom_jvp_call"):
@@ -59,7 +60,7 @@ def has_rule(door: Door, eqn: Any) -> bool:
 class Shares(Reach):
     """What keeps gradients from being those of the check off, in one linear program."""
 
-    def __init__(self, door: Door, is_opaque: IsOpaque, jaxpr: Any, linear: Sequence[bool]):
+    def __init__(self, door: Door, is_opaque: IsOpaque, jaxpr: Jaxpr, linear: Sequence[bool]):
         super().__init__()
         self.door = door
         self._is_opaque = is_opaque
@@ -84,7 +85,7 @@ class Shares(Reach):
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         name = name_of(eqn)
         if name in _FOLLOWED and not (name == "cond" and self.content(operands[0])):
             return super().equation(eqn, operands)
@@ -101,7 +102,7 @@ class Shares(Reach):
         types = [self.door.axis_type(atom.aval).varying for atom in atoms]
         return frozenset().union(*types) & self._every
 
-    def _cast(self, eqn: Any, tangents: list[Any]) -> None:
+    def _cast(self, eqn: Eqn, tangents: list[Any]) -> None:
         """Note where the cotangents of invariant tangents are summed over the devices."""
         over = self._varying([*eqn.invars, *eqn.outvars])
         for atom in tangents:
@@ -112,7 +113,7 @@ class Shares(Reach):
                 if is_less(precision(atom.aval.dtype), self._kept):
                     self._reasons.append(f"a gradient would be summed in {atom.aval.dtype}")
 
-    def _operation(self, eqn: Any, tangents: list[Any]) -> None:
+    def _operation(self, eqn: Eqn, tangents: list[Any]) -> None:
         results = [var for var in eqn.outvars if is_inexact(var.aval)] or tangents
         whole = frozenset().union(*(self._every - self._varying([var]) for var in results))
         if not whole:
@@ -133,7 +134,7 @@ class Shares(Reach):
                 self._rounding.append((whole, why))
 
 
-def _solves(eqn: Any) -> bool:
+def _solves(eqn: Eqn) -> bool:
     """Whether a linear solve calls functions that are linear on each device."""
     jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
     return all(
@@ -146,11 +147,11 @@ def _solves(eqn: Any) -> bool:
     )
 
 
-def _is_linear(jaxpr: Any, const_count: int) -> bool:
+def _is_linear(jaxpr: Jaxpr, const_count: int) -> bool:
     return linearity(jaxpr, jaxpr.invars[const_count:]).summed == frozenset()
 
 
-def _calls(eqn: Any) -> bool:
+def _calls(eqn: Eqn) -> bool:
     """Whether an equation calls functions that no graph sees into."""
     if eqn.primitive.name.startswith("scatter"):  # its function only adds or replaces
         return False

@@ -18,6 +18,7 @@ import jax
 from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.door.jaxprs import SUMS, TO_UNREDUCED, TO_VARYING, named_axes, opened, scan_counts
+from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.explain.explanation import (
     WRITTEN,
@@ -150,7 +151,7 @@ _LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
 
 
 class _Explainer:
-    def __init__(self):
+    def __init__(self) -> None:
         self.door = internals.load()
         self.notes = Notes()
         self.unknown: set[tuple[str, str, str]] = set()
@@ -159,7 +160,7 @@ class _Explainer:
         self.sums: list[ExplainedSum] = []
         self.claims: list[str] = []
 
-    def program(self, f: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+    def program(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace a program as after ``install()``, past calls without a rule, and read it."""
         if not callable(f):
             raise ShardrulesError(
@@ -176,7 +177,7 @@ class _Explainer:
                     self.unknown.add((call.primitive, call.name, call.place))
                 read(opened(closed), self._equation, _Place(), _entered)
 
-    def _equation(self, eqn: Any, place: _Place, read_inside: Inside) -> Sequence[Any]:
+    def _equation(self, eqn: Eqn, place: _Place, read_inside: Inside[Any, Any]) -> Sequence[Any]:
         around = f"within {place.at.removeprefix('within ')}" if place.at else ""
         at = self.door.source_line(eqn.source_info)
         if around and is_library(at):  # JAX's traceback ends at a library's own jit
@@ -217,7 +218,7 @@ class _Explainer:
         read_inside(inside)
         return ()
 
-    def _call(self, eqn: Any, opaque: Any, place: _Place) -> None:
+    def _call(self, eqn: Eqn, opaque: Any, place: _Place) -> None:
         count = len(eqn.invars) if opaque.operand_count is None else opaque.operand_count
         # Raises where lowering would. On a copy, so that the status stays the declared one.
         confirm(dataclasses.replace(opaque), state(), eqn.primitive.name, eqn.params, count)
@@ -246,7 +247,7 @@ class _Explainer:
             )
         )
 
-    def _cast(self, eqn: Any, place: _Place) -> None:
+    def _cast(self, eqn: Eqn, place: _Place) -> None:
         axes, value, size = _described(eqn)
         to = "unreduced" if eqn.primitive.name in TO_UNREDUCED else "varying"
         why = self._reason(place.uses.get(eqn.outvars[0], ()), place.outcome)
@@ -272,13 +273,13 @@ class _Explainer:
             return self._reason(uses(inner).get(inner.invars[i], ()), "a result")
         return f"operand {i} of {name}, by JAX or the program"
 
-    def _chooses(self, eqn: Any) -> bool:
+    def _chooses(self, eqn: Eqn) -> bool:
         """Whether the predicate of a cond, or the condition of a while_loop, varies."""
         is_while = eqn.primitive.name == "while"
         atoms = opened(eqn.params["cond_jaxpr"]).outvars if is_while else eqn.invars
         return bool(self.door.axis_type(atoms[0].aval).varying)
 
-    def _sum(self, eqn: Any, place: _Place) -> None:
+    def _sum(self, eqn: Eqn, place: _Place) -> None:
         axes, value, size = _described(eqn)
         aval = eqn.invars[0].aval
         why = WRITTEN
@@ -300,19 +301,19 @@ class _Explainer:
         self.sums.append(ExplainedSum(axes, value, size, place.at, place.phase, why, place.steps))
 
 
-def _entered(jaxpr: Any, place: _Place) -> _Place:
+def _entered(jaxpr: Jaxpr, place: _Place) -> _Place:
     return dataclasses.replace(place, uses=uses(jaxpr))
 
 
-def _carries(eqn: Any, i: int) -> bool:
+def _carries(eqn: Eqn, i: int) -> bool:
     params = eqn.params
     if eqn.primitive.name == "while":
-        return i >= params["cond_nconsts"] + params["body_nconsts"]
+        return bool(i >= params["cond_nconsts"] + params["body_nconsts"])
     constants, carry = scan_counts(params)
     return 0 <= i - constants < carry
 
 
-def _described(eqn: Any) -> tuple[tuple[str, ...], str, int]:
+def _described(eqn: Eqn) -> tuple[tuple[str, ...], str, int]:
     """Return an equation's axes, its operand's dtype and shape, and its bytes."""
     aval = eqn.invars[0].aval
     text = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"

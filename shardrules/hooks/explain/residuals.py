@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.door.jaxprs import scan_counts
+from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.errors import ShardrulesError
 from shardrules.jaxprs.fold import Fold
 from shardrules.jaxprs.walk import makers
@@ -104,7 +105,7 @@ class _Names(Fold[_Copied]):
     def chosen(self, by: _Copied, value: _Copied) -> _Copied:
         return value
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if _recomputes(eqn):
             self.has_backward = True
             self.kept.update(*map(self.content, operands))
@@ -115,7 +116,7 @@ class _Names(Fold[_Copied]):
             return [*[_NONE] * carries, *results[carries:]]
         return super().equation(eqn, operands)
 
-    def other(self, eqn: Any, name: str, operands: list[_Copied]) -> Sequence[_Copied]:
+    def other(self, eqn: Eqn, name: str, operands: list[_Copied]) -> Sequence[_Copied]:
         if name == "name":
             return [frozenset({(self._name(eqn), False)})]
         if name in _SAME:
@@ -125,7 +126,7 @@ class _Names(Fold[_Copied]):
         results, _ = self.anything(eqn, operands)
         return [_NONE] * len(eqn.outvars) if results is None else results
 
-    def _name(self, eqn: Any) -> _Place:
+    def _name(self, eqn: Eqn) -> _Place:
         aval, place = eqn.outvars[0].aval, (*self.place, id(eqn))
         scans = [outer.params["length"] for outer in self.around if "length" in outer.params]
         self.values[place] = NamedValue(
@@ -138,7 +139,7 @@ class _Names(Fold[_Copied]):
         )
         return place
 
-    def finished(self, jaxpr: Any, read: Callable[[Any], Any]) -> None:
+    def finished(self, jaxpr: Jaxpr, read: Callable[[Any], Any]) -> None:
         made = makers(jaxpr)
         for out in jaxpr.outvars:
             eqn = None if hasattr(out, "val") else made.get(out)
@@ -147,12 +148,12 @@ class _Names(Fold[_Copied]):
                 self.values[place] = self.values[place]._replace(is_output=True)
 
 
-def _recomputes(eqn: Any) -> bool:
+def _recomputes(eqn: Eqn) -> bool:
     """Whether an equation is the backward pass of a ``jax.checkpoint`` (``remat2``)."""
     return bool(eqn.params.get("differentiated")) and "policy" in eqn.params
 
 
-def _to_host(equation: Any) -> bool:
+def _to_host(equation: Eqn) -> bool:
     # JAX 0.4.31 and older call the parameter ``device``.
     params = equation.params
     where = params.get("devices", params.get("device"))

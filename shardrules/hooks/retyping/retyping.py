@@ -30,6 +30,7 @@ from shardrules.door.jaxprs import (
     union,
     widened,
 )
+from shardrules.door.protocols import Eqn, Jaxpr, Primitive
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.state import Hooks, State
@@ -44,7 +45,7 @@ class Retyping(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self._replayed: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
+        self._replayed: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     # A bwd may run for primals that vary over more axes than when it was traced.
 
@@ -72,12 +73,12 @@ class Retyping(Hooks):
         with self.state.locally(primals_over=(frozenset(), frozenset())):
             yield over
 
-    def results(self, jaxpr: Any) -> tuple[AxisType, ...]:
+    def results(self, jaxpr: Jaxpr) -> tuple[AxisType, ...]:
         return self.door.axis_types(var.aval for var in opened(jaxpr).outvars)
 
     # A jaxpr.
 
-    def jaxpr(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
+    def jaxpr(self, jaxpr: Jaxpr, types: Sequence[AxisType], what: str | None) -> Any:
         """Return a jaxpr for inputs of these types; the same object if they are what it takes."""
         if what is not None:
             return self._retyped(jaxpr, types, what)
@@ -94,7 +95,7 @@ class Retyping(Hooks):
             replayed[key] = None if new is jaxpr else new  # else the value would keep its key alive
         return jaxpr if replayed[key] is None else replayed[key]
 
-    def check_gradients(self, jaxpr: Any, variables: Any, avals: Any) -> None:
+    def check_gradients(self, jaxpr: Jaxpr, variables: Any, avals: Any) -> None:
         """Raise AxisError if a jaxpr sums a gradient over axes that an input gained."""
         # The gradient of what is invariant is summed over the devices; of what varies, each has its
         # own. The jaxpr doesn't say which psum belongs to which of its inputs.
@@ -121,7 +122,7 @@ class Retyping(Hooks):
         new = jax.make_jaxpr(run)(*avals)
         return new if isinstance(new, type(jaxpr)) else new.jaxpr  # it had no constants
 
-    def _retyped(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
+    def _retyped(self, jaxpr: Jaxpr, types: Sequence[AxisType], what: str | None) -> Any:
         new = Rewrite(jaxpr)
         inner, env = new.inner, new.env
         old = [var.aval for var in inner.invars]
@@ -130,7 +131,7 @@ class Retyping(Hooks):
             return jaxpr
         over = frozenset() if what is None else gained(types, self.door.axis_types(old))
 
-        def write(eqn: Any) -> None:
+        def write(eqn: Eqn) -> None:
             operands = [read(env, atom) for atom in eqn.invars]
             if over and name_of(eqn) in NEW_REFS:
                 # What some devices store there varies, whatever it was made of.
@@ -163,7 +164,7 @@ class _Equation:
     """
 
     def __init__(
-        self, retyping: Any, eqn: Any, operands: list[Any], new: Rewrite, what: str | None
+        self, retyping: Any, eqn: Eqn, operands: list[Any], new: Rewrite, what: str | None
     ):
         self.retyping = retyping
         self.door = retyping.door
@@ -293,10 +294,11 @@ class _Equation:
         return AxisError(text, primitive=name, axes=axes)
 
 
-def transposed_by_jax(primitive: Any) -> bool:
+def transposed_by_jax(primitive: Primitive) -> bool:
     """Whether a primitive's transpose is JAX's or ours, linear and without collectives."""
     # A user's may clip a cotangent, or sum it, and has to be given what it was given before.
-    rules = [ad.primitive_transposes.get(primitive)]
+    transposes: dict[Any, Any] = ad.primitive_transposes
+    rules = [transposes.get(primitive)]
     while rules:
         rule = rules.pop()
         if isinstance(rule, functools.partial):

@@ -12,13 +12,14 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, opened
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
+from shardrules.door.protocols import ClosedJaxpr, Jaxpr, Params, Primitive, Rest, Trace
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
@@ -115,8 +116,8 @@ class MeshKernelHooks(Hooks):
         recording = {n: functools.partial(hooks[n], original) for n, original in originals.items()}
         return ModuleProxy(module, recording)
 
-    def law(self, primitive: Any, row: Any) -> Law:
-        def tagged(params):
+    def law(self, primitive: Primitive, row: Any) -> Law:
+        def tagged(params: Params) -> Any:
             if not self._acts(params):
                 return None
             return self._proven(primitive, params, self._kernel(primitive, params))
@@ -131,7 +132,7 @@ class MeshKernelHooks(Hooks):
 
     # From the kernel's function to its jaxpr.
 
-    def _trace(self, trace, fun, *args, **kwargs):
+    def _trace(self, trace: Callable[..., Any], fun: Any, *args: Any, **kwargs: Any) -> Any:
         """Trace as JAX does, and record the function that was traced."""
         traced_for = getattr(getattr(fun, "debug_info", None), "traced_for", "")
         if traced_for == "pallas_call index_map":
@@ -143,7 +144,9 @@ class MeshKernelHooks(Hooks):
         self._sources[opened(traced[0])] = self._source(getattr(fun, "f", fun))
         return traced
 
-    def _lower(self, lower, closed, *args, **kwargs):
+    def _lower(
+        self, lower: Callable[..., Any], closed: ClosedJaxpr, *args: Any, **kwargs: Any
+    ) -> Any:
         lowered = lower(closed, *args, **kwargs)
         self._sources[opened(lowered)] = opened(closed)
         return lowered
@@ -160,7 +163,7 @@ class MeshKernelHooks(Hooks):
             function = held["body"]
         return function
 
-    def _origin(self, jaxpr: Any) -> tuple[OpaqueCall | None, Any]:
+    def _origin(self, jaxpr: Jaxpr) -> tuple[OpaqueCall | None, Any]:
         """Return the kernel that a jaxpr comes from, if there is one yet, or else the function."""
         source = self._sources.get(jaxpr)
         while hasattr(source, "eqns"):
@@ -169,7 +172,7 @@ class MeshKernelHooks(Hooks):
             source = self._sources.get(source)
         return None, source
 
-    def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
+    def _mpmd_map(self, meshes_and_fns: Any, /, out_types: Any = (), **kwargs: Any) -> Any:
         """Make the kernel, with the check on again if plgpu.kernel turned it off."""
         door, here = self.door, self.state.here
         again = (
@@ -185,17 +188,17 @@ class MeshKernelHooks(Hooks):
         notes = tuple(noted[before:])
         del noted[before:]
 
-        def call(*args):
+        def call(*args: Any) -> Any:
             with self.state.locally(kernel_annotations=notes), checked():
                 return kernel(*args)
 
         return call
 
-    def _custom_vmap(self):
+    def _custom_vmap(self) -> Any:
         original, hooks = self.door.custom_vmap.__call__, self
 
         @functools.wraps(original)
-        def call(self, *args, **kwargs):
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             with hooks.state.locally(checked=hooks.acts):
                 return original(self, *args, **kwargs)
 
@@ -210,7 +213,7 @@ class MeshKernelHooks(Hooks):
         kernel = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
         return kernel is not None and kernel.active(self.state)
 
-    def _kernel(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+    def _kernel(self, primitive: Primitive, params: dict[str, Any]) -> OpaqueCall:
         jaxpr = _jaxprs(params)[0]
         kernel = self._kernels.get(jaxpr)
         if kernel is None:
@@ -223,18 +226,21 @@ class MeshKernelHooks(Hooks):
         kernel.settle(self.state)
         return kernel
 
-    def _proven(self, primitive: Any, params: dict[str, Any], kernel: OpaqueCall) -> OpaqueCall:
+    def _proven(
+        self, primitive: Primitive, params: dict[str, Any], kernel: OpaqueCall
+    ) -> OpaqueCall:
         """Look for a proof if the kernel is not declared."""
         # Only after a layout was made: Mosaic GPU also binds core_maps inside kernels.
         if kernel.layout is not None:
             prove(kernel, self.state, primitive.name, params, kernel.operand_count or 0)
         return kernel
 
-    def _lay_out(self, kernel: OpaqueCall, params: dict[str, Any], avals) -> Layout:
-        kernel.layout, kernel.operand_count = _layout(self.door, params, avals), len(avals)
-        return kernel.layout
+    def _lay_out(self, kernel: OpaqueCall, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
+        layout = _layout(self.door, params, avals)
+        kernel.layout, kernel.operand_count = layout, len(avals)
+        return layout
 
-    def _described(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+    def _described(self, primitive: Primitive, params: dict[str, Any]) -> OpaqueCall:
         functions = [self._origin(jaxpr)[1] for jaxpr in _jaxprs(params)]
         name, place = kernel_name(params)
         inner = innermost(functions[0])
@@ -248,7 +254,9 @@ class MeshKernelHooks(Hooks):
 
     # Rewrite and check.
 
-    def _bind(self, rest, primitive, trace, args, params):
+    def _bind(
+        self, rest: Rest, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+    ) -> Any:
         if not self._acts(params):
             return rest(primitive, trace, args, params)
         first = _jaxprs(params)[0] not in self._kernels
@@ -274,8 +282,8 @@ class MeshKernelHooks(Hooks):
         note_results(self.state, kernel, results)
         return results
 
-    def _typed(self, primitive: Any, evaluate):
-        def abstract_eval(*avals, **params):
+    def _typed(self, primitive: Primitive, evaluate: Callable[..., Any]) -> Any:
+        def abstract_eval(*avals: Any, **params: Any) -> Any:
             if not self._acts(params):
                 return evaluate(*avals, **params)
             # JAX 0.11 and 0.12 refuse every ref that varies, so the hooks check the writes here.
@@ -300,7 +308,9 @@ class MeshKernelHooks(Hooks):
 
         return abstract_eval
 
-    def _resolve(self, primitive: Any, params: dict[str, Any], kernel: OpaqueCall, avals):
+    def _resolve(
+        self, primitive: Primitive, params: dict[str, Any], kernel: OpaqueCall, avals: Any
+    ) -> Any:
         """Return the rule's answer, and the types of the returned arrays."""
         layout, inputs = self._proven(primitive, params, kernel).layout, self.door.axis_types(avals)
         resolution = resolve(self.door, self.state, kernel, inputs, layout.answer_count)

@@ -15,7 +15,7 @@ from shardrules.registry import suggestions
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
 from shardrules.registry.binding import Binding
 from shardrules.registry.builtin import no_communication
-from shardrules.registry.rule import Rule
+from shardrules.registry.rule import Rule, Types
 from shardrules.registry.table import Registration
 
 # Primitives that run a Python function; functions of other modules may have the same name.
@@ -155,7 +155,7 @@ def _indented(audit: Any) -> str:
     return str(audit).replace("\n", "\n  ")
 
 
-def _everywhere(context: RuleContext):
+def _everywhere(context: RuleContext) -> Types:
     everywhere = AxisType(frozenset(context.mesh_axes))
     return [everywhere] * len(context.inputs), [everywhere] * context.output_count
 

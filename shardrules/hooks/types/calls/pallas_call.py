@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, union
 from shardrules.door.patching import Patches, TellingTuple
+from shardrules.door.protocols import Jaxpr, Params, Primitive, Rest, Trace
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
@@ -41,7 +43,7 @@ class PallasHooks(Hooks):
         if door.convert_out_shape is not None:
             patches.attribute(*door.owner("convert_out_shape"), self._convert_out_shape)
 
-    def law(self, primitive: Any, row: Any) -> Law:
+    def law(self, primitive: Primitive, row: Any) -> Law:
         return Law(
             typed=self._typed,
             bind=self._bind,
@@ -52,7 +54,7 @@ class PallasHooks(Hooks):
 
     # Where the function object and the jaxpr meet.
 
-    def _convert_out_shape(self, out_shape):
+    def _convert_out_shape(self, out_shape: Any) -> Any:
         """Accept an output without annotation; record the annotation of one that has it."""
         if self.state.active and self.door.checking():
             annotation = self.door.annotation(out_shape)
@@ -62,11 +64,11 @@ class PallasHooks(Hooks):
                     return self.door.convert_out_shape(out_shape)
         return self.door.convert_out_shape(out_shape)
 
-    def _tracer(self, trace):
+    def _tracer(self, trace: Callable[..., Any]) -> Any:
         door = self.door
 
         @functools.wraps(trace)  # with its signature, which compat checks
-        def trace_kernel(fun, *args, **kwargs):
+        def trace_kernel(fun: Any, *args: Any, **kwargs: Any) -> Any:
             annotations: tuple[AxisType | None, ...] = ()
             noted = self.state.here.annotations
             if noted:
@@ -109,14 +111,16 @@ class PallasHooks(Hooks):
             prove(kernel, self.state, "pallas_call", params, 0)
         return kernel
 
-    def _acts(self, jaxpr: Any) -> bool:
+    def _acts(self, jaxpr: Jaxpr) -> bool:
         """Whether the hooks act on a kernel: here, or because they did when it was bound."""
         if self.state.active:
             return True
         kernel = self._kernels.get(jaxpr)
         return kernel is not None and kernel.active(self.state)
 
-    def _bind(self, rest, primitive, trace, args, params):
+    def _bind(
+        self, rest: Rest, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+    ) -> Any:
         jaxpr, here = params["jaxpr"], self.state.here
         if not self._acts(jaxpr):
             return rest(primitive, trace, args, params)
@@ -125,7 +129,7 @@ class PallasHooks(Hooks):
         if first and not only_touches_refs(jaxpr):
             confirm(kernel, self.state, "pallas_call", params, 0)
         before = here.outer, here.settled
-        settled = (None, None, None)
+        settled: tuple[Any, Any, Any] = (None, None, None)
         if self.door.checking():
             avals = tuple(map(self.door.typeof, args))
             inputs = self.door.axis_types(avals)
@@ -163,8 +167,8 @@ class PallasHooks(Hooks):
         if not self.state.patched and self.door.checking():
             raise self.state.outlived(f"pallas_call kernel {name!r}")
 
-    def _typed(self, evaluate):
-        def abstract_eval(*avals, **params):
+    def _typed(self, evaluate: Callable[..., Any]) -> Any:
+        def abstract_eval(*avals: Any, **params: Any) -> Any:
             outputs, effects = evaluate(*avals, **params)
             if not self.door.checking():
                 return outputs, effects
@@ -184,7 +188,7 @@ class PallasHooks(Hooks):
         return abstract_eval
 
     def _check_refs(
-        self, kernel: OpaqueCall, jaxpr: Any, avals, types: tuple[AxisType, ...]
+        self, kernel: OpaqueCall, jaxpr: Jaxpr, avals: Sequence[Any], types: tuple[AxisType, ...]
     ) -> None:
         """Raise if a kernel may store varying data into a closed-over ref that varies less."""
         # A rule speaks for the arrays that a kernel returns, not for what it stores.

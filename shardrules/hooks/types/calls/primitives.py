@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Params, Primitive, Rest, Trace
 from shardrules.errors import CotangentError
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.hooks.types.calls.annotations import check_annotations
@@ -29,13 +30,15 @@ from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import binding_of
 
 
-class _Results(tuple):
+class _Results(tuple[Any, ...]):
     """Result avals with the user's annotations or, once the call is bound, with its OpaqueCall."""
 
     annotations: tuple[AxisType | None, ...]
     opaque: OpaqueCall | None
 
-    def __new__(cls, avals: Any, annotations: Any = (), opaque: OpaqueCall | None = None):
+    def __new__(
+        cls, avals: Any, annotations: Any = (), opaque: OpaqueCall | None = None
+    ) -> _Results:
         results = super().__new__(cls, avals)
         results.annotations, results.opaque = annotations, opaque
         return results
@@ -105,7 +108,7 @@ class PrimitiveHooks(Hooks):
             patches.attribute(*self.door.owner("result_avals"), self._result_avals)
             patches.attribute(*self.door.owner("transpose_of"), self._transpose_of)
 
-    def law(self, primitive: Any, row: Row) -> Law:
+    def law(self, primitive: Primitive, row: Row) -> Law:
         self._kinds[primitive] = _USERS if row is USERS else _KINDS[primitive.name]
         opaque_call_of = functools.partial(self.opaque_call, primitive)
         return Law(
@@ -122,7 +125,9 @@ class PrimitiveHooks(Hooks):
             return rule
         return functools.partial(self._transpose, rule, p.name)
 
-    def _transpose(self, rule, name: str, cotangents, *args, **params):
+    def _transpose(
+        self, rule: Callable[..., Any], name: str, cotangents: Any, *args: Any, **params: Any
+    ) -> Any:
         """Transpose a user's primitive; raise if an invariant operand gets a varying cotangent."""
         # JAX to 0.7.2 takes the cotangents for the total; from 0.8.3 its error names neither the
         # primitive nor the axes.
@@ -157,7 +162,7 @@ class PrimitiveHooks(Hooks):
             return params
         return {**params, kind.results: _Results(params[kind.results], opaque=opaque)}
 
-    def _result_avals(self, results):
+    def _result_avals(self, results: Any) -> Any:
         """Accept annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
         annotations = tuple(map(self.door.annotation, results)) if self.state.active else ()
         if not any(annotations):
@@ -168,7 +173,7 @@ class PrimitiveHooks(Hooks):
         ]
         return _Results(self.door.result_avals(plain), annotations)
 
-    def opaque_call(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+    def opaque_call(self, primitive: Primitive, params: dict[str, Any]) -> OpaqueCall:
         kind = self._kinds.get(primitive, _USERS)
         results = params.get(kind.results)
         if isinstance(results, _Results) and results.opaque is not None:
@@ -177,7 +182,8 @@ class PrimitiveHooks(Hooks):
         names = (*names, primitive.name)
         outer, opaque = self.state.here.outer
         if outer is primitive and opaque.call.name == names[0]:
-            return dataclasses.replace(opaque, annotations=())
+            same: OpaqueCall = dataclasses.replace(opaque, annotations=())
+            return same
         place = self.door.function_place(function)
         module = getattr(function, "__module__", None) or ""
         call = Call(
@@ -189,7 +195,9 @@ class PrimitiveHooks(Hooks):
 
     # Rewrite and check.
 
-    def _bind(self, rest, primitive, trace, args, params):
+    def _bind(
+        self, rest: Rest, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+    ) -> Any:
         opaque, kind = self.opaque_call(primitive, params), self._kinds[primitive]
         if not opaque.active(self.state):
             return rest(primitive, trace, args, params)
@@ -213,7 +221,15 @@ class PrimitiveHooks(Hooks):
         """Return the parameters of a call that is bound where avals carry no types."""
         return params
 
-    def _ruled(self, kind: _Kind, opaque: OpaqueCall, primitive, trace, args, params):
+    def _ruled(
+        self,
+        kind: _Kind,
+        opaque: OpaqueCall,
+        primitive: Primitive,
+        trace: Trace,
+        args: Sequence[Any],
+        params: Params,
+    ) -> Any:
         results = params.get(kind.results)
         avals = [self.door.typeof(x) for x in args]
         may_answer = self._may_answer(opaque)
@@ -238,8 +254,8 @@ class PrimitiveHooks(Hooks):
             params = {**params, kind.results: _Results(outputs, opaque=opaque)}
         return args, params
 
-    def _typed(self, primitive: Any, evaluate: Callable) -> Callable:
-        def abstract_eval(*avals, **params):
+    def _typed(self, primitive: Primitive, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def abstract_eval(*avals: Any, **params: Any) -> Any:
             answer = evaluate(*avals, **params)
             if not (isinstance(answer, tuple) and len(answer) == 2):
                 return answer  # leave the mismatch to JAX
@@ -260,7 +276,7 @@ class PrimitiveHooks(Hooks):
 
         return abstract_eval
 
-    def _is_wide(self, avals, outputs) -> bool:
+    def _is_wide(self, avals: Sequence[Any], outputs: Any) -> bool:
         """Whether the results vary as those of a kernel that doesn't communicate would."""
         types = self.door.axis_types(outputs)
         axes = union(self.door.axis_types(avals))
@@ -280,7 +296,7 @@ class PrimitiveHooks(Hooks):
     # parameters are the user's. So another primitive is bound in its place, a carrier, whose rules
     # are the user's own, run under the scope.
 
-    def _carrier(self, primitive: Any, scope: Scope) -> Any:
+    def _carrier(self, primitive: Primitive, scope: Scope) -> Any:
         overlays = tuple(overlay.entries for overlay in scope.overlays)
         key = (primitive, overlays, scope.binding, scope.policy, scope.active, scope.prove)
         with self.state.lock:
@@ -298,7 +314,7 @@ class PrimitiveHooks(Hooks):
             self._complete(carrier, primitive, scope)
         return carrier
 
-    def _complete(self, carrier: Any, primitive: Any, scope: Scope) -> None:
+    def _complete(self, carrier: Any, primitive: Primitive, scope: Scope) -> None:
         for name in _TABLES:
             for table in list(vars(importlib.import_module(name)).values()):
                 if isinstance(table, dict) and primitive in table and carrier not in table:
@@ -311,7 +327,7 @@ class PrimitiveHooks(Hooks):
 
     def _scoped(self, rule: Any, scope: Scope) -> Any:
         @functools.wraps(rule)
-        def run(*args, **params):
+        def run(*args: Any, **params: Any) -> Any:
             here = self.state.scope  # current observers stay
             lent = dataclasses.replace(scope, claims=here.claims, notes=here.notes)
             with self.state.enter(lent):

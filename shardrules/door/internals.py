@@ -132,10 +132,10 @@ class Door:
             changes["sharding"] = aval.sharding.update(spec=spec)
         return aval.update(**changes)
 
-    def cotangent_type(self, primal: Any) -> AxisType:
+    def cotangent_type(self, primal: Aval) -> AxisType:
         return self.axis_type(self.cotangent_aval(primal))
 
-    def cotangent_aval(self, primal: Any) -> Any:
+    def cotangent_aval(self, primal: Aval) -> Any:
         for name in ("to_ct_aval", "to_cotangent_aval", "to_tangent_aval"):
             if hasattr(primal, name):
                 return getattr(primal, name)()
@@ -336,7 +336,7 @@ class Door:
 
         return jaxpr, constants, put
 
-    def jaxpr_of(self, function: Any, avals: Sequence[Any]) -> Any:
+    def jaxpr_of(self, function: Any, avals: Sequence[Aval]) -> Any:
         """Return the jaxpr of a function from arrays of these types to a list."""
         import jax
 

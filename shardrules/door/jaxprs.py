@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
-from shardrules.door.protocols import Aval, ClosedJaxpr, Eqn, Jaxpr
+from shardrules.door.protocols import Aval, ClosedJaxpr, Eqn, Jaxpr, Params, Var
 from shardrules.registry.axistypes import AxisType
 
 # Casts, by the state that they cast to; all of them name mesh axes and move nothing along them.
@@ -74,7 +74,7 @@ def gained(types: Iterable[AxisType], before: Iterable[AxisType]) -> frozenset[s
     return frozenset().union(*(new.varying - old.varying for new, old in zip(types, before)))
 
 
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+def scan_counts(params: Params) -> tuple[int, int]:
     if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
         constants, carry, _ = map(len, params["ft_in"].unpack())
         return constants, carry
@@ -106,7 +106,7 @@ def is_inexact(aval: object) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
-def read(env: dict[Any, Any], atom: Any) -> Any:
+def read(env: dict[Any, Any], atom: Var) -> Any:
     """Return what a variable has become; a literal stays."""
     return atom if hasattr(atom, "val") else env.get(atom, atom)
 
@@ -133,7 +133,7 @@ def callable_of(function: Any) -> Callable[..., Any]:
     return called
 
 
-def named_axes(params: dict[str, Any]) -> frozenset[str]:
+def named_axes(params: Params) -> frozenset[str]:
     """Return the mesh axes that a cast's or a collective's parameters name."""
     named: set[str] = set()
     for key in ("axes", "axis_name", "axis", "collective_axes"):
@@ -143,7 +143,7 @@ def named_axes(params: dict[str, Any]) -> frozenset[str]:
     return frozenset(named)
 
 
-def inner_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
+def inner_jaxprs(params: Params) -> Iterator[Jaxpr]:
     for value in params.values():
         for entry in value if isinstance(value, (tuple, list)) else (value,):
             if (inner := opened(entry)) is not None:
@@ -169,7 +169,7 @@ def is_in(eqn: Eqn, scope: str) -> bool:
     return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)
 
 
-def kernel_name(params: dict[str, Any]) -> tuple[str, str]:
+def kernel_name(params: Params) -> tuple[str, str]:
     """Return the name and ``file:line`` of a Pallas kernel."""
     jaxpr = params["jaxpr"] if "jaxpr" in params else params["jaxprs"][0]
     info = getattr(jaxpr, "debug_info", None)

@@ -22,6 +22,14 @@ class Aval(Protocol):
     def __hash__(self) -> int: ...
 
 
+class Var(Protocol):
+    """A variable of a jaxpr, or a literal, which has a ``val``."""
+
+    aval: Any
+
+    def __hash__(self) -> int: ...
+
+
 class Primitive(Protocol):
     """An operation; JAX keeps one object for each."""
 
@@ -38,8 +46,8 @@ class Eqn(Protocol):
     """An equation of a jaxpr."""
 
     primitive: Primitive
-    invars: Sequence[Any]  # variables and literals
-    outvars: Sequence[Any]  # variables
+    invars: Sequence[Var]
+    outvars: Sequence[Var]
     params: dict[str, Any]
     effects: Any
     source_info: Any
@@ -52,9 +60,9 @@ class Jaxpr(Protocol):
     """A jaxpr without the values of its constants."""
 
     eqns: Sequence[Eqn]
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    constvars: Sequence[Any]
+    invars: Sequence[Var]
+    outvars: Sequence[Var]
+    constvars: Sequence[Var]
     effects: Any
     debug_info: Any
 
@@ -66,8 +74,8 @@ class ClosedJaxpr(Protocol):
 
     jaxpr: Jaxpr
     consts: Sequence[Any]
-    in_avals: Sequence[Any]
-    out_avals: Sequence[Any]
+    in_avals: Sequence[Aval]
+    out_avals: Sequence[Aval]
     effects: Any
 
     def replace(self, **changes: Any) -> ClosedJaxpr: ...

@@ -51,16 +51,16 @@ def bodies() -> Iterator[Body]:
         lambda kept, g: (kernel(g, kept[1]), kernel(g, kept[0])),
     )
 
-    def scan(x: Any, w: Any) -> Any:
+    def scan(x: jax.Array, w: jax.Array) -> Any:
         return lax.scan(lambda c, _: (c + x * w, None), jnp.zeros(x.shape), length=2)[0]
 
-    def cond(x: Any, w: Any) -> Any:
+    def cond(x: jax.Array, w: jax.Array) -> Any:
         return lax.cond(x.sum() > 0, lambda w: w * 2, lambda w: w * 3, w)
 
-    def replayed(x: Any, w: Any) -> Any:
+    def replayed(x: jax.Array, w: jax.Array) -> Any:
         return core.jaxpr_as_fun(jax.make_jaxpr(lambda y: y * w)(w))(x)[0]
 
-    def stored(x: Any, w: Any) -> Any:
+    def stored(x: jax.Array, w: jax.Array) -> Any:
         def store(ref: Any) -> None:
             ref[...] = x
 
@@ -109,7 +109,7 @@ def _difference(body: Body) -> str:
     door = internals.load()
     results: list[frozenset[str]] = []
 
-    def traced(x: Any, w: Any) -> Any:
+    def traced(x: jax.Array, w: jax.Array) -> Any:
         result = body.function(x, w)
         results.append(door.axis_type(door.typeof(result)).varying)
         return result

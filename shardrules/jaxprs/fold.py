@@ -27,7 +27,7 @@ from shardrules.door.jaxprs import (
     opened,
     scan_counts,
 )
-from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.errors import ShardrulesError
 
 V = TypeVar("V")
@@ -60,7 +60,7 @@ class Fold(Generic[V]):
         """Return the value of a constant that stands in the jaxpr."""
         raise NotImplementedError
 
-    def constant(self, var: Any) -> V:
+    def constant(self, var: Var) -> V:
         """Return the value of a constant that the jaxpr closes over."""
         raise NotImplementedError
 
@@ -120,7 +120,7 @@ class Fold(Generic[V]):
         if consts:
             env.update(zip(jaxpr.constvars, consts))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Var) -> Any:
             if hasattr(atom, "val"):
                 return self.literal(atom.val)
             value = env.get(atom, _UNSEEN)

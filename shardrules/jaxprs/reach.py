@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardrules.door.protocols import Eqn
+from shardrules.door.protocols import Eqn, Var
 from shardrules.jaxprs.fold import Fold
 
 
@@ -17,7 +17,7 @@ class Reach(Fold[bool]):
     def literal(self, value: Any) -> bool:
         return False
 
-    def constant(self, var: Any) -> bool:
+    def constant(self, var: Var) -> bool:
         return False
 
     def join(self, values: Iterable[bool]) -> bool:

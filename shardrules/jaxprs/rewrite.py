@@ -10,7 +10,7 @@ import jax
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import opened, read, renamed_effects, variable
-from shardrules.door.protocols import Aval, Eqn, Jaxpr
+from shardrules.door.protocols import Aval, Eqn, Jaxpr, Var
 from shardrules.registry.axistypes import AxisType
 
 
@@ -23,12 +23,12 @@ class Rewrite:
         self.env: dict[Any, Any] = {}
         self.eqns: list[Eqn] = []
 
-    def renew(self, var: Any, aval: Aval) -> Any:
+    def renew(self, var: Var, aval: Aval) -> Any:
         """Return a variable for this aval that takes the place of ``var``."""
         self.env[var] = variable(var, aval)
         return self.env[var]
 
-    def inline(self, jaxpr: Jaxpr, atoms: Sequence[Any], **changes: Any) -> list[Any]:
+    def inline(self, jaxpr: Jaxpr, atoms: Sequence[Var], **changes: Any) -> list[Any]:
         """Append another jaxpr's equations, for these operands; return what it returns."""
         eqns, results = inlined(jaxpr, atoms, **changes)
         self.eqns += eqns
@@ -52,7 +52,7 @@ class Rewrite:
         return new if inner is self.jaxpr else self.jaxpr.replace(jaxpr=new)
 
 
-def inlined(jaxpr: Jaxpr, atoms: Sequence[Any], **changes: Any) -> tuple[list[Eqn], list[Any]]:
+def inlined(jaxpr: Jaxpr, atoms: Sequence[Var], **changes: Any) -> tuple[list[Eqn], list[Any]]:
     """Return a jaxpr's equations for these operands, and what they return."""
     env = dict(zip(jaxpr.invars, atoms))
     eqns = [eqn.replace(invars=[read(env, v) for v in eqn.invars], **changes) for eqn in jaxpr.eqns]
@@ -68,7 +68,7 @@ def split(jaxpr: Jaxpr, taken: Callable[[Eqn], bool]) -> tuple[list[Eqn], Jaxpr]
 
 
 def cast_atoms(
-    door: Door, atoms: Sequence[Any], wants: Sequence[AxisType], scope: str = "", **changes: Any
+    door: Door, atoms: Sequence[Var], wants: Sequence[AxisType], scope: str = "", **changes: Any
 ) -> tuple[list[Eqn], list[Any]]:
     """Return equations that cast a jaxpr's atoms to these types, and the atoms then."""
     wide = [

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardrules.door import internals
 from shardrules.door.jaxprs import kernel_name
-from shardrules.door.protocols import Jaxpr
+from shardrules.door.protocols import Jaxpr, Params
 from shardrules.pallas.actions import ACTIONS
 from shardrules.pallas.walk import Blocker, Walk, mesh_axes, semaphore_dtype
 from shardrules.registry.table import PROVEN
@@ -37,7 +37,7 @@ class Audit:
         return "not proven:\n  " + "\n  ".join(map(str, self.blockers)) if self.blockers else PROVEN
 
 
-def prove(primitive: str, params: dict[str, Any], operand_count: int) -> Audit | None:
+def prove(primitive: str, params: Params, operand_count: int) -> Audit | None:
     """Audit each kernel of a call; None if it holds none that can be read in this JAX."""
     mapping: Any = params.get("grid_mapping")
     if primitive == "pallas_call" and hasattr(mapping, "num_inputs"):  # not on JAX 0.4.28

@@ -22,7 +22,7 @@ import jax
 from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
-from shardrules.door.protocols import Aval, Eqn, Jaxpr
+from shardrules.door.protocols import Aval, Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.linearity import precision, rounded_to, strings
 from shardrules.hooks.cotangents.steps import why_not_linear
 from shardrules.hooks.notes import PlacedCast
@@ -188,7 +188,7 @@ class Graph(Fold["Value | None"]):
                 casts.append(cast)
         return casts
 
-    def _value(self, where: Where, var: Any, at: str = "") -> Value:
+    def _value(self, where: Where, var: Var, at: str = "") -> Value:
         aval, is_ref = var.aval, self.is_ref(var)
         runs, castable = self._around[where]
         if not self.door.can_cast(aval) and not is_ref:
@@ -216,7 +216,7 @@ class Graph(Fold["Value | None"]):
     def literal(self, value: Any) -> None:
         return None
 
-    def constant(self, var: Any) -> None:
+    def constant(self, var: Var) -> None:
         return None
 
     def equation(self, eqn: Eqn, operands: list[Value | None]) -> Sequence[Value | None]:
@@ -227,7 +227,7 @@ class Graph(Fold["Value | None"]):
         self._equation(eqn, (*self._where, id(eqn)), operands)
         return [self._read(self._where, var) for var in eqn.outvars]
 
-    def _read(self, where: Where, atom: Any) -> Value | None:
+    def _read(self, where: Where, atom: Var) -> Value | None:
         return None if hasattr(atom, "val") else self.values.get((where, atom))
 
     def _equation(self, eqn: Eqn, inside: Where, inputs: list[Any]) -> None:
@@ -245,7 +245,7 @@ class Graph(Fold["Value | None"]):
             ]
 
         def walk(
-            inner: Jaxpr, place: Where, inputs: Values, atoms: Sequence[Any], castable: bool
+            inner: Jaxpr, place: Where, inputs: Values, atoms: Sequence[Var], castable: bool
         ) -> list[Value | None]:
             ends = self._walk(inner, place, [v is not None for v in inputs], runs, castable)
             self._join(inputs, [self._read(place, var) for var in inner.invars], atoms)
@@ -281,7 +281,7 @@ class Graph(Fold["Value | None"]):
         else:
             self._operation(eqn, inside, inputs, results([True] * len(eqn.outvars)))
 
-    def _join(self, givers: Values, takers: Values, atoms: Sequence[Any]) -> None:
+    def _join(self, givers: Values, takers: Values, atoms: Sequence[Var]) -> None:
         """Add steps from givers to takers; a taker of a residual varies as the residual does."""
         for giver, taker, atom in zip(givers, takers, atoms):
             if taker is not None and giver is not None:
@@ -464,7 +464,7 @@ class Graph(Fold["Value | None"]):
             residual = Residual(self._axes(atom), bytes_of(atom.aval) * runs)
             self.residuals.setdefault((where, atom), residual).steps.append(step)
 
-    def is_ref(self, atom: Any) -> bool:
+    def is_ref(self, atom: Var) -> bool:
         return isinstance(atom.aval, self.door.AbstractRef)
 
     def _axes(self, *atoms: Any) -> Axes:

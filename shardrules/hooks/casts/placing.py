@@ -16,7 +16,7 @@ from typing import Any
 from shardrules.door import watching
 from shardrules.door.jaxprs import is_differentiated
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.casts.cheapest import (
     Cost,
     cast_at,
@@ -261,7 +261,7 @@ class CastHooks(Hooks):
             axes |= gradient_sums(sliced) - moved.summed.get(i, NONE)
         return axes
 
-    def _varying(self, atoms: Sequence[Any]) -> Axes:
+    def _varying(self, atoms: Sequence[Var]) -> Axes:
         return NONE.union(*(self.door.axis_type(atom.aval).varying for atom in atoms))
 
 
@@ -270,13 +270,13 @@ class _TracedBwd:
 
     def __init__(self, hooks: CastHooks, eqn: Eqn, residuals: Axes, cotangents: Axes = NONE):
         door, count = hooks.door, eqn.params["num_res"]
-        avals = [(atom.aval, residuals) for atom in eqn.invars[:count]]
-        avals += [(door.cotangent_aval(var.aval), cotangents) for var in eqn.outvars]
+        wanted = [(atom.aval, residuals) for atom in eqn.invars[:count]]
+        wanted += [(door.cotangent_aval(var.aval), cotangents) for var in eqn.outvars]
         avals = [
             door.with_axis_type(aval, door.axis_type(aval).vary(*axes))
             if door.can_cast(aval)
             else aval
-            for aval, axes in avals
+            for aval, axes in wanted
         ]
         self.zeros: list[bool] = []  # of each cotangent that bwd returns
 

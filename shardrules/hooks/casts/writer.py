@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from shardrules.door.jaxprs import CALLS, name_of, opened, read, renamed_effects, scan_counts
-from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.casts.cuts import Labels
 from shardrules.hooks.casts.linear import IDENTITIES, Axes, Graph, Step, Unplaceable, Value, Where
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
@@ -78,16 +78,16 @@ class Body:
         self.new = Rewrite(jaxpr)
         self.cast: dict[tuple[Any, Axes], Any] = {}
 
-    def value(self, atom: Any) -> Value | None:
+    def value(self, atom: Var) -> Value | None:
         return None if hasattr(atom, "val") else self.graph.values.get((self.where, atom))
 
-    def renew(self, var: Any) -> Any:
+    def renew(self, var: Var) -> Any:
         value = self.value(var)
         if value is None or self.writer.aval(value) is var.aval:
             return var
         return self.new.renew(var, self.writer.aval(value))
 
-    def read(self, atom: Any, want: Axes | None, source: Any) -> Any:
+    def read(self, atom: Var, want: Axes | None, source: Any) -> Any:
         """Return an atom that varies over ``want``; None means no particular type."""
         # A tangent is cast once, to all the axes that any use needs. A use that needs fewer axes
         # un-casts the result, so that all cotangents share one psum.
@@ -106,13 +106,13 @@ class Body:
             self.cast[atom, want] = self._cast(now, want, source)
         return self.cast[atom, want]
 
-    def _cast(self, atom: Any, want: Axes, source: Any) -> Any:
+    def _cast(self, atom: Var, want: Axes, source: Any) -> Any:
         """Append equations that cast an atom, or un-cast it."""
         have = self.door.axis_type(atom.aval)
         wide = have.vary(*want)
         order = tuple(a for a in self.door.manual_axes() if a in wide.varying - want)
 
-        def cast(x: Any) -> Any:
+        def cast(x: jax.Array) -> jax.Array:
             x = self.door.cast(x, wide)
             return uncast(x, order) if order else x
 
@@ -146,11 +146,11 @@ class Body:
         else:
             self._operation(eqn, self.graph.at[inside])
 
-    def _made(self, var: Any) -> Axes | None:
+    def _made(self, var: Var) -> Axes | None:
         value = self.value(var)
         return None if value is None else self.labels[value]
 
-    def _aval(self, var: Any) -> Any:
+    def _aval(self, var: Var) -> Any:
         value = self.value(var)
         return var.aval if value is None else self.writer.aval(value)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardrules.door.jaxprs import CASTS
-from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 
 Number = Callable[[Any], "float | None"]  # from an atom to the number that all its elements hold
 # From a jaxpr's variables to the equation that makes each, and to those that use it.
@@ -68,7 +68,7 @@ def size_ratio(eqn: Eqn) -> float:
     return ratio
 
 
-def maker_of(made: Makers, atom: Any) -> Any:
+def maker_of(made: Makers, atom: Var) -> Any:
     """Return the equation that computed an atom's values, before reshapes; None for an input."""
     while not hasattr(atom, "val"):
         eqn = made.get(atom)

@@ -21,7 +21,7 @@ from shardrules.door.jaxprs import (
     name_of,
     opened,
 )
-from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.door.protocols import Eqn, Jaxpr, Params, Var
 from shardrules.jaxprs.fold import Cell, Fold, TooLong
 from shardrules.jaxprs.walk import equations
 
@@ -101,7 +101,7 @@ class _Linearity(Fold[str]):
     def literal(self, value: Any) -> str:
         return _ZERO if getattr(value, "size", 1) == 1 and value == 0 else _FIXED
 
-    def constant(self, var: Any) -> str:
+    def constant(self, var: Var) -> str:
         return _FIXED
 
     def join(self, values: Iterable[str]) -> str:
@@ -264,7 +264,7 @@ def _selected(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     return fold.join(given[1:]) if given[0] in _KNOWN else _UNKNOWN
 
 
-def strings(params: dict[str, Any]) -> frozenset[str]:
+def strings(params: Params) -> frozenset[str]:
     """Return all strings in an equation's parameters, which include its mesh axes."""
     names: set[str] = set()
     queue = list(params.values())

@@ -26,7 +26,7 @@ from shardrules.door.jaxprs import (
     is_transposed,
     named_axes,
 )
-from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.divisors import (
     SAME_VALUES,
     divided_by,
@@ -202,7 +202,7 @@ class Origins(Fold[Origin]):
     def literal(self, value: Any) -> Origin:
         return _literal(value)
 
-    def constant(self, var: Any) -> Origin:
+    def constant(self, var: Var) -> Origin:
         axes = self.door.axes_of(var.aval)
         return Origin(axes=self.mesh_axes if axes is None else axes)
 
@@ -263,7 +263,7 @@ class Origins(Fold[Origin]):
             return
         made, used = makers(jaxpr), uses(jaxpr)
 
-        def number(atom: Any) -> float | None:
+        def number(atom: Var) -> float | None:
             return self.content(read(atom)).number
 
         for key, eqn, i in noted:

@@ -16,7 +16,7 @@ import jax
 from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, CASTS, NEW_REFS, SUMS, is_inexact, name_of, opened
-from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.linearity import is_less, linearity, precision, rounded_to
 from shardrules.hooks.retyping.retyping import transposed_by_jax
 from shardrules.hooks.types.identities import MARK
@@ -98,7 +98,7 @@ class Shares(Reach):
             return super().equation(eqn, operands)
         return self.one_step(eqn, operands, bool(tangents))
 
-    def _varying(self, atoms: Sequence[Any]) -> frozenset[str]:
+    def _varying(self, atoms: Sequence[Var]) -> frozenset[str]:
         types = [self.door.axis_type(atom.aval).varying for atom in atoms]
         return frozenset().union(*types) & self._every
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.door.jaxprs import scan_counts
-from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.errors import ShardrulesError
 from shardrules.jaxprs.fold import Fold
 from shardrules.jaxprs.walk import makers
@@ -96,7 +96,7 @@ class _Names(Fold[_Copied]):
     def literal(self, value: Any) -> _Copied:
         return _NONE
 
-    def constant(self, var: Any) -> _Copied:
+    def constant(self, var: Var) -> _Copied:
         return _NONE
 
     def join(self, values: Iterable[_Copied]) -> _Copied:

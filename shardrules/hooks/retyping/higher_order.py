@@ -58,7 +58,7 @@ class Retyped(NamedTuple):
 class HigherOrderOp:
     """A call of jaxprs, which were traced with operands of the types ``traced``."""
 
-    def __init__(self, retyping: Any, params: dict[str, Any], traced: Sequence[AxisType]):
+    def __init__(self, retyping: Any, params: Params, traced: Sequence[AxisType]):
         self.retyping = retyping
         self.door = retyping.door
         self.params = params
@@ -66,7 +66,7 @@ class HigherOrderOp:
 
     @staticmethod
     def of(
-        retyping: Any, primitive: Primitive, params: dict[str, Any], avals: Sequence[Any]
+        retyping: Any, primitive: Primitive, params: Params, avals: Sequence[Any]
     ) -> HigherOrderOp | None:
         """Return the call; None if it calls no jaxpr, or calls one with other values."""
         door = retyping.door
@@ -317,7 +317,7 @@ def _missing(door: Any, over: frozenset[str], avals: Iterable[Any]) -> bool:
     return any(over - axis_type.varying - axis_type.unreduced for axis_type in types)
 
 
-def _takes_operands(door: Any, variables: Sequence[Any], avals: Sequence[Any]) -> bool:
+def _takes_operands(door: Any, variables: Sequence[Any], avals: Sequence[Aval]) -> bool:
     """Whether a jaxpr takes the operands of its call as they are."""
 
     def form(aval: Aval) -> Any:

@@ -29,7 +29,7 @@ from shardrules.door.jaxprs import (
     widened,
 )
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Jaxpr, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, Jaxpr, Params, Primitive, Rest, Trace
 from shardrules.hooks.retyping.divergent import Divergent
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
@@ -152,7 +152,7 @@ class ReplayHooks(Hooks):
 
         return property(manager)
 
-    def _evaluator(self, original: Callable[..., Any]) -> Any:
+    def _evaluator(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any, **options: Any) -> Any:
             if self.acts:
@@ -193,7 +193,7 @@ class ReplayHooks(Hooks):
         return retyped.operands, retyped.changes
 
     def _decides(
-        self, primitive: Primitive, avals: Sequence[Any], params: Params
+        self, primitive: Primitive, avals: Sequence[Aval], params: Params
     ) -> tuple[str | None, frozenset[str]]:
         """Return what devices decide differently here, if anything, and along which axes."""
         door = self.door
@@ -251,7 +251,7 @@ class _Replayed:
         return self.retyping.run_bwd(self.bwd, self.axes, False, *args)
 
 
-def _as_traced(jaxpr: Any, avals: Sequence[Any]) -> bool:
+def _as_traced(jaxpr: Any, avals: Sequence[Aval]) -> bool:
     """Whether a jaxpr is called with the avals that it was traced with, as jit mostly is."""
     jaxpr = opened(jaxpr)
     if jaxpr is None or len(jaxpr.invars) != len(avals):

@@ -30,7 +30,7 @@ from shardrules.door.jaxprs import (
     union,
     widened,
 )
-from shardrules.door.protocols import Eqn, Jaxpr, Primitive
+from shardrules.door.protocols import Aval, Eqn, Jaxpr, Primitive, Var
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.state import Hooks, State
@@ -95,7 +95,7 @@ class Retyping(Hooks):
             replayed[key] = None if new is jaxpr else new  # else the value would keep its key alive
         return jaxpr if replayed[key] is None else replayed[key]
 
-    def check_gradients(self, jaxpr: Jaxpr, variables: Any, avals: Any) -> None:
+    def check_gradients(self, jaxpr: Jaxpr, variables: Any, avals: Sequence[Aval]) -> None:
         """Raise AxisError if a jaxpr sums a gradient over axes that an input gained."""
         # The gradient of what is invariant is summed over the devices; of what varies, each has its
         # own. The jaxpr doesn't say which psum belongs to which of its inputs.
@@ -117,7 +117,7 @@ class Retyping(Hooks):
                 why=why,
             )
 
-    def _retraced(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
+    def _retraced(self, jaxpr: Any, avals: Sequence[Aval]) -> Any:
         run = functools.partial(jax.core.eval_jaxpr, opened(jaxpr), getattr(jaxpr, "consts", ()))
         new = jax.make_jaxpr(run)(*avals)
         return new if isinstance(new, type(jaxpr)) else new.jaxpr  # it had no constants
@@ -148,7 +148,7 @@ class Retyping(Hooks):
         new.each(write)
         return new.finish(invars, [read(env, atom) for atom in inner.outvars])
 
-    def retype_variable(self, var: Any, axis_type: AxisType, new: Rewrite) -> Any:
+    def retype_variable(self, var: Var, axis_type: AxisType, new: Rewrite) -> Any:
         """Return a variable of this type in the new jaxpr, in the place of ``var``."""
         has_type = self.door.can_cast(var.aval) or isinstance(var.aval, self.door.AbstractRef)
         if not has_type or self.door.axis_type(var.aval) == axis_type:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.tree_util import SequenceKey, tree_leaves
@@ -71,7 +71,7 @@ class SetVjpHooks(CustomVjpHooks):
 
 
 class SetPrimitiveHooks(PrimitiveHooks):
-    def unchecked(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+    def unchecked(self, opaque: OpaqueCall, params: Params) -> dict[str, Any]:
         """Return parameters that carry the OpaqueCall: the check reads it outside the scope."""
         return params if opaque.registration is None else self.carrying(opaque, params)
 
@@ -254,7 +254,7 @@ class SetHooks(Hooks):
         primitive: Primitive,
         mesh: Mesh,
         in_rep: Any,
-        avals: Any,
+        avals: Sequence[Aval] | None,
         params: Params,
     ) -> Resolution:
         types = tuple(_type(mesh, rep) for rep in in_rep)
@@ -273,7 +273,9 @@ class SetHooks(Hooks):
             )
         return resolution
 
-    def _output_count(self, primitive: Primitive, avals: Any, params: Params) -> int:
+    def _output_count(
+        self, primitive: Primitive, avals: Sequence[Aval] | None, params: Params
+    ) -> int:
         for key in ("out_avals", "out_shapes", "result_avals"):
             if key in params:
                 return len(params[key])

@@ -16,7 +16,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import inner_jaxprs
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, Params, Primitive, Rest, Trace
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.lowering import lower as lower_opaque
 from shardrules.hooks.types.laws import DEFAULT, HIJAX, ROWS, USERS, Row
@@ -131,14 +131,14 @@ class Funnel(Hooks):
     def declare(self, primitive: Primitive, law: Law) -> None:
         self._declared[primitive] = law
 
-    def opaque_call_of(self, primitive: Primitive, params: dict[str, Any]) -> Any:
+    def opaque_call_of(self, primitive: Primitive, params: Params) -> Any:
         """Return the OpaqueCall of an equation, or None."""
         opaque_call_of = self.law_of(primitive).opaque_call_of
         return None if opaque_call_of is None else opaque_call_of(params)
 
     # Binding.
 
-    def _binder(self, original: Callable[..., Any]) -> Any:
+    def _binder(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # Every equation that JAX traces goes through here, those of kernels too, where the check
         # is off: what asks little comes first, and the parameters are those of this JAX, since
         # passing on any takes twice as long as the rest.
@@ -150,7 +150,7 @@ class Funnel(Hooks):
             self: Primitive,
             trace: Trace,
             args: Sequence[Any],
-            avals: Sequence[Any],
+            avals: Sequence[Aval],
             params: Params,
             /,
         ) -> Any:  # JAX 0.9 to 0.12
@@ -213,7 +213,7 @@ class Funnel(Hooks):
 
     # Lowering.
 
-    def _lower(self, original: Callable[..., Any]) -> Any:
+    def _lower(self, original: Callable[..., Any]) -> Callable[..., Any]:
         here, tagged_by = self.state.here, self._tagged
 
         @functools.wraps(original)

@@ -30,19 +30,19 @@ MARK = "place_casts"
 _CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
 
 
-def uncast(x: Any, axes: tuple[str, ...]) -> Any:
+def uncast(x: jax.Array, axes: tuple[str, ...]) -> Any:
     """Type ``x`` as invariant over ``axes``, along which its values are equal."""
     return _UNCAST.bind(x, axes=axes)
 
 
-def retype_varying(x: Any, axes: tuple[str, ...]) -> Any:
+def retype_varying(x: jax.Array, axes: tuple[str, ...]) -> Any:
     """Type ``x`` as varying over ``axes``, along which its values differ."""
     # A cast's transpose would sum the devices' different values. So this is not a cast, and its
     # transpose raises.
     return _RETYPED.bind(x, axes=axes)
 
 
-def mark(x: Any) -> Any:
+def mark(x: jax.Array) -> Any:
     """Return ``x``, marked so that casts are placed in the linear program of its tangent."""
     return _MARKED.bind(x)
 

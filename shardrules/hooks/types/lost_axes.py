@@ -100,10 +100,12 @@ class LostAxesHooks(Hooks):
             for argument in evaluate.args
         )
 
-    def _typed(self, primitive: Primitive, row: Row, evaluate: Callable[..., Any]) -> Any:
+    def _typed(
+        self, primitive: Primitive, row: Row, evaluate: Callable[..., Any]
+    ) -> Callable[..., Any]:
         several, name = primitive.multiple_results, primitive.name
 
-        def abstract_eval(*avals: Any, **params: Any) -> Any:
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             answer = evaluate(*avals, **params)
             if not self.acts:
                 return answer
@@ -115,7 +117,7 @@ class LostAxesHooks(Hooks):
         return abstract_eval
 
     def _kept(
-        self, name: str, row: Row, avals: Sequence[Any], outputs: Sequence[Any], params: Params
+        self, name: str, row: Row, avals: Sequence[Aval], outputs: Sequence[Any], params: Params
     ) -> Sequence[Any]:
         """Return the outputs' avals, widened to what the law says."""
         door = self.door
@@ -138,7 +140,7 @@ class LostAxesHooks(Hooks):
             for aval, have, need in zip(outputs, types, needs)
         ]
 
-    def _added(self, row: Row, params: dict[str, Any]) -> frozenset[str]:
+    def _added(self, row: Row, params: Params) -> frozenset[str]:
         if row.draws:
             return frozenset(self.door.manual_axes())
         if row.adds or params.get("axis_index_groups") is not None:
@@ -146,7 +148,7 @@ class LostAxesHooks(Hooks):
         return frozenset()
 
     def _cast(
-        self, row: Row, trace: Trace, args: Sequence[Any], avals: Sequence[Any], params: Params
+        self, row: Row, trace: Trace, args: Sequence[Any], avals: Sequence[Aval], params: Params
     ) -> Any:
         """Cast operands to their join; the transpose of the cast sums the gradient."""
         if len(args) < 2:  # of one operand the type is its own
@@ -255,7 +257,7 @@ class HijaxHooks(Hooks):
         return results
 
 
-def hijax_object(door: Door, primitive: Primitive, params: dict[str, Any]) -> Any:
+def hijax_object(door: Door, primitive: Primitive, params: Params) -> Any:
     """Return the object that the user made; None for another primitive."""
     if isinstance(primitive, door.HiPrimitive or ()):  # JAX 0.11 and older
         return primitive
@@ -275,9 +277,7 @@ def is_typed_by_hand(called: Any) -> bool:
     return is_jaxs(called) and ".numpy." in type(called).__module__
 
 
-def typed_alike(
-    door: Door, params: dict[str, Any], called: Any, axes: frozenset[str]
-) -> dict[str, Any]:
+def typed_alike(door: Door, params: Params, called: Any, axes: frozenset[str]) -> dict[str, Any]:
     """Return the parameters to change for a call all of whose types vary over ``axes``."""
 
     def lacks(aval: Aval) -> bool:
@@ -296,12 +296,12 @@ def typed_alike(
     return {name: new for name, value in params.items() if value is called}
 
 
-def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:
+def _dropped(row: Row, params: Params) -> frozenset[str]:
     """Return the axes that a collective may drop: all that it names, none within groups."""
     drops = row.drops and params.get("axis_index_groups") is None
     return _named(params) if drops else frozenset()
 
 
-def _named(params: dict[str, Any]) -> frozenset[str]:
+def _named(params: Params) -> frozenset[str]:
     named = params.get("axes", params.get("axis_name", ()))
     return frozenset(named if isinstance(named, (tuple, list)) else (named,))

@@ -16,7 +16,7 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Jaxpr, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, Jaxpr, Params, Primitive, Rest, Trace
 from shardrules.errors import RefError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
@@ -90,7 +90,7 @@ class RefHooks(Hooks):
 
     # Writes.
 
-    def _checking_store(self, evaluate: Callable[..., Any]) -> Any:
+    def _checking_store(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         def abstract_eval(ref: Any, value: Any, *indices: Any, **params: Any) -> Any:
             # Before JAX 0.12 raises: run_state needs the RefError, to grow its types.
             if self.acts:
@@ -103,7 +103,7 @@ class RefHooks(Hooks):
         return abstract_eval
 
     def _cast_stored(
-        self, trace: Trace, args: Sequence[Any], avals: Sequence[Any], params: Params
+        self, trace: Trace, args: Sequence[Any], avals: Sequence[Aval], params: Params
     ) -> Any:
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
         if not self.acts or len(args) < 2 or not self.door.can_cast(avals[1]):
@@ -116,11 +116,11 @@ class RefHooks(Hooks):
 
     # Writes in a branch or loop body happen only where the predicate says so.
 
-    def _control(self, name: str, evaluate: Callable[..., Any]) -> Any:
+    def _control(self, name: str, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Raise RefError if a branch or body writes a ref that varies less than the predicate."""
         which = "that a branch writes" if name == "cond" else "that its body writes"
 
-        def abstract_eval(*avals: Any, **params: Any) -> Any:
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             answer = evaluate(*avals, **params)
             if self.acts:
                 predicate = avals[0] if name == "cond" else params["cond_jaxpr"].out_avals[0]

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, TO_VARYING, inner_jaxprs, is_inexact, named_axes
-from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.errors import AnnotationWarning, RuleError
 from shardrules.hooks.state import State
 from shardrules.hooks.types.calls.opaque import Contradiction, OpaqueCall
@@ -96,7 +96,7 @@ class _Sources(Fold[_Source]):
     def literal(self, value: Any) -> _Source:
         return None
 
-    def constant(self, var: Any) -> _Source:
+    def constant(self, var: Var) -> _Source:
         return _ELSEWHERE
 
     def join(self, values: Iterable[_Source]) -> _Source:

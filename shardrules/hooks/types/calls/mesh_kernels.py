@@ -19,7 +19,7 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, opened
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
-from shardrules.door.protocols import ClosedJaxpr, Jaxpr, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, ClosedJaxpr, Jaxpr, Params, Primitive, Rest, Trace
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
@@ -33,12 +33,12 @@ from shardrules.registry.binding import Binding, binding_of
 _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
 
 
-def _jaxprs(params: dict[str, Any]) -> Sequence[Any]:
+def _jaxprs(params: Params) -> Sequence[Any]:
     """Return the jaxprs of a mpmd_map, one for each group of cores, or that of a core_map."""
     return params["jaxprs"] if "jaxprs" in params else (params["jaxpr"],)
 
 
-def _out_avals(params: dict[str, Any]) -> Sequence[Any]:
+def _out_avals(params: Params) -> Sequence[Any]:
     return params["out_avals"] if "jaxprs" in params else ()  # a core_map only writes refs
 
 
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
         return tuple(types)
 
 
-def _layout(door: Door, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
+def _layout(door: Door, params: Params, avals: Sequence[Aval]) -> Layout:
     stored = set()
     for jaxpr in _jaxprs(params):
         operands = jaxpr.invars[: len(avals)] if "jaxprs" in params else jaxpr.constvars
@@ -146,7 +146,7 @@ class MeshKernelHooks(Hooks):
 
     def _lower(
         self, lower: Callable[..., Any], closed: ClosedJaxpr, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> Callable[..., Any]:
         lowered = lower(closed, *args, **kwargs)
         self._sources[opened(lowered)] = opened(closed)
         return lowered
@@ -194,7 +194,7 @@ class MeshKernelHooks(Hooks):
 
         return call
 
-    def _custom_vmap(self) -> Any:
+    def _custom_vmap(self) -> Callable[..., Any]:
         original, hooks = self.door.custom_vmap.__call__, self
 
         @functools.wraps(original)
@@ -206,14 +206,14 @@ class MeshKernelHooks(Hooks):
 
     # The kernel of a call.
 
-    def _acts(self, params: dict[str, Any]) -> bool:
+    def _acts(self, params: Params) -> bool:
         if self.state.active:
             return True
         jaxpr = _jaxprs(params)[0]
         kernel = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
         return kernel is not None and kernel.active(self.state)
 
-    def _kernel(self, primitive: Primitive, params: dict[str, Any]) -> OpaqueCall:
+    def _kernel(self, primitive: Primitive, params: Params) -> OpaqueCall:
         jaxpr = _jaxprs(params)[0]
         kernel = self._kernels.get(jaxpr)
         if kernel is None:
@@ -226,21 +226,19 @@ class MeshKernelHooks(Hooks):
         kernel.settle(self.state)
         return kernel
 
-    def _proven(
-        self, primitive: Primitive, params: dict[str, Any], kernel: OpaqueCall
-    ) -> OpaqueCall:
+    def _proven(self, primitive: Primitive, params: Params, kernel: OpaqueCall) -> OpaqueCall:
         """Look for a proof if the kernel is not declared."""
         # Only after a layout was made: Mosaic GPU also binds core_maps inside kernels.
         if kernel.layout is not None:
             prove(kernel, self.state, primitive.name, params, kernel.operand_count or 0)
         return kernel
 
-    def _lay_out(self, kernel: OpaqueCall, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
+    def _lay_out(self, kernel: OpaqueCall, params: Params, avals: Sequence[Aval]) -> Layout:
         layout = _layout(self.door, params, avals)
         kernel.layout, kernel.operand_count = layout, len(avals)
         return layout
 
-    def _described(self, primitive: Primitive, params: dict[str, Any]) -> OpaqueCall:
+    def _described(self, primitive: Primitive, params: Params) -> OpaqueCall:
         functions = [self._origin(jaxpr)[1] for jaxpr in _jaxprs(params)]
         name, place = kernel_name(params)
         inner = innermost(functions[0])
@@ -282,8 +280,8 @@ class MeshKernelHooks(Hooks):
         note_results(self.state, kernel, results)
         return results
 
-    def _typed(self, primitive: Primitive, evaluate: Callable[..., Any]) -> Any:
-        def abstract_eval(*avals: Any, **params: Any) -> Any:
+    def _typed(self, primitive: Primitive, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             if not self._acts(params):
                 return evaluate(*avals, **params)
             # JAX 0.11 and 0.12 refuse every ref that varies, so the hooks check the writes here.
@@ -308,9 +306,7 @@ class MeshKernelHooks(Hooks):
 
         return abstract_eval
 
-    def _resolve(
-        self, primitive: Primitive, params: dict[str, Any], kernel: OpaqueCall, avals: Any
-    ) -> Any:
+    def _resolve(self, primitive: Primitive, params: Params, kernel: OpaqueCall, avals: Any) -> Any:
         """Return the rule's answer, and the types of the returned arrays."""
         layout, inputs = self._proven(primitive, params, kernel).layout, self.door.axis_types(avals)
         resolution = resolve(self.door, self.state, kernel, inputs, layout.answer_count)

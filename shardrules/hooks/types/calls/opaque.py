@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
+from shardrules.door.protocols import Aval
 from shardrules.errors import RuleError, UnknownKernelError
 from shardrules.hooks.state import COLLECT, Scope, State
 from shardrules.registry import suggestions
@@ -87,7 +88,7 @@ class OpaqueCall:
 
 
 def typed(
-    door: Door, opaque: OpaqueCall, avals: Any, types: tuple[AxisType, ...]
+    door: Door, opaque: OpaqueCall, avals: Sequence[Aval], types: tuple[AxisType, ...]
 ) -> tuple[Any, ...]:
     """Return avals with their axis types, widened by wider annotations."""
     if any(opaque.annotations):

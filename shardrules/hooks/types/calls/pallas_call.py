@@ -16,7 +16,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, union
 from shardrules.door.patching import Patches, TellingTuple
-from shardrules.door.protocols import Jaxpr, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, Jaxpr, Params, Primitive, Rest, Trace
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
@@ -64,7 +64,7 @@ class PallasHooks(Hooks):
                     return self.door.convert_out_shape(out_shape)
         return self.door.convert_out_shape(out_shape)
 
-    def _tracer(self, trace: Callable[..., Any]) -> Any:
+    def _tracer(self, trace: Callable[..., Any]) -> Callable[..., Any]:
         door = self.door
 
         @functools.wraps(trace)  # with its signature, which compat checks
@@ -90,7 +90,7 @@ class PallasHooks(Hooks):
 
     # Rewrite and check.
 
-    def kernel_of(self, params: dict[str, Any]) -> OpaqueCall:
+    def kernel_of(self, params: Params) -> OpaqueCall:
         jaxpr = params["jaxpr"]
         kernel = self._kernels.get(jaxpr)
         if kernel is None or not kernel.call.name:
@@ -167,8 +167,8 @@ class PallasHooks(Hooks):
         if not self.state.patched and self.door.checking():
             raise self.state.outlived(f"pallas_call kernel {name!r}")
 
-    def _typed(self, evaluate: Callable[..., Any]) -> Any:
-        def abstract_eval(*avals: Any, **params: Any) -> Any:
+    def _typed(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             outputs, effects = evaluate(*avals, **params)
             if not self.door.checking():
                 return outputs, effects
@@ -188,7 +188,7 @@ class PallasHooks(Hooks):
         return abstract_eval
 
     def _check_refs(
-        self, kernel: OpaqueCall, jaxpr: Jaxpr, avals: Sequence[Any], types: tuple[AxisType, ...]
+        self, kernel: OpaqueCall, jaxpr: Jaxpr, avals: Sequence[Aval], types: tuple[AxisType, ...]
     ) -> None:
         """Raise if a kernel may store varying data into a closed-over ref that varies less."""
         # A rule speaks for the arrays that a kernel returns, not for what it stores.

@@ -19,7 +19,7 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, Params, Primitive, Rest, Trace
 from shardrules.errors import CotangentError
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.hooks.types.calls.annotations import check_annotations
@@ -37,7 +37,7 @@ class _Results(tuple[Any, ...]):
     opaque: OpaqueCall | None
 
     def __new__(
-        cls, avals: Any, annotations: Any = (), opaque: OpaqueCall | None = None
+        cls, avals: Sequence[Aval], annotations: Any = (), opaque: OpaqueCall | None = None
     ) -> _Results:
         results = super().__new__(cls, avals)
         results.annotations, results.opaque = annotations, opaque
@@ -57,7 +57,7 @@ class _Kind(NamedTuple):
     function: str = ""  # the parameter that holds the kernel's function, or empty
     results: str = ""  # the parameter that holds its result avals, or empty
 
-    def read(self, params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    def read(self, params: Params) -> tuple[Any, tuple[str, ...]]:
         """Return the kernel's function, or None, and the names to look up."""
         function = params.get(self.function)
         function = getattr(function, "callback_func", function)  # where JAX wraps a callback
@@ -156,7 +156,7 @@ class PrimitiveHooks(Hooks):
 
     # The OpaqueCall of a call.
 
-    def carrying(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+    def carrying(self, opaque: OpaqueCall, params: Params) -> dict[str, Any]:
         kind = self._kinds.get(opaque.call.target)
         if kind is None or kind.results not in params:
             return params
@@ -173,7 +173,7 @@ class PrimitiveHooks(Hooks):
         ]
         return _Results(self.door.result_avals(plain), annotations)
 
-    def opaque_call(self, primitive: Primitive, params: dict[str, Any]) -> OpaqueCall:
+    def opaque_call(self, primitive: Primitive, params: Params) -> OpaqueCall:
         kind = self._kinds.get(primitive, _USERS)
         results = params.get(kind.results)
         if isinstance(results, _Results) and results.opaque is not None:
@@ -217,7 +217,7 @@ class PrimitiveHooks(Hooks):
                     return type(carrier).bind(carrier, *args, **params)
             return rest(primitive, trace, args, params)
 
-    def unchecked(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+    def unchecked(self, opaque: OpaqueCall, params: Params) -> dict[str, Any]:
         """Return the parameters of a call that is bound where avals carry no types."""
         return params
 
@@ -255,7 +255,7 @@ class PrimitiveHooks(Hooks):
         return args, params
 
     def _typed(self, primitive: Primitive, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        def abstract_eval(*avals: Any, **params: Any) -> Any:
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             answer = evaluate(*avals, **params)
             if not (isinstance(answer, tuple) and len(answer) == 2):
                 return answer  # leave the mismatch to JAX
@@ -276,7 +276,7 @@ class PrimitiveHooks(Hooks):
 
         return abstract_eval
 
-    def _is_wide(self, avals: Sequence[Any], outputs: Any) -> bool:
+    def _is_wide(self, avals: Sequence[Aval], outputs: Any) -> bool:
         """Whether the results vary as those of a kernel that doesn't communicate would."""
         types = self.door.axis_types(outputs)
         axes = union(self.door.axis_types(avals))

@@ -146,7 +146,7 @@ class MeshKernelHooks(Hooks):
 
     def _lower(
         self, lower: Callable[..., Any], closed: ClosedJaxpr, *args: Any, **kwargs: Any
-    ) -> Callable[..., Any]:
+    ) -> Any:
         lowered = lower(closed, *args, **kwargs)
         self._sources[opened(lowered)] = opened(closed)
         return lowered

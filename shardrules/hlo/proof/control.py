@@ -11,14 +11,14 @@ from shardrules.hlo.known.ranges import Exact, Ranged, Value
 from shardrules.hlo.known.values import Values
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls, loops
-from shardrules.hlo.proof.evaluation import Proof, Step
+from shardrules.hlo.proof.evaluation import Proof, Visit
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
 _MAX_STEPS = 12  # iterations of a loop to evaluate one by one
 
 
-def loop(step: Step) -> Value:
+def loop(step: Visit) -> Value:
     proof, _, _, instruction, operands, guard = step
     if len(operands) != 1:
         why = f"while {instruction.name!r} has {len(operands)} operands"
@@ -241,7 +241,7 @@ def _diverged(values: Values, value: Value, predicate: int) -> Value:
     return values.with_state(value, values.states.evened(predicate))
 
 
-def conditional(step: Step) -> Value:
+def conditional(step: Visit) -> Value:
     proof, computation, _, instruction, operands, guard = step
     branches = [proof.module.computations[c] for c in instruction.calls]
     if len(operands) != len(branches) + 1:

@@ -9,13 +9,13 @@ import numpy as np
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls
-from shardrules.hlo.proof.evaluation import Proof, Step
+from shardrules.hlo.proof.evaluation import Proof, Visit
 from shardrules.hlo.reader import devices as hd
 from shardrules.registry import axistypes
 
 
 def applied(
-    step: Step, effect: axistypes.Effect, state: int, resolution: customcalls.Resolution
+    step: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.Resolution
 ) -> int:
     """Give the state of an output whose rule has this effect, from that of all operands."""
     proof, states = step.proof, step.proof.values.states

@@ -208,7 +208,7 @@ class Handlers(NamedTuple):
     strange: Handler  # for instructions with an unknown attribute
 
 
-class Step(NamedTuple):
+class Visit(NamedTuple):
     """One instruction under evaluation, with the values of its operands."""
 
     proof: Proof
@@ -219,10 +219,10 @@ class Step(NamedTuple):
     guard: int
 
 
-Handler = Callable[[Step], Value]
+Handler = Callable[[Visit], Value]
 
 
-def parameter(step: Step) -> Value:
+def parameter(step: Visit) -> Value:
     raise NotImplementedError  # it stands for what ``Proof.evaluate`` does with its arguments
 
 
@@ -267,7 +267,7 @@ class Proof:
         handler = self.handlers.by_opcode[instruction.opcode]
         if handler is None:
             return self.values.general(computation, instruction, operands)
-        return handler(Step(self, computation, position, instruction, operands, 0))
+        return handler(Visit(self, computation, position, instruction, operands, 0))
 
     def parameter_count(self, computation: hm.Computation) -> int:
         name = computation.original.name
@@ -353,7 +353,7 @@ class Proof:
                     append(arguments[number])
             else:
                 given = list(map(value_of, operands))
-                append(handler(Step(self, computation, position, instruction, given, guard)))
+                append(handler(Visit(self, computation, position, instruction, given, guard)))
         self._depth -= 1
         result = values[computation.root]
         self._memo[key] = result

@@ -26,7 +26,7 @@ from shardrules.hlo.proof.evaluation import (
     Handlers,
     Proof,
     Record,
-    Step,
+    Visit,
     parameter,
 )
 from shardrules.hlo.reader import devices as hd
@@ -63,7 +63,7 @@ def budget_for(size: int) -> int:
     return 40 * size + 100_000
 
 
-def _constant(step: Step) -> Value:
+def _constant(step: Visit) -> Value:
     proof, instruction = step.proof, step.instruction
     cache, shape = proof.cache, instruction.shape
     if exact.dtype(shape) is None:
@@ -78,7 +78,7 @@ def _constant(step: Step) -> Value:
     return value
 
 
-def _device_id(step: Step) -> Value:
+def _device_id(step: Visit) -> Value:
     proof, instruction = step.proof, step.instruction
     values, relations = proof.values, proof.values.relations
     ids = np.arange(relations.device_count, dtype=np.uint32)
@@ -92,11 +92,11 @@ def _device_id(step: Step) -> Value:
     return values.device_number(numbers, instruction.opcode)
 
 
-def _mixed(step: Step) -> Value:
+def _mixed(step: Visit) -> Value:
     return step.proof.values.general(step.computation, step.instruction, step.operands)
 
 
-def _iota(step: Step) -> Value:
+def _iota(step: Visit) -> Value:
     shape = step.instruction.shape
     kind = exact.dtype(shape)
     places = ranges.read_ints(step.instruction.attribute("iota_dimension"))
@@ -110,11 +110,11 @@ def _iota(step: Step) -> Value:
     return Exact(0, np.ascontiguousarray(np.broadcast_to(line, (1,) + shape.dimensions)))
 
 
-def _tuple(step: Step) -> Value:
+def _tuple(step: Visit) -> Value:
     return tuple(step.operands)
 
 
-def _element(step: Step) -> Value:
+def _element(step: Visit) -> Value:
     proof, instruction, operands = step.proof, step.instruction, step.operands
     (value,) = operands[:1]
     known: int | None = proof.cache.get(instruction.start)  # in a loop
@@ -136,7 +136,7 @@ def _element(step: Step) -> Value:
     return proof.values.collapse(value)
 
 
-def _same(step: Step) -> Value:
+def _same(step: Visit) -> Value:
     proof, operands = step.proof, step.operands
     if len(operands) > 1:
         rest = proof.values.merged(operands[1:])
@@ -144,16 +144,16 @@ def _same(step: Step) -> Value:
     return operands[0]
 
 
-def _copy_start(step: Step) -> Value:
+def _copy_start(step: Visit) -> Value:
     return Started(step.operands[0], step.operands[0])
 
 
-def _done(step: Step) -> Value:
+def _done(step: Visit) -> Value:
     value = step.operands[0]
     return value.result if isinstance(value, Started) else step.proof.values.collapse(value)
 
 
-def _applier(step: Step) -> Value:
+def _applier(step: Visit) -> Value:
     proof, instruction, operands = step.proof, step.instruction, step.operands
     own = proof.reach.applied(instruction)
     if own:
@@ -170,7 +170,7 @@ def _applier(step: Step) -> Value:
     return state
 
 
-def _evening(step: Step) -> Value:
+def _evening(step: Visit) -> Value:
     """Evaluate an elementwise op that may make different operands equal."""
     proof, computation, _, instruction, operands, _ = step
     values = proof.values
@@ -187,18 +187,18 @@ def _evening(step: Step) -> Value:
     return values.evened(value) if hs.cancels(computation, instruction) else value
 
 
-def _strange(step: Step) -> int:
+def _strange(step: Visit) -> int:
     why = step.proof.reach.unknown_attribute(step.instruction)
     return step.proof.values.blocked(why, step.operands)
 
 
-def _source(step: Step) -> int:
+def _source(step: Visit) -> int:
     opcode, name = step.instruction.opcode, step.instruction.name
     cause = hs.Cause(f"{opcode} {name!r}", _SOURCES[opcode])
     return step.proof.values.states.source(hd.DISTINCT, cause)
 
 
-def _unusual(step: Step) -> Value:
+def _unusual(step: Visit) -> Value:
     proof, computation, _, instruction, operands, _ = step
     opcode = instruction.opcode
     if opcode.endswith("-done") or opcode.endswith("-update"):
@@ -220,7 +220,7 @@ def _unusual(step: Step) -> Value:
     return proof.values.blocked(why, operands)
 
 
-def _call(step: Step) -> Value:
+def _call(step: Visit) -> Value:
     proof, _, _, instruction, operands, guard = step
     if len(instruction.calls) != 1:
         count = len(instruction.calls)
@@ -230,11 +230,11 @@ def _call(step: Step) -> Value:
     return proof.evaluate(called, tuple(operands), guard)
 
 
-def _async_start(step: Step) -> Started:
+def _async_start(step: Visit) -> Started:
     return _begun(step, step.instruction, tuple(step.operands))
 
 
-def _async_update(step: Step) -> Value:
+def _async_update(step: Visit) -> Value:
     """Evaluate an update; XLA for TPUs (JAX 0.12) gives some calls their operands only here."""
     begun, *brought = step.operands
     if not brought or not isinstance(begun, Started) or not isinstance(begun.operand, tuple):
@@ -243,7 +243,7 @@ def _async_update(step: Step) -> Value:
     return _begun(step, start, (*begun.operand, *brought))
 
 
-def _begun(step: Step, start: hm.Instruction, given: tuple[Value, ...]) -> Started:
+def _begun(step: Visit, start: hm.Instruction, given: tuple[Value, ...]) -> Started:
     """Evaluate what an asynchronous instruction runs, once it has all of its operands."""
     proof, instruction = step.proof, step.instruction
     called = [proof.module.computations[name] for name in start.calls]
@@ -261,7 +261,7 @@ def _begun(step: Step, start: hm.Instruction, given: tuple[Value, ...]) -> Start
 _PLACEWISE = ("all-reduce", "collective-permute", "collective-broadcast")
 
 
-def _collective(step: Step) -> Value:
+def _collective(step: Visit) -> Value:
     """Evaluate a collective, and record its operands."""
     proof, computation, position, instruction, operands, guard = step
     values = proof.values
@@ -295,7 +295,7 @@ def _collective(step: Step) -> Value:
 
 
 def _recorded(
-    step: Step, what: str, operands: Sequence[Value], channel: hc.Channel
+    step: Visit, what: str, operands: Sequence[Value], channel: hc.Channel
 ) -> Sequence[Value]:
     """Record the operands of one evaluation of a collective, and return them."""
     values, guard, where = step.proof.values, step.guard, (step.computation.name, step.position)
@@ -310,7 +310,7 @@ def _recorded(
     return operands
 
 
-def _send(step: Step) -> int:
+def _send(step: Visit) -> int:
     """Record what is sent to another TPU slice, for its recv-done; another send gives a token."""
     proof, computation, position, instruction, operands, guard = step
     where = (computation.name, position)
@@ -325,7 +325,7 @@ def _send(step: Step) -> int:
     return proof.values.merged(operands)
 
 
-def _recv_done(step: Step) -> Value:
+def _recv_done(step: Visit) -> Value:
     """Give what comes from another TPU slice: the result of the collective that its send began."""
     proof, computation, position, instruction, _, _ = step
     receiver, instructions = instruction.operands[0], computation.instructions
@@ -350,7 +350,7 @@ def _recv_done(step: Step) -> Value:
 
 
 def _result(
-    step: Step, channel: hc.Channel, operands: Sequence[Value], moved: Callable[[int], int]
+    step: Visit, channel: hc.Channel, operands: Sequence[Value], moved: Callable[[int], int]
 ) -> Value:
     """Give a collective's value; ``moved`` maps an operand's state to the result's."""
     values, kind = step.proof.values, channel.kind
@@ -370,7 +370,7 @@ def _result(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _spread(step: Step, target: str) -> Value | None:
+def _spread(step: Visit, target: str) -> Value | None:
     """Evaluate the start or done of a TPU collective spread over fusions; None if it is unclear."""
     proof, computation, _, instruction, operands, _ = step
     inner = [
@@ -396,7 +396,7 @@ def _spread(step: Step, target: str) -> Value | None:
     return (record.operands[0],) + (unfinished,) * (len(elements) - 1)
 
 
-def _custom_call(step: Step) -> Value:
+def _custom_call(step: Visit) -> Value:
     proof, computation, position, instruction, operands, _ = step
     values, target = proof.values, customcalls.target_of(instruction)
     if target in customcalls.UNINITIALISED:

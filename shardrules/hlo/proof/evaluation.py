@@ -2,7 +2,7 @@
 
 Each computation is evaluated once for each distinct set of arguments. A table of handlers (see
 ``replication``) says what each opcode does; each is called as
-``handler(proof, computation, position, instruction, operands, guard)``. ``Reach`` says which
+``handler(proof, computation, position, instruction, operands, guard)``. ``CallGraph`` says which
 collectives are in computations that no evaluation follows.
 """
 
@@ -58,7 +58,7 @@ _QUIET = (ELEMENTWISE | LOCAL | APPLIERS | {"parameter", "constant", "tuple"}) -
 _QUIET_CALLS = _QUIET | {"fusion", "call"}
 
 
-class Reach:
+class CallGraph:
     """What a module's computations reach, directly or through calls."""
 
     def __init__(self, module: hm.Module):
@@ -243,7 +243,7 @@ class Proof:
         self.handlers = handlers  # what evaluates instructions
         # Axis sizes for rules that name axes without a mesh of their own.
         self.default_mesh = default_mesh
-        self.reach = Reach(module)
+        self.reach = CallGraph(module)
         self.transfer = hc.Transfer(values.states)  # what collectives do to states
         # By computation name and position:
         self.records: dict[tuple[str, int], Record] = {}

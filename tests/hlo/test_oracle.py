@@ -32,12 +32,12 @@ def test_most_of_what_is_equal_is_proven(outcomes):
 
 def drop_a_join(monkeypatch):
     """Take what an all-reduce gives to be equal everywhere, not in its groups."""
-    original = collectives.Transfer.relation
+    original = collectives.Exchange.relation
 
     def relation(self, groups, ordered, how, number):
         return devices.EQUAL if how == "join" else original(self, groups, ordered, how, number)
 
-    monkeypatch.setattr(collectives.Transfer, "relation", relation)
+    monkeypatch.setattr(collectives.Exchange, "relation", relation)
 
 
 def swap_groups(monkeypatch):

@@ -339,7 +339,7 @@ def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-class Transfer:
+class Exchange:
     """Applies collectives to states, and caches the results."""
 
     def __init__(self, states: hs.States):

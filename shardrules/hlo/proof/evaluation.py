@@ -244,7 +244,7 @@ class Proof:
         # Axis sizes for rules that name axes without a mesh of their own.
         self.default_mesh = default_mesh
         self.reach = CallGraph(module)
-        self.transfer = hc.Transfer(values.states)  # what collectives do to states
+        self.transfer = hc.Exchange(values.states)  # what collectives do to states
         # By computation name and position:
         self.records: dict[tuple[str, int], Record] = {}
         self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}

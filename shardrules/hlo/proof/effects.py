@@ -15,7 +15,7 @@ from shardrules.registry import axistypes
 
 
 def applied(
-    step: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.Resolution
+    step: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.CallEffects
 ) -> int:
     """Give the state of an output whose rule has this effect, from that of all operands."""
     proof, states = step.proof, step.proof.values.states

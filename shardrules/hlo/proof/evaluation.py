@@ -247,7 +247,7 @@ class Proof:
         self.transfer = hc.Exchange(values.states)  # what collectives do to states
         # By computation name and position:
         self.records: dict[tuple[str, int], Record] = {}
-        self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}
+        self.opaque: dict[tuple[str, int], customcalls.CallEffects] = {}
         # The state that a send to another slice sends, and its guard, in the latest evaluation.
         self.sent: dict[tuple[str, int], tuple[int, int]] = {}
         self.cache: dict[Any, Any] = {}  # parsed attributes, by their text

@@ -195,7 +195,7 @@ class CallEffects(NamedTuple):
     blocker: Any  # an hs.Blocker if effects is None or holds an unknown effect
 
 
-class _Call:
+class _CustomCall:
     """A custom call as its text describes it."""
 
     def __init__(self, module: Module, instruction: Instruction):
@@ -226,12 +226,12 @@ class _Call:
 
 def resolve(module: Module, instruction: Instruction, registry: Any) -> CallEffects:
     """Resolve a call by its tag, the registry, the table or the kernel's text, in this order."""
-    call = _Call(module, instruction)
+    call = _CustomCall(module, instruction)
     resolution = _by_tag(call) or _by_rule(call, registry) or _by_table(call) or _by_text(call)
     return resolution or call.unknown("has no rule")
 
 
-def _by_tag(call: _Call) -> CallEffects | None:
+def _by_tag(call: _CustomCall) -> CallEffects | None:
     text = call.tag.get("shardrules.effects")
     if text is None:
         return None
@@ -259,7 +259,7 @@ def _by_tag(call: _Call) -> CallEffects | None:
     return CallEffects(effects, support, mesh, call.blocker("is tagged 'unknown' for an output"))
 
 
-def _by_rule(call: _Call, registry: Any) -> CallEffects | None:
+def _by_rule(call: _CustomCall, registry: Any) -> CallEffects | None:
     if registry is None:
         return None
     for name in dict.fromkeys(n for n in (call.kernel, call.target) if n):
@@ -278,7 +278,7 @@ def _by_rule(call: _Call, registry: Any) -> CallEffects | None:
     return None
 
 
-def _ruled(call: _Call, registration: Registration, name: str) -> CallEffects:
+def _ruled(call: _CustomCall, registration: Registration, name: str) -> CallEffects:
     effects = registration.rule.effects(call.outputs)
     if effects is None:
         return call.unknown(
@@ -296,12 +296,12 @@ def _ruled(call: _Call, registration: Registration, name: str) -> CallEffects:
     )
 
 
-def _by_table(call: _Call) -> CallEffects | None:
+def _by_table(call: _CustomCall) -> CallEffects | None:
     own = call.target in OWN_TARGETS or call.target in JAXLIB.targets
     return call.local() if own or call.target.startswith(tuple(_OWN_PREFIXES)) else None
 
 
-def _by_text(call: _Call) -> CallEffects | None:
+def _by_text(call: _CustomCall) -> CallEffects | None:
     """Read the kernel itself if the program holds it as text, as XLA does on TPU."""
     if call.target != "tpu_custom_call" or not mosaic.is_local(call.config or ""):
         return None

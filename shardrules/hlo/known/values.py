@@ -72,7 +72,7 @@ class Values:
         return state
 
     def vary_alike(self, values: Sequence[Value]) -> bool:
-        """Tell whether values differ between the same devices (``State.apart``)."""
+        """Tell whether values differ between the same devices (``ValueState.apart``)."""
         return len({self.states[self.collapse(value)].apart for value in values}) <= 1
 
     def join(self, a: Value, b: Value, combine: Callable[[int, int], int] | None = None) -> Value:
@@ -154,7 +154,7 @@ class Values:
             causes = self.states.causes([(relation, cause)])
         constant = fields.constant and relation == hd.EQUAL
         return self.states.intern(
-            hs.State(relation, relation, causes, (), fields.supports, constant, relation)
+            hs.ValueState(relation, relation, causes, (), fields.supports, constant, relation)
         )
 
     def general(
@@ -235,7 +235,8 @@ class Values:
         if len(used) == 1:
             supports = self.states[which.state].supports
             return self.with_state(
-                options[used[0]], self.states.intern(hs.State(supports=supports)) if supports else 0
+                options[used[0]],
+                self.states.intern(hs.ValueState(supports=supports)) if supports else 0,
             )
         taken = [options[u] for u in used]
         width = next((len(t) for t in taken if isinstance(t, tuple)), None)

@@ -417,7 +417,7 @@ class Exchange:
             causes.append((optimistic, cause))
         moves = how in ("exchange", "permute")
         self._states[key] = self.states.intern(
-            hs.State(
+            hs.ValueState(
                 proven,
                 optimistic,
                 self.states.causes(causes),
@@ -431,7 +431,7 @@ class Exchange:
         return self._states[key]
 
     def _apart(self, groups: hd.Groups, how: str, apart: int, uniform: bool) -> int:
-        """Give ``State.apart`` after a collective."""
+        """Give ``ValueState.apart`` after a collective."""
         # A later step may add moved data to data that stayed, as a ring of permutes does: members
         # of a group count as equal. Groups differ if their members' data differ in any order.
         if apart == hd.EQUAL or not (uniform and groups.complete):

@@ -147,7 +147,7 @@ def empty_buffer(values: Values, filling: bool) -> int:
         hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")
     )
     if state not in values.unwritten:
-        written = values.states.intern(hs.State(supports=(FILLED,)))
+        written = values.states.intern(hs.ValueState(supports=(FILLED,)))
         values.unwritten[state] = written if filling else state
     return state
 

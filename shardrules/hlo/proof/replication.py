@@ -420,7 +420,7 @@ def _custom_call(step: Visit) -> Value:
         return values.blocked(f"custom call {instruction.name!r} applies {own}", operands)
     if values.unwritten and resolution.support is not None:
         # A well-formed kernel does not read the uninitialised buffer that it writes its result to.
-        written = values.states.intern(hs.State(supports=(customcalls.FILLED,)))
+        written = values.states.intern(hs.ValueState(supports=(customcalls.FILLED,)))
         aliased = customcalls.aliased(instruction)
         operands = [
             written if type(o) is int and o in values.unwritten and n in aliased else o
@@ -429,7 +429,7 @@ def _custom_call(step: Visit) -> Value:
     state = values.merged(operands)
     if resolution.support is not None:
         state = values.states.refine(
-            state, values.states.intern(hs.State(supports=(resolution.support,)))
+            state, values.states.intern(hs.ValueState(supports=(resolution.support,)))
         )
     if len(resolution.effects) > 1 and not values.vary_alike(operands):
         state = values.states.evened(state)  # each output may depend on other operands

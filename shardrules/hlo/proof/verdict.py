@@ -399,7 +399,7 @@ class _Judge:
         return verdict("unproven", f"on its operand's path: {blocked}", blockers=state.blockers)
 
     def _internal(
-        self, verdict: Verdict, computation: hm.Computation, position: int, state: hs.State
+        self, verdict: Verdict, computation: hm.Computation, position: int, state: hs.ValueState
     ) -> Verdict:
         """Make it the verdict on a permute that XLA, not the program, put there, if it is one."""
         # Names tell only who put it there: that it is redundant is proven without them.
@@ -426,7 +426,7 @@ class _Judge:
         return self.relations.refine(groups.relation, relation)
 
     def _overwide(
-        self, collective: Collective, channel: hc.Channel, state: hs.State, proven: int
+        self, collective: Collective, channel: hc.Channel, state: hs.ValueState, proven: int
     ) -> tuple[str, tuple[str, ...] | None, int] | None:
         if collective.axes is not None and self.mesh is not None:
             varying = set(self.mesh.varying(state.proven))

@@ -34,7 +34,7 @@ def loop(step: Visit) -> Value:
 
     stated = loops.stated_count(instruction)
     trips = loops.counted(proof.module, instruction, start)
-    evaluated = _Loop(proof, instruction, guard)
+    evaluated = _LoopEvaluation(proof, instruction, guard)
     # If the text states another count, neither is certain: assume any.
     if trips is not None and stated not in (None, trips):
         trips, value = None, None
@@ -54,7 +54,7 @@ def loop(step: Visit) -> Value:
 _Age = tuple[int, frozenset[int]]
 
 
-class _Loop:
+class _LoopEvaluation:
     """One evaluation of a loop."""
 
     def __init__(self, proof: Proof, instruction: hm.Instruction, guard: int):

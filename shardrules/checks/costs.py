@@ -56,7 +56,7 @@ def assert_donated(
     shared: list[list[int]] = []
     if source.compiled is not None:
         if (made := compiled.argument_leaves(source.compiled)) is not None:
-            arguments = [donation.Argument(*leaf) for leaf in made]
+            arguments = [donation.ArgumentBuffer(*leaf) for leaf in made]
             args, kwargs = programs.called_with(program, args, kwargs)
             if args or kwargs:
                 shared = compiled.shared_buffers(source.compiled, args, kwargs)

@@ -37,7 +37,7 @@ ADVICE = {
 }
 
 
-class Argument(NamedTuple):
+class ArgumentBuffer(NamedTuple):
     """A leaf of a program's arguments, as JAX describes it."""
 
     path: str  # the parameter's name and the keys below it, ``"state['m']"``
@@ -88,7 +88,7 @@ def _places(shape: hlo.Shape, place: tuple[int, ...] = ()) -> Iterator[tuple[int
 
 def read(
     module: hlo.Module,
-    arguments: Sequence[Argument] | None = None,
+    arguments: Sequence[ArgumentBuffer] | None = None,
     results: Sequence[Result] | None = None,
 ) -> list[Leaf]:
     """List the leaves of a program's arguments, with what became of each one's memory."""
@@ -165,14 +165,14 @@ def _table(
 
 def _from_text(
     module: hlo.Module, inputs: Sequence[hlo.Shape], skip: int, given: set[int]
-) -> list[Argument]:
+) -> list[ArgumentBuffer]:
     """Make arguments of the entry's parameters; JAX's names for them stand in their metadata."""
     parameters = module.entry.parameters
     names = [module.metadata(parameter).op_name for parameter in parameters]
     if len(names) != len(inputs):  # they come as one tuple
         names = [""] * len(inputs)
     return [
-        Argument(names[n] or f"parameter {n}", n in given, True, str(inputs[n]), "")
+        ArgumentBuffer(names[n] or f"parameter {n}", n in given, True, str(inputs[n]), "")
         for n in range(skip, len(inputs))
     ]
 
@@ -215,7 +215,7 @@ def _leading_tokens(shapes: Sequence[hlo.Shape]) -> int:
 
 
 def _why(
-    argument: Argument,
+    argument: ArgumentBuffer,
     shape: hlo.Shape,
     named: Sequence[Result],
     outputs: Sequence[hlo.Shape],

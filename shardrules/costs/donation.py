@@ -47,7 +47,7 @@ class ArgumentBuffer(NamedTuple):
     sharding: str  # as HLO prints it; empty where it isn't known
 
 
-class Result(NamedTuple):
+class ResultBuffer(NamedTuple):
     """A leaf of a program's outputs: path, whole shape and sharding, as for Argument."""
 
     path: str
@@ -89,7 +89,7 @@ def _places(shape: hlo.Shape, place: tuple[int, ...] = ()) -> Iterator[tuple[int
 def read(
     module: hlo.Module,
     arguments: Sequence[ArgumentBuffer] | None = None,
-    results: Sequence[Result] | None = None,
+    results: Sequence[ResultBuffer] | None = None,
 ) -> list[Leaf]:
     """List the leaves of a program's arguments, with what became of each one's memory."""
     # ``arguments`` holds pruned leaves too; it is None, as ``results``, where only text is known.
@@ -103,7 +103,7 @@ def read(
     if results is not None and len(results) == len(outputs):
         named = [result._replace(path=result.path or "(all of it)") for result in results]
     else:
-        named = [Result(f"{n}", "", "") for n in range(len(outputs))]
+        named = [ResultBuffer(f"{n}", "", "") for n in range(len(outputs))]
     only_text = arguments is None
     if arguments is None:
         arguments = _from_text(module, inputs, skip_in, {*aliased, *donors})
@@ -217,7 +217,7 @@ def _leading_tokens(shapes: Sequence[hlo.Shape]) -> int:
 def _why(
     argument: ArgumentBuffer,
     shape: hlo.Shape,
-    named: Sequence[Result],
+    named: Sequence[ResultBuffer],
     outputs: Sequence[hlo.Shape],
     taken: dict[int, str],
     device_count: int,

@@ -61,7 +61,7 @@ def assert_donated(
             if args or kwargs:
                 shared = compiled.shared_buffers(source.compiled, args, kwargs)
         if (outputs := compiled.placed_results(source.compiled)) is not None:
-            results = [donation.Result(o.path, o.shape, o.sharding) for o in outputs]
+            results = [donation.ResultBuffer(o.path, o.shape, o.sharding) for o in outputs]
     if arguments is None and not paths:
         raise ShardrulesError(
             "text does not say which arguments were meant to be donated; pass paths=['state'], the "

@@ -195,7 +195,8 @@ def union(a: tuple[_T, ...], b: tuple[_T, ...]) -> tuple[_T, ...]:
 
 # Steps that may make different data equal again, without a proof that they do. "Not proven equal"
 # is not "different": the report says that an output *differs* only if it comes from different
-# data and every step keeps the data different. The following may not, so they end ``ValueState.apart``:
+# data and every step keeps the data different. The following may not, so they end
+# ``ValueState.apart``:
 #
 # - Collectives, within their groups: a later step may add moved data to data that stayed, as a ring
 #   of permutes does (``ValueState.moved``). Between groups, sums of different data stay different.

@@ -18,8 +18,8 @@ from shardrules.hlo.reader import module as hm
 _MAX_STEPS = 12  # iterations of a loop to evaluate one by one
 
 
-def loop(step: Visit) -> Value:
-    proof, _, _, instruction, operands, guard = step
+def loop(visit: Visit) -> Value:
+    proof, _, _, instruction, operands, guard = visit
     if len(operands) != 1:
         why = f"while {instruction.name!r} has {len(operands)} operands"
         return proof.abandoned(instruction.calls, why, operands)
@@ -241,8 +241,8 @@ def _diverged(values: Values, value: Value, predicate: int) -> Value:
     return values.with_state(value, values.states.evened(predicate))
 
 
-def conditional(step: Visit) -> Value:
-    proof, computation, _, instruction, operands, guard = step
+def conditional(visit: Visit) -> Value:
+    proof, computation, _, instruction, operands, guard = visit
     branches = [proof.module.computations[c] for c in instruction.calls]
     if len(operands) != len(branches) + 1:
         why = (

@@ -15,10 +15,10 @@ from shardrules.registry import axistypes
 
 
 def applied(
-    step: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.CallEffects
+    visit: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.CallEffects
 ) -> int:
     """Give the state of an output whose rule has this effect, from that of all operands."""
-    proof, states = step.proof, step.proof.values.states
+    proof, states = visit.proof, visit.proof.values.states
     if effect.kind == "local":
         return state
     if effect.kind == "unknown":
@@ -54,7 +54,7 @@ def applied(
             )
         )
     how = "join" if effect.kind == "join" else "exchange"
-    return proof.transfer.state(channel, how, state, step.guard, what)
+    return proof.transfer.state(channel, how, state, visit.guard, what)
 
 
 def _mesh_channel(proof: Proof, effect: axistypes.Effect, sizes: dict[str, int]) -> hc.Channel:

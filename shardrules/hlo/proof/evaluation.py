@@ -222,7 +222,7 @@ class Visit(NamedTuple):
 Handler = Callable[[Visit], Value]
 
 
-def parameter(step: Visit) -> Value:
+def parameter(visit: Visit) -> Value:
     raise NotImplementedError  # it stands for what ``Proof.evaluate`` does with its arguments
 
 

@@ -63,8 +63,8 @@ def budget_for(size: int) -> int:
     return 40 * size + 100_000
 
 
-def _constant(step: Visit) -> Value:
-    proof, instruction = step.proof, step.instruction
+def _constant(visit: Visit) -> Value:
+    proof, instruction = visit.proof, visit.instruction
     cache, shape = proof.cache, instruction.shape
     if exact.dtype(shape) is None:
         return 0
@@ -78,8 +78,8 @@ def _constant(step: Visit) -> Value:
     return value
 
 
-def _device_id(step: Visit) -> Value:
-    proof, instruction = step.proof, step.instruction
+def _device_id(visit: Visit) -> Value:
+    proof, instruction = visit.proof, visit.instruction
     values, relations = proof.values, proof.values.relations
     ids = np.arange(relations.device_count, dtype=np.uint32)
     numbers, count = ids % relations.partitions, relations.partitions
@@ -92,14 +92,14 @@ def _device_id(step: Visit) -> Value:
     return values.device_number(numbers, instruction.opcode)
 
 
-def _mixed(step: Visit) -> Value:
-    return step.proof.values.general(step.computation, step.instruction, step.operands)
+def _mixed(visit: Visit) -> Value:
+    return visit.proof.values.general(visit.computation, visit.instruction, visit.operands)
 
 
-def _iota(step: Visit) -> Value:
-    shape = step.instruction.shape
+def _iota(visit: Visit) -> Value:
+    shape = visit.instruction.shape
     kind = exact.dtype(shape)
-    places = ranges.read_ints(step.instruction.attribute("iota_dimension"))
+    places = ranges.read_ints(visit.instruction.attribute("iota_dimension"))
     if kind in (None, np.bool_) or len(places) != 1 or shape.element_count > ranges.MAX_ELEMENTS:
         return 0
     if not 0 <= places[0] < len(shape.dimensions):
@@ -110,12 +110,12 @@ def _iota(step: Visit) -> Value:
     return Exact(0, np.ascontiguousarray(np.broadcast_to(line, (1,) + shape.dimensions)))
 
 
-def _tuple(step: Visit) -> Value:
-    return tuple(step.operands)
+def _tuple(visit: Visit) -> Value:
+    return tuple(visit.operands)
 
 
-def _element(step: Visit) -> Value:
-    proof, instruction, operands = step.proof, step.instruction, step.operands
+def _element(visit: Visit) -> Value:
+    proof, instruction, operands = visit.proof, visit.instruction, visit.operands
     (value,) = operands[:1]
     known: int | None = proof.cache.get(instruction.start)  # in a loop
     if known is not None and isinstance(value, tuple) and known < len(value):
@@ -136,25 +136,25 @@ def _element(step: Visit) -> Value:
     return proof.values.collapse(value)
 
 
-def _same(step: Visit) -> Value:
-    proof, operands = step.proof, step.operands
+def _same(visit: Visit) -> Value:
+    proof, operands = visit.proof, visit.operands
     if len(operands) > 1:
         rest = proof.values.merged(operands[1:])
         return proof.values.with_state(operands[0], proof.values.states.evened(rest))
     return operands[0]
 
 
-def _copy_start(step: Visit) -> Value:
-    return Started(step.operands[0], step.operands[0])
+def _copy_start(visit: Visit) -> Value:
+    return Started(visit.operands[0], visit.operands[0])
 
 
-def _done(step: Visit) -> Value:
-    value = step.operands[0]
-    return value.result if isinstance(value, Started) else step.proof.values.collapse(value)
+def _done(visit: Visit) -> Value:
+    value = visit.operands[0]
+    return value.result if isinstance(value, Started) else visit.proof.values.collapse(value)
 
 
-def _applier(step: Visit) -> Value:
-    proof, instruction, operands = step.proof, step.instruction, step.operands
+def _applier(visit: Visit) -> Value:
+    proof, instruction, operands = visit.proof, visit.instruction, visit.operands
     own = proof.reach.applied(instruction)
     if own:
         return proof.values.blocked(f"{instruction.opcode} applies {own}", operands)
@@ -170,9 +170,9 @@ def _applier(step: Visit) -> Value:
     return state
 
 
-def _evening(step: Visit) -> Value:
+def _evening(visit: Visit) -> Value:
     """Evaluate an elementwise op that may make different operands equal."""
-    proof, computation, _, instruction, operands, _ = step
+    proof, computation, _, instruction, operands, _ = visit
     values = proof.values
     for operand in operands:
         if type(operand) is not int:
@@ -187,19 +187,19 @@ def _evening(step: Visit) -> Value:
     return values.evened(value) if hs.cancels(computation, instruction) else value
 
 
-def _strange(step: Visit) -> int:
-    why = step.proof.reach.unknown_attribute(step.instruction)
-    return step.proof.values.blocked(why, step.operands)
+def _strange(visit: Visit) -> int:
+    why = visit.proof.reach.unknown_attribute(visit.instruction)
+    return visit.proof.values.blocked(why, visit.operands)
 
 
-def _source(step: Visit) -> int:
-    opcode, name = step.instruction.opcode, step.instruction.name
+def _source(visit: Visit) -> int:
+    opcode, name = visit.instruction.opcode, visit.instruction.name
     cause = hs.Cause(f"{opcode} {name!r}", _SOURCES[opcode])
-    return step.proof.values.states.source(hd.DISTINCT, cause)
+    return visit.proof.values.states.source(hd.DISTINCT, cause)
 
 
-def _unusual(step: Visit) -> Value:
-    proof, computation, _, instruction, operands, _ = step
+def _unusual(visit: Visit) -> Value:
+    proof, computation, _, instruction, operands, _ = visit
     opcode = instruction.opcode
     if opcode.endswith("-done") or opcode.endswith("-update"):
         if len(operands) == 1 and isinstance(operands[0], Started):
@@ -220,8 +220,8 @@ def _unusual(step: Visit) -> Value:
     return proof.values.blocked(why, operands)
 
 
-def _call(step: Visit) -> Value:
-    proof, _, _, instruction, operands, guard = step
+def _call(visit: Visit) -> Value:
+    proof, _, _, instruction, operands, guard = visit
     if len(instruction.calls) != 1:
         count = len(instruction.calls)
         why = f"{instruction.opcode} {instruction.name!r} names {count} computations"
@@ -230,22 +230,22 @@ def _call(step: Visit) -> Value:
     return proof.evaluate(called, tuple(operands), guard)
 
 
-def _async_start(step: Visit) -> Started:
-    return _begun(step, step.instruction, tuple(step.operands))
+def _async_start(visit: Visit) -> Started:
+    return _begun(visit, visit.instruction, tuple(visit.operands))
 
 
-def _async_update(step: Visit) -> Value:
+def _async_update(visit: Visit) -> Value:
     """Evaluate an update; XLA for TPUs (JAX 0.12) gives some calls their operands only here."""
-    begun, *brought = step.operands
+    begun, *brought = visit.operands
     if not brought or not isinstance(begun, Started) or not isinstance(begun.operand, tuple):
-        return _same(step)
-    start = hm.behind(step.computation, step.position, _UPDATES)
-    return _begun(step, start, (*begun.operand, *brought))
+        return _same(visit)
+    start = hm.behind(visit.computation, visit.position, _UPDATES)
+    return _begun(visit, start, (*begun.operand, *brought))
 
 
-def _begun(step: Visit, start: hm.Instruction, given: tuple[Value, ...]) -> Started:
+def _begun(visit: Visit, start: hm.Instruction, given: tuple[Value, ...]) -> Started:
     """Evaluate what an asynchronous instruction runs, once it has all of its operands."""
-    proof, instruction = step.proof, step.instruction
+    proof, instruction = visit.proof, visit.instruction
     called = [proof.module.computations[name] for name in start.calls]
     count = len(called[0].parameters) if called else 0
     if len(given) < count:
@@ -254,16 +254,16 @@ def _begun(step: Visit, start: hm.Instruction, given: tuple[Value, ...]) -> Star
     if len(given) > count and instruction is not start:
         why = f"{instruction.opcode} {instruction.name!r} brings operands that nothing takes"
         return Started(given, proof.abandoned(start.calls, why, given))
-    return Started(given, _call(step._replace(instruction=start, operands=given)))
+    return Started(given, _call(visit._replace(instruction=start, operands=given)))
 
 
 # Each element of the result depends on the operand's elements at the same place only.
 _PLACEWISE = ("all-reduce", "collective-permute", "collective-broadcast")
 
 
-def _collective(step: Visit) -> Value:
+def _collective(visit: Visit) -> Value:
     """Evaluate a collective, and record its operands."""
-    proof, computation, position, instruction, operands, guard = step
+    proof, computation, position, instruction, operands, guard = visit
     values = proof.values
     kind = hc.OPCODES[instruction.opcode]
     what = f"{kind} {instruction.name!r}"
@@ -275,7 +275,7 @@ def _collective(step: Visit) -> Value:
         channel = hc.read_channel(proof.module, instruction, kind, relations, proof.cache)
         if own:
             channel = dataclasses.replace(channel, unread=f"a reduction by {own}")
-    operands = _recorded(step, what, operands, channel)
+    operands = _recorded(visit, what, operands, channel)
     if channel.unread:
         return values.merged(operands)
     how = hc.result_how(instruction, channel)
@@ -283,7 +283,7 @@ def _collective(step: Visit) -> Value:
     def moved(state: int) -> int:
         return proof.transfer.state(channel, how, state, guard, what)
 
-    result = _result(step, channel, operands, moved)
+    result = _result(visit, channel, operands, moved)
     if hs.rounds(channel.reduction, instruction.shape):
         result = values.evened(result)
     if not instruction.opcode.endswith("-start"):
@@ -295,24 +295,24 @@ def _collective(step: Visit) -> Value:
 
 
 def _recorded(
-    step: Visit, what: str, operands: Sequence[Value], channel: hc.Channel
+    visit: Visit, what: str, operands: Sequence[Value], channel: hc.Channel
 ) -> Sequence[Value]:
     """Record the operands of one evaluation of a collective, and return them."""
-    values, guard, where = step.proof.values, step.guard, (step.computation.name, step.position)
-    record = step.proof.records.get(where)
+    values, guard, where = visit.proof.values, visit.guard, (visit.computation.name, visit.position)
+    record = visit.proof.records.get(where)
     if channel.unread:
         operands = [values.blocked(f"{what} has {channel.unread}", [v]) for v in operands]
     if record is None:
-        step.proof.records[where] = Record(list(operands), guard, channel)
+        visit.proof.records[where] = Record(list(operands), guard, channel)
     else:
         record.operands = [values.join(a, b) for a, b in zip(record.operands, operands)]
         record.guard = values.states.refine(record.guard, guard)
     return operands
 
 
-def _send(step: Visit) -> int:
+def _send(visit: Visit) -> int:
     """Record what is sent to another TPU slice, for its recv-done; another send gives a token."""
-    proof, computation, position, instruction, operands, guard = step
+    proof, computation, position, instruction, operands, guard = visit
     where = (computation.name, position)
     if where not in proof.records:
         channel = slices.read_send(instruction, proof.values.relations)
@@ -320,21 +320,21 @@ def _send(step: Visit) -> int:
         channel = proof.records[where].channel
     if channel is not None and operands:
         what = f"{channel.kind} {instruction.name!r}"
-        sent = _recorded(step, what, operands[:1], channel)
+        sent = _recorded(visit, what, operands[:1], channel)
         proof.sent[where] = proof.values.collapse(sent[0]), guard
     return proof.values.merged(operands)
 
 
-def _recv_done(step: Visit) -> Value:
+def _recv_done(visit: Visit) -> Value:
     """Give what comes from another TPU slice: the result of the collective that its send began."""
-    proof, computation, position, instruction, _, _ = step
+    proof, computation, position, instruction, _, _ = visit
     receiver, instructions = instruction.operands[0], computation.instructions
     if computation.name not in proof.cache:
         proof.cache[computation.name] = slices.pairs_of(computation)
     sender = proof.cache[computation.name].get(receiver)
     # What is sent later than this was noted by an earlier evaluation.
     if sender is None or sender > position or (computation.name, sender) not in proof.sent:
-        return _unusual(step)
+        return _unusual(visit)
     channel = proof.records[computation.name, sender].channel
     state, around = proof.sent[computation.name, sender]
     if channel.unread:
@@ -350,14 +350,14 @@ def _recv_done(step: Visit) -> Value:
 
 
 def _result(
-    step: Visit, channel: hc.Channel, operands: Sequence[Value], moved: Callable[[int], int]
+    visit: Visit, channel: hc.Channel, operands: Sequence[Value], moved: Callable[[int], int]
 ) -> Value:
     """Give a collective's value; ``moved`` maps an operand's state to the result's."""
-    values, kind = step.proof.values, channel.kind
+    values, kind = visit.proof.values, channel.kind
     if kind == "ragged-all-to-all" or (kind == "all-to-all" and len(operands) > 1):
         # A member's piece k may come from any operand of member k.
         return moved(values.merged(operands))
-    if hc.updates_in_place(step.instruction, kind):
+    if hc.updates_in_place(visit.instruction, kind):
         # The target keeps its own data around the moved slice.
         whole = values.merged(operands)
         return values.states.refine(moved(whole), whole)
@@ -370,9 +370,9 @@ def _result(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _spread(step: Visit, target: str) -> Value | None:
+def _spread(visit: Visit, target: str) -> Value | None:
     """Evaluate the start or done of a TPU collective spread over fusions; None if it is unclear."""
-    proof, computation, _, instruction, operands, _ = step
+    proof, computation, _, instruction, operands, _ = visit
     inner = [
         (o, v)
         for o, v in zip(instruction.operands, operands)
@@ -396,13 +396,13 @@ def _spread(step: Visit, target: str) -> Value | None:
     return (record.operands[0],) + (unfinished,) * (len(elements) - 1)
 
 
-def _custom_call(step: Visit) -> Value:
-    proof, computation, position, instruction, operands, _ = step
+def _custom_call(visit: Visit) -> Value:
+    proof, computation, position, instruction, operands, _ = visit
     values, target = proof.values, customcalls.target_of(instruction)
     if target in customcalls.UNINITIALISED:
         return customcalls.empty_buffer(values, False)
     if target in (customcalls.ASYNC_START, customcalls.ASYNC_DONE):
-        spread = _spread(step, target)
+        spread = _spread(visit, target)
         if spread is not None:
             return spread
     if target == slices.SLICE_ID and values.relations.slices > 1:
@@ -433,7 +433,7 @@ def _custom_call(step: Visit) -> Value:
         )
     if len(resolution.effects) > 1 and not values.vary_alike(operands):
         state = values.states.evened(state)  # each output may depend on other operands
-    parts = [effects.applied(step, e, state, resolution) for e in resolution.effects]
+    parts = [effects.applied(visit, e, state, resolution) for e in resolution.effects]
     if instruction.shape.elements is None:
         return parts[0] if parts else state
     return tuple(parts)

@@ -17,7 +17,7 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.errors import few
 from shardrules.report import drawn, grouping, treemap
-from shardrules.report.content import Cell, Content
+from shardrules.report.content import Content, TableCell
 from shardrules.report.drawn import Mark, escaped
 from shardrules.report.grouping import Row, alike, here, milliseconds, percent, size
 from shardrules.report.items import RESTING, resting_on
@@ -399,7 +399,7 @@ def _table(content: Content) -> str:
     )
 
 
-def _classes(cell: Cell) -> str:
+def _classes(cell: TableCell) -> str:
     classes = {"n": cell.key is not None, "less": cell.column in _HIDDEN}
     classes["least"] = cell.column in _LEAST
     classes["measured"] = cell.column == "measured, a step"

@@ -174,7 +174,9 @@ class Events:
             self.markers[host] = list(itertools.chain.from_iterable(marks))
         return count
 
-    def _batches(self, line: wire.Line | None, stats: Sequence[str] = ()) -> Iterator[wire.Batch]:
+    def _batches(
+        self, line: wire.WireLine | None, stats: Sequence[str] = ()
+    ) -> Iterator[wire.Batch]:
         """Yield a line's events, with times after the first line's start."""
         if line is not None:
             if self._origin is None:

@@ -221,8 +221,8 @@ class Plane:
         self.texts[number] = text
         return number
 
-    def lines(self) -> Iterator[Line]:
-        return (Line(self, data) for data in self._lines)
+    def lines(self) -> Iterator[WireLine]:
+        return (WireLine(self, data) for data in self._lines)
 
 
 class Batch(NamedTuple):
@@ -235,7 +235,7 @@ class Batch(NamedTuple):
     stats: list[tuple[np.ndarray, np.ndarray]]
 
 
-class Line:
+class WireLine:
     """One line of a plane: a device's queue, or a thread of the host; it began at ``start_ns``."""
 
     def __init__(self, plane: Plane, data: memoryview):

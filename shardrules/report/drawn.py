@@ -30,7 +30,7 @@ _Span = tuple[float, float]
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 
 
-class Mark(NamedTuple):
+class BarLabel(NamedTuple):
     """What a bar is of: the id of its row in a table, or nothing; its verdict; what it says."""
 
     row: str
@@ -138,7 +138,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], side: float) ->
     )
 
 
-def _bar(mark: Mark, x: float, wide: float, bar: _Span, column: _Span, log: float) -> str:
+def _bar(mark: BarLabel, x: float, wide: float, bar: _Span, column: _Span, log: float) -> str:
     """Draw a bar; its whole column takes the pointer. Both have a top and a height."""
     (y, high), (top, tall), says = bar, column, escaped(mark.says)
     link = f'a href="#{mark.row}"' if mark.row else "g"
@@ -206,7 +206,7 @@ def events(judgement: hlo.Judgement) -> list[Event]:
 
 
 def strip(
-    events: Sequence[Event], marks: Sequence[Mark], sizes: Sequence[int], phases: Sequence[str]
+    events: Sequence[Event], marks: Sequence[BarLabel], sizes: Sequence[int], phases: Sequence[str]
 ) -> str:
     """Draw the collectives in program order, as high as their sizes: loops above, phases below."""
     count = sum(event.kind == "collective" for event in events)
@@ -257,7 +257,7 @@ def _span(phase: str, start: float, end: float, base: float) -> str:
     return line + _text(start, base + 18, f"{title}{escaped(shown)}")
 
 
-def timed(runs: Sequence[tuple[Mark, float, float]], busy: Sequence[_Span]) -> str:
+def timed(runs: Sequence[tuple[BarLabel, float, float]], busy: Sequence[_Span]) -> str:
     """Draw runs of collectives from start to end in seconds, and below when the device was busy."""
     last = max([*(end for *_, end in runs), *(end for _, end in busy), 1e-9])
     # A lane for each kind of collective and its axes, and more where these overlap.

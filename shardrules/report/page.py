@@ -18,7 +18,7 @@ from shardrules.costs import accounts, comparing
 from shardrules.errors import few
 from shardrules.report import drawn, grouping, treemap
 from shardrules.report.content import Content, TableCell
-from shardrules.report.drawn import Mark, escaped
+from shardrules.report.drawn import BarLabel, escaped
 from shardrules.report.grouping import Row, alike, here, milliseconds, percent, size
 from shardrules.report.items import RESTING, resting_on
 from shardrules.report.sections import Block, Item
@@ -260,7 +260,9 @@ def _caption(called: str, content: Content, numbers: Sequence[int]) -> str:
     return f"{head}{counts}; {size(total)} on the wire per device{_bar(sums, total)}"
 
 
-def _marks(content: Content, amounts: Iterable[tuple[int, str]], linked: bool = True) -> list[Mark]:
+def _marks(
+    content: Content, amounts: Iterable[tuple[int, str]], linked: bool = True
+) -> list[BarLabel]:
     rows = {number: f"row{n}" for n, row in enumerate(content.rows) for number in row.numbers}
     marks = []
     for number, amount in amounts:
@@ -268,7 +270,7 @@ def _marks(content: Content, amounts: Iterable[tuple[int, str]], linked: bool = 
         where = f", at {_where(entry)}" if entry.file else ""
         says = f"{entry.what}: {entry.verdict}, {amount}{where}"
         row, lane = (rows[number] if linked else ""), f"{entry.kind}({entry.over})"
-        marks.append(Mark(row, entry.verdict, says, lane))
+        marks.append(BarLabel(row, entry.verdict, says, lane))
     return marks
 
 

@@ -76,7 +76,7 @@ class TellingTuple(tuple[Any, ...]):
         return len(self) > 0
 
 
-class _Mark(tuple[Any, ...]):
+class _KeyEntry(tuple[Any, ...]):
     """Our entry among the meshes that are part of the trace key."""
 
 
@@ -109,7 +109,7 @@ class MeshKey:
             update = self._config.update_thread_local_jit_state
             write = lambda meshes: update(mesh_context_manager=meshes)  # noqa: E731
         meshes = tuple(before or ())
-        write((*(m for m in meshes if not isinstance(m, _Mark)), _Mark((value,))))
+        write((*(m for m in meshes if not isinstance(m, _KeyEntry)), _KeyEntry((value,))))
         try:
             yield
         finally:

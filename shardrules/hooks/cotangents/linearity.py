@@ -52,7 +52,7 @@ def rounded_to(eqn: Eqn) -> Precision | None:
     return eqn.params["mantissa_bits"], eqn.params["exponent_bits"]
 
 
-class Proof(NamedTuple):
+class LinearityProof(NamedTuple):
     """What a jaxpr does to some of its inputs."""
 
     # The mesh axes that it sums over, if it is linear in them; else None. Over these axes, the sum
@@ -62,7 +62,7 @@ class Proof(NamedTuple):
     rounds: bool  # whether what depends on them is less precise than both ends
 
 
-def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Proof:
+def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> LinearityProof:
     """Prove that a jaxpr is linear in ``inputs`` together, or not.
 
     With ``kernels``, Pallas kernels are read, and collectives may move the inputs.
@@ -72,12 +72,12 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Pro
     try:
         results = fold.run(jaxpr, given)
     except TooLong:
-        return Proof(None, frozenset(), True)
+        return LinearityProof(None, frozenset(), True)
     is_linear = {_LINEAR, _ZERO}.issuperset(results)
     ends = [*inputs, *jaxpr.outvars]
     kept = [precision(atom.aval.dtype) for atom in ends if is_inexact(atom.aval)]
     least = min((p[0] for p in kept), default=0), min((p[1] for p in kept), default=0)
-    return Proof(
+    return LinearityProof(
         frozenset(fold.summed) if is_linear else None,
         frozenset(fold.summed_of_others),
         any(is_less(each, least) for each in fold.precisions),

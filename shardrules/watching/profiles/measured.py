@@ -132,14 +132,14 @@ class Times:
         return in_seconds, self._covered[device].drawn(begin, last, _BUSY)
 
 
-class Site(NamedTuple):
+class ProfiledSite(NamedTuple):
     """The operations by which a profile names one collective."""
 
     first: str  # the collective, or its start
     done: str | None  # waits for its end
 
 
-def sites(judgement: hlo.Judgement) -> dict[str, Site]:
+def sites(judgement: hlo.Judgement) -> dict[str, ProfiledSite]:
     """Return, by a collective's name, the operations that a profile has events of."""
     callers: dict[str, Any] = {}
     users: dict[str, str] = {}
@@ -158,7 +158,7 @@ def sites(judgement: hlo.Judgement) -> dict[str, Site]:
         while inside in callers:
             caller, around = callers[inside]
             name, inside = caller.name, around.name
-        result[collective.name] = Site(name, users.get(name))
+        result[collective.name] = ProfiledSite(name, users.get(name))
     return result
 
 
@@ -186,7 +186,10 @@ class Executions(NamedTuple):
 
 
 def executions(
-    timeline: Timeline, numbers: Mapping[str, int], markers: Sequence[float], of: Mapping[str, Site]
+    timeline: Timeline,
+    numbers: Mapping[str, int],
+    markers: Sequence[float],
+    of: Mapping[str, ProfiledSite],
 ) -> dict[str, Executions]:
     """Return the executions of each collective on a device, from its start to its end."""
     ran = timeline.ran()

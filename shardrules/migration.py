@@ -46,7 +46,7 @@ _WHOLE_COTANGENTS = (
 )
 
 
-class Row(NamedTuple):
+class SiteRow(NamedTuple):
     """A call site with its calls and its verdict."""
 
     site: Site  # the source location of the shard_map
@@ -65,9 +65,9 @@ class Row(NamedTuple):
         return size(sent_bytes(entries)) + (f" and {unknown} in while loops" if unknown else "")
 
 
-def rows(calls: Sequence[Call]) -> list[Row]:
+def rows(calls: Sequence[Call]) -> list[SiteRow]:
     """Group calls by site, in the order of the first call of each."""
-    return [Row(same[0].site, same, _verdict(same)) for same in alike(calls, lambda c: c.site)]
+    return [SiteRow(same[0].site, same, _verdict(same)) for same in alike(calls, lambda c: c.site)]
 
 
 def _verdict(calls: Sequence[Call]) -> str:
@@ -91,7 +91,7 @@ def place(site: Site | UncheckedSite) -> str:
 
 
 def written(
-    rows: Sequence[Row],
+    rows: Sequence[SiteRow],
     before: Mapping[str, int] | None = None,
     after: Mapping[str, int] | None = None,
 ) -> str:
@@ -131,7 +131,7 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _details(row: Row) -> list[str]:
+def _details(row: SiteRow) -> list[str]:
     lines = [f"  {row.note}"] if row.note else []
     if row.verdict == MORE and not row.note:
         lines.append(
@@ -224,7 +224,7 @@ def diff(edits: Edits) -> str:
     return "".join(lines)
 
 
-def edited(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edits:
+def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> Edits:
     """Switch checks on where possible; the script installs the hooks and adds ``rules``."""
     candidates = {row.site for row in rows if row.verdict in (SWITCH, UNTRIED, BY_HAND)}
     reasons = {
@@ -399,7 +399,7 @@ def _sets_variables(node: ast.stmt) -> bool:
     return any(re.match(r"(os\.)?environ[.[]", ast.unparse(target)) for target in targets)
 
 
-def joined(sites: Sequence[Site], rows: Sequence[Row]) -> list[list[Site]]:
+def joined(sites: Sequence[Site], rows: Sequence[SiteRow]) -> list[list[Site]]:
     """Split sites into groups that are switched together or not at all."""
     # Sites at the same position share a flag; a nested one was retraced with both switched on.
     pairs = [(c.site, c.inside) for row in rows for c in row.calls if c.inside is not None]

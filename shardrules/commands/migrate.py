@@ -23,7 +23,7 @@ from shardrules import migration
 from shardrules.commands import closing, flags, rules, script, trial
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.sites import Site
-from shardrules.migration import BY_HAND, CHANGES, MORE, RAISES, SWITCH, UNTRIED, Edits, Row
+from shardrules.migration import BY_HAND, CHANGES, MORE, RAISES, SWITCH, UNTRIED, Edits, SiteRow
 from shardrules.report.grouping import counted, size
 from shardrules.watching.results import different
 
@@ -58,7 +58,7 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     flags.say(*before.notes)
     lines = [rules.to_write(flag) for flag in before.used]
 
-    def edit(rows: Sequence[Row]) -> Edits:
+    def edit(rows: Sequence[SiteRow]) -> Edits:
         return migration.edited(rows, file, lines)
 
     def again(patch: Edits) -> trial.Outcome:
@@ -103,11 +103,11 @@ def _applied(patch: Edits, file: str) -> str:
 
 
 def tried(
-    rows: Sequence[Row],
+    rows: Sequence[SiteRow],
     before: trial.Outcome,
-    edit: Callable[[Sequence[Row]], Edits],
+    edit: Callable[[Sequence[SiteRow]], Edits],
     run: Callable[[Edits], trial.Outcome] | None,
-) -> tuple[list[Row], trial.Outcome | None]:
+) -> tuple[list[SiteRow], trial.Outcome | None]:
     """Run the script with its patch, and return the sites' verdicts and its last good run."""
     # Try all sites at once. If that fails or sends more, try each with those before it that passed.
     # MORE is tried too: the script may not differentiate as the retracing did.

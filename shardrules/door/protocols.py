@@ -90,7 +90,7 @@ class Mesh(Protocol):
     empty: bool
 
 
-class Trace(Protocol):
+class JaxTrace(Protocol):
     """A trace, which decides what becomes of an operation."""
 
     parent_trace: Any
@@ -101,4 +101,4 @@ class Trace(Protocol):
 
 Params = dict[str, Any]  # of an equation
 # Binds a primitive as JAX would: the primitive, the trace, the operands and the parameters.
-Rest = Callable[[Primitive, Trace, Sequence[Any], Params], Any]
+Rest = Callable[[Primitive, JaxTrace, Sequence[Any], Params], Any]

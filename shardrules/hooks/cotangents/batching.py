@@ -12,7 +12,7 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Primitive, Trace
+from shardrules.door.protocols import JaxTrace, Primitive
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
 
@@ -54,7 +54,7 @@ class BatchedVjpHooks(Hooks):
 
     def _see(
         self,
-        trace: Trace,
+        trace: JaxTrace,
         prim: Primitive,
         fun: Any,
         fwd: Any,

@@ -16,7 +16,7 @@ import jax
 
 from shardrules.door.jaxprs import widened
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Trace
+from shardrules.door.protocols import JaxTrace
 from shardrules.hooks.state import Hooks
 from shardrules.registry.axistypes import AxisType
 
@@ -27,7 +27,7 @@ class ForwardHooks(Hooks):
         patches.attribute(*door.owner("jvp_tracer"), self._jvp_tracer)
         patches.attribute(door.JetTracer, "__init__", self._jet_tracer(door.JetTracer.__init__))
 
-    def _jvp_tracer(self, trace: Trace, primal: Any, tangent: Any) -> Any:
+    def _jvp_tracer(self, trace: JaxTrace, primal: Any, tangent: Any) -> Any:
         if self.acts:
             primal, (tangent,) = self._joined(trace, primal, (tangent,))
         return self.door.jvp_tracer(trace, primal, tangent)
@@ -35,14 +35,16 @@ class ForwardHooks(Hooks):
     def _jet_tracer(self, init: Callable[..., Any]) -> Any:
         hooks = self
 
-        def __init__(self: Any, trace: Trace, primal: Any, terms: Any) -> None:
+        def __init__(self: Any, trace: JaxTrace, primal: Any, terms: Any) -> None:
             if hooks.acts and isinstance(terms, (list, tuple)):
                 primal, terms = hooks._joined(trace, primal, terms)
             init(self, trace, primal, terms)
 
         return __init__
 
-    def _joined(self, trace: Trace, primal: Any, tangents: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _joined(
+        self, trace: JaxTrace, primal: Any, tangents: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
         values = [primal, *tangents]
         types = [self._type(value) for value in values]
         varying = [type_.varying for type_ in types if type_ is not None]

@@ -29,7 +29,7 @@ from shardrules.door.jaxprs import (
     widened,
 )
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Aval, Jaxpr, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, Jaxpr, JaxTrace, Params, Primitive, Rest
 from shardrules.hooks.retyping.divergent import Divergent
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
@@ -68,7 +68,7 @@ class ReplayHooks(Hooks):
             )
 
     def _called(
-        self, rest: Rest, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
         """Bind a primitive that calls jaxprs, fitted to its operands."""
         if not self.acts:
@@ -92,7 +92,7 @@ class ReplayHooks(Hooks):
     def _refused(
         self,
         primitive: Primitive,
-        trace: Trace,
+        trace: JaxTrace,
         args: Sequence[Any],
         params: Params,
         error: Exception,
@@ -168,7 +168,7 @@ class ReplayHooks(Hooks):
     # What calls jaxprs.
 
     def _fitted(
-        self, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+        self, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
         """Return the types to cast operands to, and changed parameters; None if nothing changes."""
         avals = [*map(self.door.typeof, args)]

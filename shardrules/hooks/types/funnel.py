@@ -16,7 +16,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import inner_jaxprs
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Aval, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, JaxTrace, Params, Primitive, Rest
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.lowering import lower as lower_opaque
 from shardrules.hooks.types.laws import DEFAULT, HIJAX, ROWS, USERS, Row
@@ -72,7 +72,7 @@ class _Evaluations(dict[Any, Any]):
 
 
 def _raise(
-    primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params, error: Exception
+    primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params, error: Exception
 ) -> None:
     raise error
 
@@ -148,7 +148,7 @@ class Funnel(Hooks):
 
         def by_avals(
             self: Primitive,
-            trace: Trace,
+            trace: JaxTrace,
             args: Sequence[Any],
             avals: Sequence[Aval],
             params: Params,
@@ -172,7 +172,7 @@ class Funnel(Hooks):
                 return funnel.refused(self, trace, args, params, error)
 
         def by_args(
-            self: Primitive, trace: Trace, args: Sequence[Any], params: Params
+            self: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
         ) -> Any:  # to JAX 0.8
             try:
                 cast, bind, always = bound[self]
@@ -187,7 +187,7 @@ class Funnel(Hooks):
 
         takes_avals = "avals" in inspect.signature(original).parameters
 
-        def rest(primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params) -> Any:
+        def rest(primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params) -> Any:
             try:
                 if at_once and not trace.requires_low:
                     return trace.process_primitive(primitive, args, params)

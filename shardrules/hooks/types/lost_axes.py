@@ -18,7 +18,7 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union, widened
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Aval, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, JaxTrace, Params, Primitive, Rest
 from shardrules.errors import AxisError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
@@ -41,7 +41,7 @@ class LostAxesHooks(Hooks):
         original, hooks = type(shard_map).bind_with_trace, self
 
         def bind_with_trace(
-            self: Any, trace: Trace, fun_and_args: Sequence[Any], params: Params
+            self: Any, trace: JaxTrace, fun_and_args: Sequence[Any], params: Params
         ) -> Any:
             results = original(self, trace, fun_and_args, params)
             with hooks.door.set_current_trace(trace):
@@ -148,7 +148,7 @@ class LostAxesHooks(Hooks):
         return frozenset()
 
     def _cast(
-        self, row: Row, trace: Trace, args: Sequence[Any], avals: Sequence[Aval], params: Params
+        self, row: Row, trace: JaxTrace, args: Sequence[Any], avals: Sequence[Aval], params: Params
     ) -> Any:
         """Cast operands to their join; the transpose of the cast sums the gradient."""
         if len(args) < 2:  # of one operand the type is its own
@@ -178,7 +178,7 @@ class HijaxHooks(Hooks):
         return Law(bind=self._bind)
 
     def _bind(
-        self, rest: Rest, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
         called = hijax_object(self.door, primitive, params)
         if self.acts and is_typed_by_hand(called):

@@ -16,7 +16,7 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Aval, Jaxpr, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, Jaxpr, JaxTrace, Params, Primitive, Rest
 from shardrules.errors import RefError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
@@ -103,7 +103,7 @@ class RefHooks(Hooks):
         return abstract_eval
 
     def _cast_stored(
-        self, trace: Trace, args: Sequence[Any], avals: Sequence[Aval], params: Params
+        self, trace: JaxTrace, args: Sequence[Any], avals: Sequence[Aval], params: Params
     ) -> Any:
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
         if not self.acts or len(args) < 2 or not self.door.can_cast(avals[1]):
@@ -160,7 +160,7 @@ class RefHooks(Hooks):
         return self.door.with_axis_type(ref, self.door.axis_type(ref).vary(*extra))
 
     def _bind_run_state(
-        self, rest: Rest, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
         """Cast the initial values to the grown types of the body's refs."""
         if self.acts and all(params["is_initialized"]):

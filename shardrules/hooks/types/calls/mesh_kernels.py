@@ -19,7 +19,7 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, opened
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
-from shardrules.door.protocols import Aval, ClosedJaxpr, Jaxpr, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, ClosedJaxpr, Jaxpr, JaxTrace, Params, Primitive, Rest
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
@@ -253,7 +253,7 @@ class MeshKernelHooks(Hooks):
     # Rewrite and check.
 
     def _bind(
-        self, rest: Rest, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
         if not self._acts(params):
             return rest(primitive, trace, args, params)

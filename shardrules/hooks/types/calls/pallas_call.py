@@ -16,7 +16,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, union
 from shardrules.door.patching import Patches, TellingTuple
-from shardrules.door.protocols import Aval, Jaxpr, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, Jaxpr, JaxTrace, Params, Primitive, Rest
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
@@ -119,7 +119,7 @@ class PallasHooks(Hooks):
         return kernel is not None and kernel.active(self.state)
 
     def _bind(
-        self, rest: Rest, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
         jaxpr, here = params["jaxpr"], self.state.here
         if not self._acts(jaxpr):

@@ -19,7 +19,7 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Aval, Params, Primitive, Rest, Trace
+from shardrules.door.protocols import Aval, JaxTrace, Params, Primitive, Rest
 from shardrules.errors import CotangentError
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.hooks.types.calls.annotations import check_annotations
@@ -196,7 +196,7 @@ class PrimitiveHooks(Hooks):
     # Rewrite and check.
 
     def _bind(
-        self, rest: Rest, primitive: Primitive, trace: Trace, args: Sequence[Any], params: Params
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
         opaque, kind = self.opaque_call(primitive, params), self._kinds[primitive]
         if not opaque.active(self.state):
@@ -226,7 +226,7 @@ class PrimitiveHooks(Hooks):
         kind: _Kind,
         opaque: OpaqueCall,
         primitive: Primitive,
-        trace: Trace,
+        trace: JaxTrace,
         args: Sequence[Any],
         params: Params,
     ) -> Any:

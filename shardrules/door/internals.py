@@ -21,7 +21,7 @@ from shardrules.door import versions
 from shardrules.door.audit_names import Primitives
 from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.patching import MeshKey
-from shardrules.door.protocols import Aval, Mesh
+from shardrules.door.protocols import Aval, JaxMesh
 from shardrules.door.symbols import SYMBOLS
 from shardrules.errors import RuleError, UnsupportedJaxError
 from shardrules.registry.axistypes import AxisType
@@ -31,7 +31,7 @@ _INVARIANT = AxisType()
 
 
 @functools.lru_cache(maxsize=64)
-def _manual_axes(mesh: Mesh) -> tuple[str, ...]:
+def _manual_axes(mesh: JaxMesh) -> tuple[str, ...]:
     manual = frozenset(mesh.manual_axes)
     return tuple(a for a in mesh.axis_names if a in manual)
 

@@ -81,7 +81,7 @@ class ClosedJaxpr(Protocol):
     def replace(self, **changes: Any) -> ClosedJaxpr: ...
 
 
-class Mesh(Protocol):
+class JaxMesh(Protocol):
     """A mesh of devices, or an abstract one."""
 
     axis_names: tuple[str, ...]

@@ -11,7 +11,7 @@ import numpy as np
 from shardrules.door import audit_names
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import named_axes, opened
-from shardrules.door.protocols import Aval, Eqn, Jaxpr, Mesh
+from shardrules.door.protocols import Aval, Eqn, JaxMesh, Jaxpr
 from shardrules.jaxprs.walk import all_but
 from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 
@@ -30,7 +30,7 @@ class Blocker:
         return f"{self.primitive} at {self.source}: {self.reason}"
 
 
-def mesh_axes(mesh: Mesh) -> tuple[str, ...]:
+def mesh_axes(mesh: JaxMesh) -> tuple[str, ...]:
     try:
         return tuple(mesh.shape)
     except (AttributeError, NotImplementedError, TypeError):

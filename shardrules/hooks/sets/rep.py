@@ -21,7 +21,7 @@ from jax.tree_util import SequenceKey, tree_leaves
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import inner_jaxprs, is_inexact, named_axes
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Aval, Mesh, Params, Primitive
+from shardrules.door.protocols import Aval, JaxMesh, Params, Primitive
 from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks, FlatBwd, Gained
@@ -116,7 +116,7 @@ class SetHooks(Hooks):
         self,
         primitive: Primitive,
         original: Callable[..., Any],
-        mesh: Mesh,
+        mesh: JaxMesh,
         *in_rep: set[str] | None,
         **params: Any,
     ) -> Any:
@@ -126,7 +126,7 @@ class SetHooks(Hooks):
         self,
         primitive: Primitive,
         original: Callable[..., Any],
-        mesh: Mesh,
+        mesh: JaxMesh,
         in_rep: Any,
         *args: Any,
         **params: Any,
@@ -134,7 +134,7 @@ class SetHooks(Hooks):
         results, reps = original(mesh, in_rep, *args, **params)
         return results, [self._by_device(mesh, rep, params) for rep in reps]
 
-    def _by_device(self, mesh: Mesh, rep: Any, params: Params) -> Any:
+    def _by_device(self, mesh: JaxMesh, rep: Any, params: Params) -> Any:
         if not self.state.active:
             return rep
         if "axes" not in params:  # a draw
@@ -147,7 +147,7 @@ class SetHooks(Hooks):
         self,
         primitive: Primitive,
         original: Callable[..., Any],
-        mesh: Mesh,
+        mesh: JaxMesh,
         in_rep: Any,
         /,
         *args: Any,
@@ -172,7 +172,7 @@ class SetHooks(Hooks):
         self,
         primitive: Primitive,
         original: Callable[..., Any],
-        mesh: Mesh,
+        mesh: JaxMesh,
         /,
         *in_rep: set[str] | None,
         **params: Any,
@@ -200,7 +200,7 @@ class SetHooks(Hooks):
         return reps if primitive.multiple_results else reps[0]
 
     def _rewrite_cond(
-        self, original: Callable[..., Any], mesh: Mesh, in_rep: Any, /, *args: Any, **params: Any
+        self, original: Callable[..., Any], mesh: JaxMesh, in_rep: Any, /, *args: Any, **params: Any
     ) -> Any:
         """Cast operands before branches that devices choose differently."""
         # A cast in a branch is a psum in its gradient, which the devices that took another branch
@@ -252,7 +252,7 @@ class SetHooks(Hooks):
         self,
         opaque: OpaqueCall,
         primitive: Primitive,
-        mesh: Mesh,
+        mesh: JaxMesh,
         in_rep: Any,
         avals: Sequence[Aval] | None,
         params: Params,
@@ -288,7 +288,7 @@ class SetHooks(Hooks):
             self._counts[call] = len(outputs)
         return self._counts[call]  # the check, without avals, comes after the rewrite
 
-    def _cast(self, value: Any, aval: Aval, mesh: Mesh, rep: Any, want: AxisType) -> Any:
+    def _cast(self, value: Any, aval: Aval, mesh: JaxMesh, rep: Any, want: AxisType) -> Any:
         extra = want.varying - _type(mesh, rep).varying
         if not extra or isinstance(aval, self.door.AbstractRef):
             return value
@@ -296,7 +296,7 @@ class SetHooks(Hooks):
 
     # A custom_vjp's cotangents.
 
-    def _rewrite_bwd(self, bwd: Any, mesh: Mesh, in_reps: Any, reps_dst: Any) -> Any:
+    def _rewrite_bwd(self, bwd: Any, mesh: JaxMesh, in_reps: Any, reps_dst: Any) -> Any:
         if not self.state.active:
             return self.door.rewrite_bwd(bwd, mesh, in_reps, reps_dst)
         call = getattr(bwd, "call_wrapped", bwd)
@@ -341,7 +341,7 @@ class SetHooks(Hooks):
         return self.door.match_replication(src, dst, x)
 
 
-def _type(mesh: Mesh, rep: Any) -> AxisType:
+def _type(mesh: JaxMesh, rep: Any) -> AxisType:
     """Return the axis type of a replication set; None is a constant."""
     return AxisType() if rep is None else AxisType(frozenset(mesh.axis_names) - frozenset(rep))
 
@@ -369,5 +369,5 @@ def _weaker(earlier: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> 
     )
 
 
-def _rep(mesh: Mesh, axis_type: AxisType) -> set[str]:
+def _rep(mesh: JaxMesh, axis_type: AxisType) -> set[str]:
     return set(mesh.axis_names) - axis_type.varying

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import Mesh
+from shardrules.door.protocols import JaxMesh
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.calls.annotations import tell
@@ -105,7 +105,7 @@ class TypeNoteHooks(Hooks):
             wide.append(self.door.axis_type(self.door.typeof(value)).varying - _named(spec))
         return _Returned(flat.tree, wide)
 
-    def _specs_error(self, f: Any, mesh: Mesh, tree: Any, specs: Any, fails: Any) -> Any:
+    def _specs_error(self, f: Any, mesh: JaxMesh, tree: Any, specs: Any, fails: Any) -> Any:
         """Return JAX's message for out_specs, about the outputs alone, with the causes."""
         here = self.state.here
         (causes, outputs), here.refused = here.refused, ("", None)

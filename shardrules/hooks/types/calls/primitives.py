@@ -51,7 +51,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-class _Kind(NamedTuple):
+class _CallKind(NamedTuple):
     """How to read one primitive's parameters."""
 
     function: str = ""  # the parameter that holds the kernel's function, or empty
@@ -70,14 +70,14 @@ class _Kind(NamedTuple):
 
 # JAX's own, by name; every other one is a user's.
 _KINDS = {
-    "ffi_call": _Kind("", "result_avals"),
+    "ffi_call": _CallKind("", "result_avals"),
     **dict.fromkeys(
-        ("pure_callback", "io_callback", "buffer_callback"), _Kind("callback", "result_avals")
+        ("pure_callback", "io_callback", "buffer_callback"), _CallKind("callback", "result_avals")
     ),
-    "call_exported": _Kind(),
-    "tpu_custom_call": _Kind("", "out_avals"),
+    "call_exported": _CallKind(),
+    "tpu_custom_call": _CallKind("", "out_avals"),
 }
-_USERS = _Kind("fn")
+_USERS = _CallKind("fn")
 
 # Where users register the rules of their primitives.
 _TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.partial_eval")
@@ -100,7 +100,7 @@ class PrimitiveHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, _CallKind] = {}
         self._carriers: dict[Any, Any] = {}  # by primitive and scope
 
     def install(self, patches: Patches) -> None:
@@ -223,7 +223,7 @@ class PrimitiveHooks(Hooks):
 
     def _ruled(
         self,
-        kind: _Kind,
+        kind: _CallKind,
         opaque: OpaqueCall,
         primitive: Primitive,
         trace: JaxTrace,

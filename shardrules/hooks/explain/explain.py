@@ -131,7 +131,7 @@ def _missing(explainer: _Explainer) -> tuple[MissingRule, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _EqnPlace:
     stack: str = ""  # the name stacks of the equations around it
     at: str = ""  # its source line, or ``within`` and the source line of an equation around it
     checked: bool | None = None  # whether the check is on; None outside shard_map
@@ -175,9 +175,9 @@ class _Explainer:
                 closed = jax.make_jaxpr(f)(*args, **kwargs)
                 for call, *_ in self.notes.unknown:
                     self.unknown.add((call.primitive, call.name, call.place))
-                read(opened(closed), self._equation, _Place(), _entered)
+                read(opened(closed), self._equation, _EqnPlace(), _entered)
 
-    def _equation(self, eqn: Eqn, place: _Place, read_inside: Inside[Any, Any]) -> Sequence[Any]:
+    def _equation(self, eqn: Eqn, place: _EqnPlace, read_inside: Inside[Any, Any]) -> Sequence[Any]:
         around = f"within {place.at.removeprefix('within ')}" if place.at else ""
         at = self.door.source_line(eqn.source_info)
         if around and is_library(at):  # JAX's traceback ends at a library's own jit
@@ -218,7 +218,7 @@ class _Explainer:
         read_inside(inside)
         return ()
 
-    def _call(self, eqn: Eqn, opaque: Any, place: _Place) -> None:
+    def _call(self, eqn: Eqn, opaque: Any, place: _EqnPlace) -> None:
         count = len(eqn.invars) if opaque.operand_count is None else opaque.operand_count
         # Raises where lowering would. On a copy, so that the status stays the declared one.
         confirm(dataclasses.replace(opaque), state(), eqn.primitive.name, eqn.params, count)
@@ -247,7 +247,7 @@ class _Explainer:
             )
         )
 
-    def _cast(self, eqn: Eqn, place: _Place) -> None:
+    def _cast(self, eqn: Eqn, place: _EqnPlace) -> None:
         axes, value, size = _described(eqn)
         to = "unreduced" if eqn.primitive.name in TO_UNREDUCED else "varying"
         why = self._reason(place.uses.get(eqn.outvars[0], ()), place.outcome)
@@ -279,7 +279,7 @@ class _Explainer:
         atoms = opened(eqn.params["cond_jaxpr"]).outvars if is_while else eqn.invars
         return bool(self.door.axis_type(atoms[0].aval).varying)
 
-    def _sum(self, eqn: Eqn, place: _Place) -> None:
+    def _sum(self, eqn: Eqn, place: _EqnPlace) -> None:
         axes, value, size = _described(eqn)
         aval = eqn.invars[0].aval
         why = WRITTEN
@@ -301,7 +301,7 @@ class _Explainer:
         self.sums.append(ExplainedSum(axes, value, size, place.at, place.phase, why, place.steps))
 
 
-def _entered(jaxpr: Jaxpr, place: _Place) -> _Place:
+def _entered(jaxpr: Jaxpr, place: _EqnPlace) -> _EqnPlace:
     return dataclasses.replace(place, uses=uses(jaxpr))
 
 

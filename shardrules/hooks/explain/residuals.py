@@ -31,8 +31,10 @@ class NamedValue(NamedTuple):
 # Equations whose result is the same residual as their operand. A new name makes a new one.
 _SAME = ("copy", "copy_p", "device_put", "optimization_barrier", "reduce_precision", "pvary")
 _ORDER = ("offloaded", "saved", "recomputed", "not a residual")
-_Place = tuple[Any, ...]  # where a named value is made
-_Copied = frozenset[tuple[_Place, bool]]  # the named values of which it is a copy; if by the host
+_EqnPlace = tuple[Any, ...]  # where a named value is made
+_Copied = frozenset[
+    tuple[_EqnPlace, bool]
+]  # the named values of which it is a copy; if by the host
 _NONE: _Copied = frozenset()
 
 
@@ -89,9 +91,9 @@ class _Names(Fold[_Copied]):
         super().__init__()
         self.line = internals.load().source_line
         self.has_backward = False
-        self.values: dict[_Place, NamedValue] = {}
+        self.values: dict[_EqnPlace, NamedValue] = {}
         # The named values that enter such a pass, and whether by the host.
-        self.kept: set[tuple[_Place, bool]] = set()
+        self.kept: set[tuple[_EqnPlace, bool]] = set()
 
     def literal(self, value: Any) -> _Copied:
         return _NONE
@@ -126,7 +128,7 @@ class _Names(Fold[_Copied]):
         results, _ = self.anything(eqn, operands)
         return [_NONE] * len(eqn.outvars) if results is None else results
 
-    def _name(self, eqn: Eqn) -> _Place:
+    def _name(self, eqn: Eqn) -> _EqnPlace:
         aval, place = eqn.outvars[0].aval, (*self.place, id(eqn))
         scans = [outer.params["length"] for outer in self.around if "length" in outer.params]
         self.values[place] = NamedValue(

@@ -406,7 +406,7 @@ def program_name(executable: Any) -> str:
         return "a program"
 
 
-class _Run:
+class _Execution:
     """An executable's call, after which ``see`` is called with the arrays that it returned."""
 
     def __init__(self, call: Any, see: Callable[[Sequence[Any]], None]):
@@ -426,4 +426,4 @@ def after_each_run(executable: Any, see: Callable[[Sequence[Any]], None]) -> Non
     """Call ``see`` with what each run of an executable returns; of pmap's own, never."""
     # JAX calls an executable of another class than its own without its fast path, so it sees all.
     if hasattr(executable, "_unsafe_call"):
-        executable._unsafe_call = _Run(executable.unsafe_call, see)
+        executable._unsafe_call = _Execution(executable.unsafe_call, see)

@@ -106,7 +106,7 @@ def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
     )
 
 
-class _Here(threading.local):
+class _ThreadScopes(threading.local):
     """A thread's scopes, and the cached answers of ``find`` under them."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Registry:
         self._entries: dict[tuple[str, str, Any], Registration] = {}
         self._listeners: list[Callable[[], None]] = []
         self._guards: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
-        self._local = _Here()
+        self._local = _ThreadScopes()
         self._version = 0
         self._entry_points = entry_points
         self._prover = prover

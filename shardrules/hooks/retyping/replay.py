@@ -131,7 +131,7 @@ class ReplayHooks(Hooks):
         hooks, door, plain = self, self.door, self.door.JaxprEqnContextManager
         full: Any = None  # the last mesh that was not empty; a program has only one
 
-        class Here(plain):  # type: ignore[valid-type, misc]  # a class of JAX's, looked up here
+        class Entered(plain):  # type: ignore[valid-type, misc]  # a class of JAX's, looked up here
             def __enter__(self) -> None:
                 super().__enter__()
                 door.use_abstract_mesh(self.mesh).__enter__()  # __exit__ puts back what was before
@@ -145,7 +145,7 @@ class ReplayHooks(Hooks):
                 if not mesh.empty:
                     full = mesh
                 elif hooks.acts:
-                    here = Here(self)
+                    here = Entered(self)
                     here.mesh = door.abstract_mesh()
                     return here
             return plain(self)

@@ -38,7 +38,7 @@ from shardrules.registry.axistypes import AxisType, Effect, Resolution, show_axe
 _BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))
 
 
-class _Bwd(Bwd):
+class _SetBwd(Bwd):
     """One run of a bwd; its cotangents are matched in order after it returned."""
 
     entering: tuple[AxisType, ...] = ()  # empty before bwd is entered
@@ -311,7 +311,7 @@ class SetHooks(Hooks):
         matched = getattr(rewritten, "call_wrapped", rewritten)
 
         def run(*args: Any) -> Any:
-            current = _Bwd(self.custom_vjp, lambda *args: tuple(call(*args)), parts, args)
+            current = _SetBwd(self.custom_vjp, lambda *args: tuple(call(*args)), parts, args)
             current.refusals.has_casts = False
             current.mesh_axes = frozenset(mesh.axis_names)
             current.primals = tuple(_type(mesh, rep) for rep in reps_dst)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardrules.hooks.retrace import sent_bytes
-from shardrules.hooks.sites import COMPUTES_ELSE, Call, Site, UncheckedSite, costliest
+from shardrules.hooks.sites import COMPUTES_ELSE, Site, UncheckedCall, UncheckedSite, costliest
 from shardrules.report.grouping import alike, counted, size
 from shardrules.report.text import table
 
@@ -50,7 +50,7 @@ class SiteRow(NamedTuple):
     """A call site with its calls and its verdict."""
 
     site: Site  # the source location of the shard_map
-    calls: tuple[Call, ...]  # one call per argument signature
+    calls: tuple[UncheckedCall, ...]  # one call per argument signature
     # SWITCH, BY_HAND, UNTRIED, or the obstacle of one of its calls: MORE, RAISES, CHANGES,
     # GRADIENTS, RULE, OUTPUTS, LIMIT.
     verdict: str
@@ -65,12 +65,12 @@ class SiteRow(NamedTuple):
         return size(sent_bytes(entries)) + (f" and {unknown} in while loops" if unknown else "")
 
 
-def rows(calls: Sequence[Call]) -> list[SiteRow]:
+def rows(calls: Sequence[UncheckedCall]) -> list[SiteRow]:
     """Group calls by site, in the order of the first call of each."""
     return [SiteRow(same[0].site, same, _verdict(same)) for same in alike(calls, lambda c: c.site)]
 
 
-def _verdict(calls: Sequence[Call]) -> str:
+def _verdict(calls: Sequence[UncheckedCall]) -> str:
     before = sum(sent_bytes(call.before or ()) for call in calls)
     after = sum(sent_bytes(call.after or ()) for call in calls)
     measured = all(call.before is not None for call in calls if call.inside is None)
@@ -301,7 +301,7 @@ def _flag(site: Site) -> tuple[int, int, int] | None:
     """Find line, first and last column of the False that switches the check off at a site."""
     spot = site.line, site.column, site.end_line, site.end_column
     for node in ast.walk(_tree(site.file)):
-        if not isinstance(node, ast.Call):
+        if not isinstance(node, ast.UncheckedCall):
             continue
         if (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) != spot:
             continue
@@ -349,7 +349,7 @@ def _place_to_install(
     calls = [
         (node.lineno, ast.unparse(node))
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in installs
+        if isinstance(node, ast.UncheckedCall) and ast.unparse(node.func) in installs
         if node.args or node.keywords
     ]
     if any(_always_installs(node, installs) for node in tree.body):
@@ -372,7 +372,7 @@ _SOMETIMES = (ast.Lambda, ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast
 
 def _always_installs(node: ast.AST, installs: set[str]) -> bool:
     """Return whether a statement calls ``install()`` always, if each of its functions is called."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in installs:
+    if isinstance(node, ast.UncheckedCall) and ast.unparse(node.func) in installs:
         return not node.args and not node.keywords
     is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
     if isinstance(node, _SOMETIMES) and not is_main:
@@ -392,7 +392,7 @@ def _names_of_install(tree: ast.Module) -> set[str]:
 
 def _sets_variables(node: ast.stmt) -> bool:
     """Return whether a statement sets environment variables, which JAX may read at import."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.UncheckedCall):
         targets = [node.value.func]
     else:
         targets = node.targets if isinstance(node, ast.Assign) else []

@@ -15,7 +15,7 @@ import pytest
 
 from shardrules import migration
 from shardrules.commands import migrate, trial
-from shardrules.hooks.sites import Call, Site
+from shardrules.hooks.sites import Site, UncheckedCall
 from shardrules.watching import results
 
 pytestmark = pytest.mark.one_lane
@@ -353,7 +353,7 @@ def call(path, text, function="f"):
     """The site of the first call of shard_map in a file."""
     path.write_bytes(text.encode())
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and "shard_map" in ast.unparse(node.func):
+        if isinstance(node, ast.UncheckedCall) and "shard_map" in ast.unparse(node.func):
             spot = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
             return Site(str(path), *spot, function)
     raise AssertionError
@@ -428,7 +428,7 @@ def test_what_was_looked_at_together_is_switched_together_or_not_at_all(tmp_path
     patch, left = patched([good, same_line], "one.py")
     assert patch == "" and "together with one.py:1 (other)" in left[0]
     inner = call(pathlib.Path("two.py"), "x = shard_map(f, **off)\n")
-    within = Call(inner, site, "", (), (), "", "", False, None, None)
+    within = UncheckedCall(inner, site, "", (), (), "", "", False, None, None)
     rows = [good, migration.SiteRow(inner, (within,), migration.SWITCH)]
     patch, left = patched(rows, "one.py")
     assert patch == "" and len(left) == 2 and "together with two.py:1 (f)" in left[0]

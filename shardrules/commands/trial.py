@@ -28,7 +28,7 @@ from shardrules.commands import rules, script
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:
-    from shardrules.hooks.sites import Call
+    from shardrules.hooks.sites import UncheckedCall
     from shardrules.watching.programs import WatchedProgram
     from shardrules.watching.results import Results
 
@@ -39,7 +39,9 @@ class Outcome:
 
     code: int = 0  # the exit code, or minus a signal's number
     raised: str = ""  # the first line of the error that ended it, empty if none did
-    calls: list[Call] = field(default_factory=list)  # of unchecked shard_maps, if it retraced them
+    calls: list[UncheckedCall] = field(
+        default_factory=list
+    )  # of unchecked shard_maps, if it retraced them
     sent: dict[str, int] = field(default_factory=dict)  # by one device in one run of each program
     results: Results = field(default_factory=dict)  # what its programs returned
     used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used

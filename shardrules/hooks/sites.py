@@ -38,7 +38,7 @@ class Missing(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class UncheckedCall:
     """A call of a shard_map, traced with the check off and on."""
 
     site: Site  # where the shard_map was made
@@ -88,7 +88,7 @@ def costliest(sites: Iterable[UncheckedSite]) -> tuple[UncheckedSite, ...]:
     return tuple(sorted(sites, key=lambda site: -(site.before_bytes or 0)))
 
 
-def why_left(call: Call) -> str:
+def why_left(call: UncheckedCall) -> str:
     """Return why a call runs as written; empty if its check can be on."""
     if call.missing:
         return f"no rule for {', '.join(dict.fromkeys(entry.kernel for entry in call.missing))}"

@@ -27,9 +27,9 @@ from shardrules.hooks.notes import Notes
 from shardrules.hooks.python_state import Kept
 from shardrules.hooks.sites import (
     COMPUTES_ELSE,
-    Call,
     Missing,
     Site,
+    UncheckedCall,
     UncheckedSite,
     varies,
     why_left,
@@ -53,7 +53,9 @@ class UncheckedHooks(Hooks):
         super().__init__(door, state)
         # Called once per argument signature, with a function that traces the call and returns
         # Calls, and a function that makes a Call of an error message.
-        self.watchers: list[Callable[[Callable[[], list[Call]], Callable[[str], Call]], None]] = []
+        self.watchers: list[
+            Callable[[Callable[[], list[UncheckedCall]], Callable[[str], UncheckedCall]], None]
+        ] = []
         self.ended = False  # whether shard_maps that are made from now on are JAX's own
         # By site and reason, or by site, program, scope and registry version.
         self.decisions: dict[Any, UncheckedSite] = {}
@@ -123,7 +125,7 @@ class _Unchecked:
             for watcher in tuple(self.hooks.watchers):
                 watcher(
                     lambda: self.look(args, kind, "cheapest"),
-                    lambda error: Call(self.site, None, "", error=error),
+                    lambda error: UncheckedCall(self.site, None, "", error=error),
                 )
         return result
 
@@ -198,7 +200,7 @@ class _Unchecked:
 
     # Tracing with the check off and on.
 
-    def look(self, args: tuple[Any, ...], kind: str, casts: str) -> list[Call]:
+    def look(self, args: tuple[Any, ...], kind: str, casts: str) -> list[UncheckedCall]:
         """Trace a call and its derivative with the check off and on; inner calls come after it."""
         if (kept := Kept(self.body)).why:
             raise retrace.Unseeable(kept.why)
@@ -239,7 +241,7 @@ class _Unchecked:
 
     def _compare(
         self, args: tuple[Any, ...], kind: str, casts: str, off: _Off, kept: Kept
-    ) -> list[Call]:
+    ) -> list[UncheckedCall]:
         called, undifferentiated = off.called, off.undifferentiated
         first = next((d.closed for d in off.derivatives), None)
         before = tuple(retrace.sums(called if undifferentiated else first))
@@ -270,7 +272,7 @@ class _Unchecked:
             where = "" if on is forward else "in the derivative: "
             return {"outputs": retrace.outputs(failed), "error": where + retrace.words(failed)}
 
-        call = Call(
+        call = UncheckedCall(
             self.site,
             None,
             kind,
@@ -286,7 +288,7 @@ class _Unchecked:
             **refused(self.site),
         )
         inner = [
-            Call(
+            UncheckedCall(
                 site,
                 self.site,
                 "",

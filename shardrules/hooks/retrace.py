@@ -22,7 +22,7 @@ from shardrules.hooks.python_state import Kept
 from shardrules.jaxprs.walk import Inside, equations, read
 
 
-class Output(NamedTuple):
+class TracedOutput(NamedTuple):
     """An output that its spec calls replicated, over axes over which it may vary."""
 
     path: str
@@ -248,13 +248,13 @@ def words(error: BaseException) -> str:
     return _OFF_AGAIN.sub("", str(error)).strip()
 
 
-def outputs(error: BaseException) -> tuple[Output, ...]:
+def outputs(error: BaseException) -> tuple[TracedOutput, ...]:
     """List the outputs that JAX names in an error about out_specs; none for another error."""
     text = " ".join(str(error).split())
     if "out_specs which require replication" not in text:
         return ()
     return tuple(
-        Output(
+        TracedOutput(
             match["path"],
             match["spec"],
             (match["one"] or match["new"] or match["old"] or "").strip(" .{}").split(" Check")[0],

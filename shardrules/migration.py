@@ -301,7 +301,7 @@ def _flag(site: Site) -> tuple[int, int, int] | None:
     """Find line, first and last column of the False that switches the check off at a site."""
     spot = site.line, site.column, site.end_line, site.end_column
     for node in ast.walk(_tree(site.file)):
-        if not isinstance(node, ast.UncheckedCall):
+        if not isinstance(node, ast.Call):
             continue
         if (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) != spot:
             continue
@@ -349,7 +349,7 @@ def _place_to_install(
     calls = [
         (node.lineno, ast.unparse(node))
         for node in ast.walk(tree)
-        if isinstance(node, ast.UncheckedCall) and ast.unparse(node.func) in installs
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in installs
         if node.args or node.keywords
     ]
     if any(_always_installs(node, installs) for node in tree.body):
@@ -372,7 +372,7 @@ _SOMETIMES = (ast.Lambda, ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast
 
 def _always_installs(node: ast.AST, installs: set[str]) -> bool:
     """Return whether a statement calls ``install()`` always, if each of its functions is called."""
-    if isinstance(node, ast.UncheckedCall) and ast.unparse(node.func) in installs:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in installs:
         return not node.args and not node.keywords
     is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
     if isinstance(node, _SOMETIMES) and not is_main:
@@ -392,7 +392,7 @@ def _names_of_install(tree: ast.Module) -> set[str]:
 
 def _sets_variables(node: ast.stmt) -> bool:
     """Return whether a statement sets environment variables, which JAX may read at import."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.UncheckedCall):
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         targets = [node.value.func]
     else:
         targets = node.targets if isinstance(node, ast.Assign) else []

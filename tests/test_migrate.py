@@ -353,7 +353,7 @@ def call(path, text, function="f"):
     """The site of the first call of shard_map in a file."""
     path.write_bytes(text.encode())
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.UncheckedCall) and "shard_map" in ast.unparse(node.func):
+        if isinstance(node, ast.Call) and "shard_map" in ast.unparse(node.func):
             spot = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
             return Site(str(path), *spot, function)
     raise AssertionError

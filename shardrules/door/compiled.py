@@ -24,7 +24,7 @@ def _meshes(tree: Any) -> set[Any]:
 
     leaves = jax.tree_util.tree_leaves(tree)
     meshes = (getattr(getattr(leaf, "sharding", leaf), "mesh", None) for leaf in leaves)
-    return {mesh for mesh in meshes if isinstance(mesh, jax.sharding.JaxMesh)}
+    return {mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)}
 
 
 class Placements:

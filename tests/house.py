@@ -203,8 +203,34 @@ def map_of(text):
     return paths
 
 
+# Names that two classes share: two public ones of different modules, or a public one and a row of
+# the hooks' table.
+SHARED = {
+    "Blocker": "hlo.Blocker and pallas.Blocker are both public",
+    "Graph": "the casts' linear program, and the cheaper collectives' data flow",
+    "Program": "a program of any form, and one whose cheaper collectives are looked for",
+    "Row": "report.Row is public; the hooks' says which law a primitive has",
+    "Site": "a shard_map whose check is off, and a collective that could be cheaper",
+}
+
+
+def shared_names(sources):
+    """Yield each class name that two of the sources define, a leading underscore left out."""
+    homes = {}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(path)
+    yield from ((name, paths) for name, paths in homes.items() if len(paths) > 1)
+
+
+def shared_in_package():
+    """From each class name that two files of the package share to these files."""
+    return dict(shared_names({str(p.relative_to(PACKAGE)): p.read_text() for p in FILES}))
+
+
 def main():
-    """Print each part's arrows, and the files on a circle."""
+    """Print each part's arrows, the files on a circle, and the classes that share a name."""
     wrong = []
     for part, ones in part_arrows().items():
         print(f"{part:12} -> {', '.join(sorted(ones)) or '(nothing)'}")
@@ -214,7 +240,10 @@ def main():
         print(f"not allowed: {one}")
     around = circles(file_arrows())
     print("in a circle: " + ", ".join(around) if around else "no circle")
-    return 1 if wrong or around else 0
+    shared = {name: paths for name, paths in shared_in_package().items() if name not in SHARED}
+    for name, paths in shared.items():
+        print(f"one name for two classes: {name} in {' and '.join(paths)}")
+    return 1 if wrong or around or shared else 0
 
 
 if __name__ == "__main__":

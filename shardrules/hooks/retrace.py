@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, name_of, opened
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.hooks.python_state import Kept
-from shardrules.jaxprs.walk import Inside, equations, read
+from shardrules.jaxprs.walk import Inside, equations, visited
 
 
 class TracedOutput(NamedTuple):
@@ -169,7 +169,7 @@ def _why_not(error: Exception) -> str:
 
 def sums(jaxpr: Any, sizes: dict[Any, int] | None = None, runs: int | None = 1) -> list[Sum]:
     """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
-    return read(opened(jaxpr), _sums_of, (sizes, runs))
+    return visited(opened(jaxpr), _sums_of, (sizes, runs))
 
 
 def _sums_of(

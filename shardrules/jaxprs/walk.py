@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 Inside = Callable[[C], "list[list[T]]"]
 
 
-def read(
+def visited(
     jaxpr: Jaxpr,
     visit: Callable[[Eqn, C, Inside[C, T]], Iterable[T]],
     around: C,
@@ -100,7 +100,7 @@ def _transposed(jaxpr: Jaxpr) -> list[tuple[Eqn, int]]:
             for found in inside((runs * eqn.params.get("length", 1), is_inside)):
                 yield from found
 
-    return read(jaxpr, visit, (1, False))
+    return visited(jaxpr, visit, (1, False))
 
 
 def gradient_sums(jaxpr: Jaxpr) -> frozenset[str]:

@@ -35,7 +35,7 @@ from shardrules.hooks.install import held, state
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT
 from shardrules.hooks.types.calls.opaque import confirm, to_paste
-from shardrules.jaxprs.walk import Inside, read, uses
+from shardrules.jaxprs.walk import Inside, uses, visited
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.suggestions import is_library
 
@@ -175,7 +175,7 @@ class _Explainer:
                 closed = jax.make_jaxpr(f)(*args, **kwargs)
                 for call, *_ in self.notes.unknown:
                     self.unknown.add((call.primitive, call.name, call.place))
-                read(opened(closed), self._equation, _EqnPlace(), _entered)
+                visited(opened(closed), self._equation, _EqnPlace(), _entered)
 
     def _equation(self, eqn: Eqn, place: _EqnPlace, read_inside: Inside[Any, Any]) -> Sequence[Any]:
         around = f"within {place.at.removeprefix('within ')}" if place.at else ""

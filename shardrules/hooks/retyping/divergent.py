@@ -26,7 +26,7 @@ from shardrules.door.patching import Patches
 from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.errors import AxisError
 from shardrules.hooks.state import Hooks
-from shardrules.jaxprs.walk import Inside, read
+from shardrules.jaxprs.walk import Inside, visited
 from shardrules.registry.axistypes import show_axes
 
 # Primitives that name mesh axes and wait for no device along them.
@@ -140,7 +140,7 @@ def _collectives(
         elif eqn.primitive.name not in KERNELS and any(inner := inside(waits)):
             yield eqn, inner
 
-    return read(jaxpr, visit, everywhere)
+    return visited(jaxpr, visit, everywhere)
 
 
 def _kinds(collectives: Sequence[Any]) -> list[Any]:

@@ -106,7 +106,7 @@ def is_inexact(aval: object) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
-def read(env: dict[Any, Any], atom: Var) -> Any:
+def value_of(env: dict[Any, Any], atom: Var) -> Any:
     """Return what a variable has become; a literal stays."""
     return atom if hasattr(atom, "val") else env.get(atom, atom)
 

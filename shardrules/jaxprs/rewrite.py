@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import opened, read, renamed_effects, variable
+from shardrules.door.jaxprs import opened, renamed_effects, value_of, variable
 from shardrules.door.protocols import Aval, Eqn, Jaxpr, Var
 from shardrules.registry.axistypes import AxisType
 
@@ -55,8 +55,10 @@ class Rewrite:
 def inlined(jaxpr: Jaxpr, atoms: Sequence[Var], **changes: Any) -> tuple[list[Eqn], list[Any]]:
     """Return a jaxpr's equations for these operands, and what they return."""
     env = dict(zip(jaxpr.invars, atoms))
-    eqns = [eqn.replace(invars=[read(env, v) for v in eqn.invars], **changes) for eqn in jaxpr.eqns]
-    return eqns, [read(env, var) for var in jaxpr.outvars]
+    eqns = [
+        eqn.replace(invars=[value_of(env, v) for v in eqn.invars], **changes) for eqn in jaxpr.eqns
+    ]
+    return eqns, [value_of(env, var) for var in jaxpr.outvars]
 
 
 def split(jaxpr: Jaxpr, taken: Callable[[Eqn], bool]) -> tuple[list[Eqn], Jaxpr]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import CALLS, name_of, opened, read, renamed_effects, scan_counts
+from shardrules.door.jaxprs import CALLS, name_of, opened, renamed_effects, scan_counts, value_of
 from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.casts.cuts import Labels
 from shardrules.hooks.casts.linear import IDENTITIES, Axes, Graph, Step, Unplaceable, Value, Where
@@ -91,7 +91,7 @@ class Body:
         """Return an atom that varies over ``want``; None means no particular type."""
         # A tangent is cast once, to all the axes that any use needs. A use that needs fewer axes
         # un-casts the result, so that all cotangents share one psum.
-        value, now = self.value(atom), read(self.new.env, atom)
+        value, now = self.value(atom), value_of(self.new.env, atom)
         have = self.door.axis_type(now.aval).varying
         if want is None or want == have or not self.door.can_cast(atom.aval):
             return now

@@ -25,9 +25,9 @@ from shardrules.door.jaxprs import (
     is_inexact,
     name_of,
     opened,
-    read,
     renamed_effects,
     union,
+    value_of,
     widened,
 )
 from shardrules.door.protocols import Aval, Eqn, Jaxpr, Primitive, Var
@@ -132,7 +132,7 @@ class Retyping(Hooks):
         over = frozenset() if what is None else gained(types, self.door.axis_types(old))
 
         def write(eqn: Eqn) -> None:
-            operands = [read(env, atom) for atom in eqn.invars]
+            operands = [value_of(env, atom) for atom in eqn.invars]
             if over and name_of(eqn) in NEW_REFS:
                 # What some devices store there varies, whatever it was made of.
                 with eqn.ctx.manager:
@@ -146,7 +146,7 @@ class Retyping(Hooks):
                     _Equation(self, eqn, operands, new, what).retyped()
 
         new.each(write)
-        return new.finish(invars, [read(env, atom) for atom in inner.outvars])
+        return new.finish(invars, [value_of(env, atom) for atom in inner.outvars])
 
     def retype_variable(self, var: Var, axis_type: AxisType, new: Rewrite) -> Any:
         """Return a variable of this type in the new jaxpr, in the place of ``var``."""

@@ -77,7 +77,9 @@ def groups_on_mesh(
     step, left, top = side + 4, 8, 20
     head = f"{' x '.join(down)} \N{DOWNWARDS ARROW} " if down else ""
     head += f"{right} \N{RIGHTWARDS ARROW}"
-    group_of = {device: n for n, group in enumerate(groups) for device in group}
+    group_of: dict[int, int] = {}
+    for n, members in enumerate(groups):
+        group_of.update(dict.fromkeys(members, n))
 
     def place(device: int) -> tuple[float, float]:
         return left + device % across * step + side / 2, top + device // across * step + side / 2
@@ -201,7 +203,7 @@ def events(judgement: hlo.Judgement) -> list[Event]:
                     walk(instruction.calls)
 
     walk([module.entry.name])
-    left = sorted(number for held in numbers.values() for number in held)
+    left = sorted(itertools.chain.from_iterable(numbers.values()))
     return [*kept, *(Event("collective", number) for number in left)]
 
 

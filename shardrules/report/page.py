@@ -197,7 +197,8 @@ def _pictures(content: Content) -> Iterator[str]:
 
 
 def _present(content: Content) -> list[str]:
-    return [v for v in VERDICTS if any(entry.verdict == v for entry in content.account.entries)]
+    there = {entry.verdict for entry in content.account.entries}
+    return [verdict for verdict in VERDICTS if verdict in there]
 
 
 def _where(entry: accounts.Entry) -> str:
@@ -222,10 +223,10 @@ def meshes(programs: dict[str, Content]) -> str:
     """Draw each set of groups on the mesh, with what each program, by its name, runs over it."""
     figures = []
     for groups, figure_id in _ids(*programs.values()).items():
-        numbers = {
-            name: [n for n, entry in enumerate(content.account) if entry.groups == groups]
-            for name, content in programs.items()
-        }
+        numbers: dict[str, list[int]] = {}
+        for name, content in programs.items():
+            own = enumerate(content.account)
+            numbers[name] = [n for n, entry in own if entry.groups == groups]
         content, number = next((programs[name], held[0]) for name, held in numbers.items() if held)
         over = content.account.entries[number].over or "one device"
         collective = content.judgement.verdicts[number].collective
@@ -263,7 +264,9 @@ def _caption(called: str, content: Content, numbers: Sequence[int]) -> str:
 def _marks(
     content: Content, amounts: Iterable[tuple[int, str]], linked: bool = True
 ) -> list[BarLabel]:
-    rows = {number: f"row{n}" for n, row in enumerate(content.rows) for number in row.numbers}
+    rows: dict[int, str] = {}
+    for n, together in enumerate(content.rows):
+        rows.update(dict.fromkeys(together.numbers, f"row{n}"))
     marks = []
     for number, amount in amounts:
         entry = content.account.entries[number]

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.door import internals
+from shardrules.door.internals import Door
 from shardrules.errors import MissingProcessError, RulesDifferError, ShardrulesError
 from shardrules.hooks.install import state as hook_state
 from shardrules.hooks.unchecked import UncheckedHooks
@@ -70,7 +71,7 @@ def assert_same_rules(*, timeout_s: float = 60.0) -> None:
             _compare(job, _listed(door), float(timeout_s))
 
 
-def _listed(door: Any) -> list[ComparedRule]:
+def _listed(door: Door) -> list[ComparedRule]:
     """Return everything that can make a program's trace differ from another process's."""
     import shardrules
 

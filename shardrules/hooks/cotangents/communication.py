@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from shardrules.door.jaxprs import CASTS, named_axes
 from shardrules.door.protocols import Jaxpr
 from shardrules.hooks.cotangents.origins import rule_of
 from shardrules.hooks.state import COLLECT, State
+from shardrules.hooks.types.calls.opaque import OpaqueCall
 from shardrules.jaxprs.walk import equations
 from shardrules.registry.axistypes import Effect, show_axes
 
@@ -52,7 +52,7 @@ def moved_by_kernels(state: State, jaxpr: Jaxpr, axes: frozenset[str]) -> frozen
 
 
 def _opaque(
-    state: State, opaque: Any, output_count: int, axes: frozenset[str], reductions: bool
+    state: State, opaque: OpaqueCall, output_count: int, axes: frozenset[str], reductions: bool
 ) -> Iterator[str]:
     rule = rule_of(opaque)
     if rule is None:

@@ -36,6 +36,7 @@ from shardrules.hooks.cotangents.divisors import (
     products_of,
     size_ratio,
 )
+from shardrules.hooks.types.calls.opaque import OpaqueCall
 from shardrules.jaxprs.fold import Cell, Fold
 from shardrules.jaxprs.walk import makers, uses
 from shardrules.registry.axistypes import show_axes
@@ -322,7 +323,7 @@ class Origins(Fold[Origin]):
             return [joined.along(over)] * len(eqn.outvars)
         return [joined.moved(over)] * len(eqn.outvars)
 
-    def _opaque(self, eqn: Eqn, opaque: Any, joined: Origin, count: int) -> Origin:
+    def _opaque(self, eqn: Eqn, opaque: OpaqueCall, joined: Origin, count: int) -> Origin:
         rule = rule_of(opaque)
         if rule is None:
             return joined.crossing(self.mesh_axes).moved(self.mesh_axes)
@@ -340,7 +341,7 @@ class Origins(Fold[Origin]):
         return joined.summed(over) if rule.drops and whole else joined.moved(over or self.mesh_axes)
 
 
-def rule_of(opaque: Any) -> Any:
+def rule_of(opaque: OpaqueCall) -> Any:
     """Return the rule that an opaque call obeys, or None; None for other equations."""
     return getattr(getattr(opaque, "registration", None), "rule", None)
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     JOINED,
     TO_VARYING,
@@ -306,18 +307,17 @@ class _LinearCall(_Alike, _JaxprCall):
     """A ``linear_call``."""
 
 
-def _entering(door: Any, jaxpr: Jaxpr) -> tuple[AxisType, ...]:
-    types: tuple[AxisType, ...] = door.axis_types(var.aval for var in opened(jaxpr).invars)
-    return types
+def _entering(door: Door, jaxpr: Jaxpr) -> tuple[AxisType, ...]:
+    return door.axis_types(var.aval for var in opened(jaxpr).invars)
 
 
-def _missing(door: Any, over: frozenset[str], avals: Iterable[Any]) -> bool:
+def _missing(door: Door, over: frozenset[str], avals: Iterable[Any]) -> bool:
     """Whether a chosen value is typed as if all devices along ``over`` chose alike."""
     types = [door.axis_type(aval) for aval in avals if door.can_cast(aval)]
     return any(over - axis_type.varying - axis_type.unreduced for axis_type in types)
 
 
-def _takes_operands(door: Any, variables: Sequence[Any], avals: Sequence[Aval]) -> bool:
+def _takes_operands(door: Door, variables: Sequence[Any], avals: Sequence[Aval]) -> bool:
     """Whether a jaxpr takes the operands of its call as they are."""
 
     def form(aval: Aval) -> Any:

@@ -20,6 +20,7 @@ from shardrules.door.protocols import Aval, Jaxpr, JaxTrace, Params, Primitive, 
 from shardrules.errors import RefError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import AxisType, show_axes
 
 # What can differ between devices and decides what runs, for messages.
@@ -80,7 +81,7 @@ class RefHooks(Hooks):
     def install(self, patches: Patches) -> None:
         patches.attribute(*self.door.owner("trace_run_state"), self._trace_run_state)
 
-    def law(self, primitive: Primitive, row: Any) -> Law:
+    def law(self, primitive: Primitive, row: Row) -> Law:
         door = self.door
         if primitive in (door.swap_p, door.addupdate_p):
             return Law(typed=self._checking_store, cast=self._cast_stored)

@@ -25,6 +25,7 @@ from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
 from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.owners import held_by, innermost, module_of
 from shardrules.hooks.types.refs import check_written, written_variables
 from shardrules.registry.axistypes import AxisType
@@ -116,7 +117,7 @@ class MeshKernelHooks(Hooks):
         recording = {n: functools.partial(hooks[n], original) for n, original in originals.items()}
         return ModuleProxy(module, recording)
 
-    def law(self, primitive: Primitive, row: Any) -> Law:
+    def law(self, primitive: Primitive, row: Row) -> Law:
         def tagged(params: Params) -> Any:
             if not self._acts(params):
                 return None

@@ -21,6 +21,7 @@ from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
 from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.owners import module_of
 from shardrules.hooks.types.refs import check_written, written_variables
 from shardrules.registry.axistypes import AxisType
@@ -43,7 +44,7 @@ class PallasHooks(Hooks):
         if door.convert_out_shape is not None:
             patches.attribute(*door.owner("convert_out_shape"), self._convert_out_shape)
 
-    def law(self, primitive: Primitive, row: Any) -> Law:
+    def law(self, primitive: Primitive, row: Row) -> Law:
         return Law(
             typed=self._typed,
             bind=self._bind,

@@ -55,13 +55,15 @@ class Values:
         self._clamps: dict[tuple[Exact, int], Value] = {}
 
     def collapse(self, value: Value) -> int:
-        if isinstance(value, int):
+        if type(value) is int:
             return value
         if isinstance(value, Exact):
             return value.state
         if isinstance(value, Ranged):
             return self.merged([state for _, state in value.cuts])
-        return self.merged(value if isinstance(value, tuple) else (value.operand, value.result))
+        if isinstance(value, Started):
+            return self.merged((value.operand, value.result))
+        return self.merged(value if isinstance(value, tuple) else (value,))
 
     def merged(self, values: Sequence[Value]) -> int:
         state, refine = 0, self.states.refine
@@ -82,18 +84,22 @@ class Values:
         combine = combine or self.states.either
         if type(a) is int and type(b) is int:
             return combine(a, b)
-        if isinstance(a, tuple) or isinstance(b, tuple):
-            width = max(len(v) for v in (a, b) if isinstance(v, tuple))
-            left = a if isinstance(a, tuple) else (self.collapse(a),) * width
-            right = b if isinstance(b, tuple) else (self.collapse(b),) * width
-            if len(left) == len(right):
-                return tuple([self.join(x, y, combine) for x, y in zip(left, right)])
+        if isinstance(a, tuple):
+            if not isinstance(b, tuple):
+                b = (self.collapse(b),) * len(a)
+            if len(a) == len(b):
+                return tuple([self.join(x, y, combine) for x, y in zip(a, b)])
+        elif isinstance(b, tuple):
+            state = self.collapse(a)
+            return tuple([self.join(state, y, combine) for y in b])
         if isinstance(a, Started) and isinstance(b, Started):
             return Started(
                 self.join(a.operand, b.operand, combine), self.join(a.result, b.result, combine)
             )
         if isinstance(a, Ranged) or isinstance(b, Ranged):
-            count = next(v.cuts[-1][0] for v in (a, b) if isinstance(v, Ranged))
+            count = a.cuts[-1][0] if isinstance(a, Ranged) else 0
+            if isinstance(b, Ranged) and not count:
+                count = b.cuts[-1][0]
             ours, theirs = self._cuts(a, count), self._cuts(b, count)
             if ours is not None and theirs is not None:
                 return ranges.normal(ranges.zip_cuts(ours, theirs, combine))
@@ -170,7 +176,7 @@ class Values:
             return self.merged(operands)
         shapes = [computation.instructions[o].shape for o in instruction.operands]
         if exactly:
-            arrays = [o.array for o in operands if isinstance(o, Exact)]
+            arrays = [o.array for o in operands if type(o) is Exact]
             rows = exact.evaluate(instruction, arrays, shapes)
             if rows is not None:
                 return self.computed(rows, operands)

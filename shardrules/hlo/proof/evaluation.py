@@ -23,6 +23,7 @@ from shardrules.hlo.reader import attributes
 from shardrules.hlo.reader import module as hm
 
 _STATES = frozenset([int])  # the type of a value that is one state
+_make = tuple.__new__
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
 # Opcodes that are deterministic if the computations that they apply are.
 APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort topk".split())
@@ -353,7 +354,8 @@ class Proof:
                     append(arguments[number])
             else:
                 given = list(map(value_of, operands))
-                append(handler(Visit(self, computation, position, instruction, given, guard)))
+                visit = self, computation, position, instruction, given, guard
+                append(handler(_make(Visit, visit)))  # as Visit(...), by one call less
         self._depth -= 1
         result = values[computation.root]
         self._memo[key] = result

@@ -241,8 +241,8 @@ class Solved:
     def __enter__(self):
         self.found, self._solve = [], placing.cheapest
 
-        def both(graph):
-            labels = self._solve(graph)
+        def both(limits):
+            labels, graph = self._solve(limits), limits.graph
             best = optimum.cheapest_bytes(graph), optimum.cut_bytes(graph)
             self.found.append((cost_as_traced(graph), cost(graph, labels), best))
             return labels

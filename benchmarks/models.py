@@ -137,6 +137,10 @@ def kernel(body: Callable[..., None], like: Any, *args: jax.Array) -> Any:
 _INTERPRET = [True]  # on CPU and GPU; TPU compiles the kernels
 
 
+def interpret(kernels: bool) -> None:
+    _INTERPRET[0] = kernels
+
+
 def _norm(x: Any, scale: Any, out: Any) -> None:
     root = lax.rsqrt(jnp.mean(x[...] ** 2, -1, keepdims=True) + 1e-6)
     out[...] = x[...] * root * scale[...]
@@ -487,7 +491,7 @@ def main() -> None:
             if only and model.name not in only:
                 continue
             mesh = model.mesh(devices_of(platform))
-            _INTERPRET[0] = platform != "tpu"
+            interpret(platform != "tpu")
             cells, verdicts = [], {}
             for arm in ARMS:
                 try:

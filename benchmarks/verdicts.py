@@ -3,11 +3,12 @@
     python benchmarks/verdicts.py [--compilers=cpu,v5e:2x4,v6e:2x4,tpu7x:2x2x1,h100]
         [--programs=scan,...]
 
-The gradients of tests/hlo/corpus.py (shard_maps with the check off), steps under jit whose arrays
-XLA's partitioner shards, and the step of examples/train_transformer.py with the check off, each
-compiled for eight devices, absent ones for TPU and GPU, whose plugins must be installed. A
-program that does not compile shows its error's name. The last table is of the texts in
-tests/hlo/data, compiled by JAX 0.4.28 to 0.12, judged without what only a Compiled knows.
+The gradients of tests/hlo/corpus.py and the steps of models.py (shard_maps with the check off),
+steps under jit whose arrays XLA's partitioner shards (jitted.py), and the step of
+examples/train_transformer.py with the check off, each compiled for eight devices, absent ones for
+TPU and GPU, whose plugins must be installed. A program that does not compile shows its error's
+name. The last table is of the texts in tests/hlo/data, compiled by JAX 0.4.28 to 0.12, judged
+without what only a Compiled knows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import jitted  # noqa: E402
+import models  # noqa: E402
 import numpy as np  # noqa: E402
 import paired  # noqa: E402
 import transformer  # noqa: E402
@@ -65,7 +68,8 @@ _JIT = {
     "both, jit": (P(None, "data", "model"), P(None, "model", "data"), P("data")),
 }
 TRANSFORMER = "transformer"
-PROGRAMS = [*corpus.PROGRAMS, *_JIT, TRANSFORMER]
+_MODELS = {f"{model.name}, check off": model for model in (make() for make in models.MODELS)}
+PROGRAMS = [*corpus.PROGRAMS, *_MODELS, *_JIT, *jitted.STEPS, TRANSFORMER]
 
 
 def devices_of(compiler: str) -> list[jax.Device]:
@@ -81,7 +85,12 @@ def compiled(name: str, compiler: str):
         mesh = Mesh(devices.reshape(2, 2, 2), transformer.AXES)
         platform = "tpu" if ":" in compiler else "cpu" if compiler == "cpu" else "gpu"
         return transformer.compiled("check off", transformer.config_of(platform, mesh, 2), mesh)
+    if name in _MODELS:
+        models.interpret(":" not in compiler)
+        return models.lowered(_MODELS[name], _MODELS[name].mesh(devices), "off").compile()
     mesh = Mesh(devices.reshape(4, 2), ("data", "model"))
+    if name in jitted.STEPS:
+        return jitted.compiled(name, mesh)
     if name in corpus.PROGRAMS:
         return corpus.compile_program(name, mesh, check_vma=False)
     up, down, rows = (NamedSharding(mesh, spec) for spec in _JIT[name])

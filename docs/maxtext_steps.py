@@ -47,7 +47,7 @@ LAYOUTS = {
     "megablox, fsdp 4, tensor 2": "ici_fsdp_parallelism=4 ici_tensor_parallelism=2",
     "megablox, data 2, fsdp 4": "ici_data_parallelism=2 ici_fsdp_parallelism=4",
     "megablox, fsdp 4, context 2": (
-        "ici_fsdp_parallelism=4 ici_context_parallelism=2 max_target_length=512"
+        "ici_fsdp_parallelism=4 ici_context_parallelism=2 max_target_length=1024"
     ),
     "tokamax, fsdp 4, expert 2": (
         "ici_fsdp_parallelism=4 ici_expert_parallelism=2 use_tokamax_gmm=true"

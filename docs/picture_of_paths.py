@@ -29,8 +29,16 @@ PATHS = {
                 ["declared by name, or proven", "by the kernel's own jaxpr"],
                 "types/calls/opaque.py",
             ),
-            ("cast", ["the operands get the types", "that the rule asks for"], "door/internals.py"),
-            ("typed", ["Primitive.abstract_eval:", "the results' varying axes"], "types/funnel.py"),
+            (
+                "planned",
+                ["the rule's answer: the types of", "operands and results, once"],
+                "types/calls/pallas_call.py",
+            ),
+            (
+                "cast",
+                ["operands get their types; the", "call keeps the results'"],
+                "door/internals.py",
+            ),
             ("tagged", ["the lowered custom call says", "what it does"], "types/calls/lowering.py"),
         ],
     ),

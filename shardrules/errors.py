@@ -19,6 +19,10 @@ def few(names: Sequence[str], limit: int) -> str:
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
 class ShardrulesError(Exception):
     """Base of everything that shardrules raises on purpose.
 

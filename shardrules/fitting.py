@@ -17,7 +17,7 @@ _CELL = 4  # to which a column is narrowed at most
 _SHORT = 16  # to which they are after that, before other text is wrapped
 _PATH = 24  # to which paths are shortened before columns are left out
 _RULE = re.compile(r"-+(?:-\+-+)+")
-_FASTEST = re.compile(r"(?<=s), on [^()]*\)$")  # the device in "2 ms (from 1 ms, on vm CPU 7)"
+_FASTEST = re.compile(r"(?<=s), [^(),]*\)$")  # the device in "2 ms (fastest: 1 ms, vm CPU 7)"
 _INDENT = re.compile(r"(?: *\((?=\w)| *[-+] (?=\S)| *)")
 # The columns of tables that are left out first, by what stands above them.
 _LEAST = (

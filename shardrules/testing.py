@@ -31,7 +31,6 @@ from shardrules.checks.replicated import assert_outputs_replicated, check_replic
 from shardrules.checks.rulecheck import check_rule
 from shardrules.checks.steady import steady_state
 from shardrules.checks.told import verify_flags
-from shardrules.checks.unchecked import assert_same_unchecked
 from shardrules.costs import accounts, findings, waste
 from shardrules.door import internals
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
@@ -39,7 +38,8 @@ from shardrules.hooks.explain.residuals import named_values
 from shardrules.program import judge
 from shardrules.registry.binding import caller_place
 from shardrules.registry.table import Registry
-from shardrules.report.grouping import counted
+from shardrules.unchecked.same import assert_same_unchecked
+from shardrules.units import counted
 
 __all__ = [
     "account",

@@ -57,7 +57,7 @@ def test_all_programs_are_listed():
     from benchmarks import __main__ as benchmarks
 
     there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert there == {*benchmarks.PROGRAMS, "__main__", "paired"}
+    assert there == {*benchmarks.PROGRAMS, "__main__", "paired", "jitted"}
 
 
 def test_arms_take_turns():

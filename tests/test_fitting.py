@@ -73,9 +73,9 @@ def test_a_table_with_cells_of_several_lines():
 
 
 def test_a_measured_time_loses_the_name_of_the_fastest_device_first():
-    cells = ("1.42 ms (from 0.98 ms, on vm CPU 7)", "forward all-reduce(data)")
+    cells = ("1.42 ms (fastest: 0.98 ms, vm CPU 7)", "forward all-reduce(data)")
     text = report.table([("measured, a step", "collective"), cells])
-    assert "1.42 ms (from 0.98 ms) | forward" in fitting.fitted(text, 60)
+    assert "1.42 ms (fastest: 0.98 ms) | forward" in fitting.fitted(text, 60)
 
 
 @pytest.mark.parametrize(

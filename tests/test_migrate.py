@@ -13,10 +13,9 @@ import tokenize
 
 import pytest
 
-from shardrules import migration
-from shardrules.commands import migrate, trial
-from shardrules.hooks.sites import Site, UncheckedCall
-from shardrules.watching import results
+from shardrules.commands import trial
+from shardrules.unchecked import migration, results, tried
+from shardrules.unchecked.sites import Site, UncheckedCall
 
 pytestmark = pytest.mark.one_lane
 
@@ -183,11 +182,11 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     site = call(pathlib.Path("file.py"), "x = shard_map(f, check_vma=False)\n")
     # By a derivative that the script never takes, it would send more.
     found = [migration.SiteRow(site, (), migration.MORE)]
-    rows, outcome = migrate.tried(
+    rows, outcome = tried.tried(
         found,
-        trial.Outcome(sent={"jit_f": 10}),
+        results.Outcome(sent={"jit_f": 10}),
         lambda some: migration.edited(some, "file.py"),
-        lambda _: trial.Outcome(sent={"jit_f": sent}),
+        lambda _: results.Outcome(sent={"jit_f": sent}),
     )
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert (outcome is None) == (verdict == "MORE")
@@ -202,11 +201,11 @@ def test_what_the_patched_script_returns_decides(tmp_path, monkeypatch, off, ver
     def returned(value):
         return {"jit_f": [(None, results.Result("float32", (1,), value, (value,)))]}
 
-    rows, _ = migrate.tried(
+    rows, _ = tried.tried(
         [migration.SiteRow(site, (), migration.SWITCH)],
-        trial.Outcome(results=returned(1.0)),
+        results.Outcome(results=returned(1.0)),
         lambda some: migration.edited(some, "file.py"),
-        lambda _: trial.Outcome(results=returned(1.0 + off)),
+        lambda _: results.Outcome(results=returned(1.0 + off)),
     )
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert ("result 1 of jit_f, run 1, differs by up to 0.5" in rows[0].note) == (off == 0.5)
@@ -331,6 +330,14 @@ def test_an_install_with_other_arguments_is_named(tmp_path, monkeypatch, argumen
         f"file.py:2: shardrules.install({arguments}) replaces what the patch adds; "
         "drop its arguments"
     ]
+
+
+@pytest.mark.parametrize(("after", "is_said"), [(64, True), (60, False)])
+def test_a_patch_that_saves_no_bytes_says_so(tmp_path, after, is_said):
+    site = call(tmp_path / "file.py", "x = shard_map(f, check_vma=False)\n")
+    rows = [migration.Row(site, (), migration.SWITCH)]
+    said = migration.written(rows, before={"jit_step": 64}, after={"jit_step": after})
+    assert ("saves no bytes" in said) is is_said
 
 
 def test_rules_are_to_be_written_by_hand_where_the_script_installs_already(tmp_path, monkeypatch):

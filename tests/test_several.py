@@ -31,7 +31,7 @@ def test_the_costliest_first_and_what_has_no_collective_in_one_line(found):
     text = report.plain(found)
     assert text.startswith(
         "5 programs compiled, 1 with collectives or other costs, 1 finding, in jit_<step> 32 B of "
-        "32 B on the wire per device can be avoided (100%), 1 can't be judged\n"
+        "32 B on the wire per device can be avoided (100%), 1 can't be judged, the costliest: "
     )
     assert [row[0] for row in found.programs.rows] == ["jit_<step>"]
     assert "(3 more programs have no collective)\n" in text

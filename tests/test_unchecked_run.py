@@ -5,8 +5,8 @@ import re
 import pytest
 from test_run import run
 
-from shardrules import migration
-from shardrules.hooks.sites import UncheckedSite
+from shardrules.unchecked import migration
+from shardrules.unchecked.sites import UncheckedSite
 
 pytestmark = pytest.mark.one_lane
 

@@ -12,7 +12,7 @@ from shardrules.checks.expectations import platform_name
 from shardrules.costs import donation, launches, placement, transfers
 from shardrules.door import compiled
 from shardrules.errors import CostAssertionError, ShardrulesError, few
-from shardrules.report.grouping import counted
+from shardrules.units import counted
 
 
 @checked

@@ -122,7 +122,7 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    from shardrules.report.grouping import here
+    from shardrules.paths import here
 
     for line in updates.said:
         terminalreporter.write_line(here(f"shardrules: {line}"))

@@ -22,10 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules import hooks
 from shardrules.arguments import checked, shown
 from shardrules.door.interpreter import interpreted
-from shardrules.door.jaxprs import KERNELS, kernel_name
+from shardrules.door.jaxprs import KERNELS, is_float, kernel_name
 from shardrules.errors import RuleCheckError, ShardrulesError, UnsupportedJaxError
 from shardrules.jaxprs.walk import equations
-from shardrules.report.grouping import counted
+from shardrules.units import counted
 
 
 @checked
@@ -248,10 +248,6 @@ class _RuledOp:
             return jax.tree_util.tree_unflatten(tree, results)
 
         return reference
-
-
-def is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.floating)
 
 
 def _floats(values: Sequence[Any]) -> tuple[int, ...]:

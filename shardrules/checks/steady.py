@@ -14,7 +14,7 @@ from shardrules.arguments import checked
 from shardrules.costs import donation
 from shardrules.door import compiled, watching
 from shardrules.errors import ShardrulesError, SteadyStateError
-from shardrules.report.grouping import here
+from shardrules.paths import here
 from shardrules.watching.reads import user_line
 
 _FIELDS = ("shape", "dtype", "weak_type", "sharding")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardrules import fitting
-from shardrules.watching import check_off
+from shardrules.unchecked import check_off
 
 # Keys of what a worker of pytest-xdist sends to the process that reports.
 _KEY, _CHECKED = "shardrules", "shardrules_checked"
@@ -112,7 +112,7 @@ class PytestCheck:
 
     def pytest_sessionfinish(self, session: Any) -> None:
         self._stack.close()
-        from shardrules.migration import decided
+        from shardrules.unchecked.migration import decided
 
         sites = [site for handle in self._handles for site in handle.unchecked()]
         self._texts += [decided(sites)] if sites else []

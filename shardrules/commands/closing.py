@@ -32,7 +32,7 @@ def exit_code(results: Several) -> int:
 
 def counted(results: Several) -> str:
     """Say in few words what a report comes to: ``2 findings``."""
-    from shardrules.report.grouping import counted
+    from shardrules.units import counted
 
     parts = [
         counted(results.findings, "finding") if results.findings else "",
@@ -40,7 +40,7 @@ def counted(results: Several) -> str:
         f"{counted(len(results.failures), 'program')} not judged" if results.failures else "",
         f"interrupted, {results.missing} not judged" if results.missing else "",
     ]
-    return ", ".join(filter(None, parts)) or results.cheaper or "no findings"
+    return ", ".join(filter(None, parts)) or results.first
 
 
 def last_line(ended: Ended, code: int, said: str) -> str:

@@ -16,8 +16,8 @@ import shardrules
 from shardrules import aot, registry
 from shardrules.commands import flags, rules
 from shardrules.door import internals, places
-from shardrules.errors import AotError, RegistrationError, UnsupportedJaxError
-from shardrules.hooks import retrace, selftest
+from shardrules.errors import AotError, RegistrationError, UnsupportedJaxError, first_line
+from shardrules.hooks import selftest
 from shardrules.hooks.install import install, state
 
 ARGUMENTS = flags.RULES
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(error)
             return 1
     except Exception as error:  # importing JAX may raise anything  # noqa: BLE001
-        print(f"JAX can't be imported here: {retrace.first_line(error)}")
+        print(f"JAX can't be imported here: {first_line(error)}")
         return 1
     print(", ".join(_versions()))
     rules.register(arguments)
@@ -104,7 +104,7 @@ def _devices() -> str:
     try:
         return _counted(f"{d.platform} ({d.device_kind})" for d in places.devices())
     except Exception as error:  # a backend may raise anything  # noqa: BLE001
-        return retrace.first_line(error)
+        return first_line(error)
 
 
 def _compiler(name: str) -> str:

@@ -17,15 +17,15 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from shardrules import migration
 from shardrules.commands import closing, flags, rules, script, trial
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.sites import Site
-from shardrules.migration import BY_HAND, CHANGES, MORE, RAISES, SWITCH, UNTRIED, Edits, SiteRow
-from shardrules.report.grouping import counted, size
-from shardrules.watching.results import different
+from shardrules.unchecked import migration
+from shardrules.unchecked.migration import BY_HAND, SWITCH, UNTRIED, Edits, SiteRow
+from shardrules.unchecked.results import Outcome
+from shardrules.unchecked.tried import tried
+from shardrules.units import counted
 
 USAGE = flags.SCRIPT_USAGE
 ARGUMENTS: flags.Arguments = {
@@ -54,14 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     return (before.code if before.code >= 0 else 128 - before.code) or code
 
 
-def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> int:
+def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
     flags.say(*before.notes)
     lines = [rules.to_write(flag) for flag in before.used]
 
     def edit(rows: Sequence[SiteRow]) -> Edits:
         return migration.edited(rows, file, lines)
 
-    def again(patch: Edits) -> trial.Outcome:
+    def again(patch: Edits) -> Outcome:
         flags.say(f"running the script again with {counted(len(patch.sites), 'site')} switched on")
         text = "".join(patch.after.get(file, ()))  # the patched script registers some rules itself
         left = {
@@ -100,49 +100,3 @@ def _applied(patch: Edits, file: str) -> str:
         return f"{file} is empty: no check can be switched on by a patch"
     count = counted(len(patch.sites), "shard_map")
     return f"{file} switches on the check of {count}; in this folder, apply it: patch -p1 < {file}"
-
-
-def tried(
-    rows: Sequence[SiteRow],
-    before: trial.Outcome,
-    edit: Callable[[Sequence[SiteRow]], Edits],
-    run: Callable[[Edits], trial.Outcome] | None,
-) -> tuple[list[SiteRow], trial.Outcome | None]:
-    """Run the script with its patch, and return the sites' verdicts and its last good run."""
-    # Try all sites at once. If that fails or sends more, try each with those before it that passed.
-    # MORE is tried too: the script may not differentiate as the retracing did.
-    hopeful = [row._replace(verdict=SWITCH) if row.verdict == MORE else row for row in rows]
-    patched = edit(hopeful).sites
-    switched = [row.site for row in rows if row.verdict == SWITCH]
-    verdicts = {site: (BY_HAND, "") for site in switched if site not in patched}
-    groups, passed, last = [list(patched)] if patched else [], set[Site](), None
-    if run is None or before.failure:
-        reason = f"the script as it is fails: {before.failure}" if before.failure else ""
-        verdicts |= {site: (UNTRIED, reason) for site in switched if site in patched}
-        groups = []
-    while groups and run is not None:
-        group = groups.pop(0)
-        on = passed.union(group)
-        verdict_of = {site: SWITCH if site in on else "not in this trial" for site in patched}
-        trial_rows = [row._replace(verdict=verdict_of.get(row.site, row.verdict)) for row in rows]
-        outcome = run(edit(trial_rows))
-        now, then = sum(before.sent.values()), sum(outcome.sent.values())
-        judged = SWITCH, ""
-        if outcome.failure:
-            judged = RAISES, f"with this switched on, the script fails: {outcome.failure}"
-        elif then > now:
-            sent = f"the script's programs send {size(now)} now, and {size(then)} with this on"
-            judged = MORE, sent
-        elif changed := different(before.results, outcome.results):
-            judged = CHANGES, f"with this switched on, {changed}"
-        if judged[0] == SWITCH:
-            passed, last = on, outcome
-        elif len(group) == len(patched) and len(parts := migration.joined(patched, rows)) > 1:
-            groups = parts
-            continue
-        verdicts |= dict.fromkeys(group, judged)
-    decided = []
-    for row in rows:
-        verdict, note = verdicts.get(row.site, (row.verdict, row.note))
-        decided.append(row._replace(verdict=verdict, note=note))
-    return decided, last

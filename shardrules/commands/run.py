@@ -74,7 +74,8 @@ ARGUMENTS: flags.Arguments = {
 
 def run(arguments: argparse.Namespace) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
-    from shardrules.watching import check_off, programs, reads
+    from shardrules.unchecked import check_off
+    from shardrules.watching import programs, reads, runs
 
     target = script.find(arguments)
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
@@ -86,21 +87,20 @@ def run(arguments: argparse.Namespace) -> int:
     flags.check_writable(arguments.output)
     rules.check(arguments)
     seen = programs.watch(strict=arguments.strict, allow=dict(arguments.allow))
-    seen.target, seen.cheapest, seen.compares = arguments.target, arguments.cheapest, True
+    seen.target, seen.cheapest = arguments.target, arguments.cheapest
+    seen.runs = runs.Runs()
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
         contexts.enter_context(seen)
         title = f"-m {target.spec.name}" if target.spec else os.path.basename(target.file)
         began = time.strftime("%Y-%m-%d %H:%M")
         misplaced = closing.behind(target, ARGUMENTS, "run")
-        read = contexts.enter_context(reads.Reads())
+        read = contexts.enter_context(reads.Reads(seen.runs))
         report = _RunReport(seen, read, arguments, keep, title, began, misplaced)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
             unchecked: Unchecked = "check" if arguments.check else "leave"
             hooks = check_off.switching(report.handles, register, flags.say, unchecked)
             contexts.enter_context(hooks)
-        else:
-            contexts.enter_context(check_off.kept())
         if arguments.profile is not None:
             from shardrules.watching.profiles import recording
 
@@ -144,9 +144,9 @@ class _RunReport:
         return self.arguments.output is not None or self.arguments.format in ("text", "github")
 
     def _written(self, ended: script.Ended) -> int:
-        from shardrules.migration import decided
+        from shardrules.paths import here
         from shardrules.report import WRITERS
-        from shardrules.report.grouping import here
+        from shardrules.unchecked.migration import decided
 
         output = self.arguments.output
         # Register rules only now: the script's programs must be traced without them.
@@ -165,6 +165,7 @@ class _RunReport:
         results = _judged(self.seen)
         notes = (*results.notes, *map(here, self.reads.notes()))
         results = dataclasses.replace(results, title=self.title, ran=ran, notes=notes)
+        results = results.with_reads(self.reads.findings(), self.arguments.allow)
         flags.say(*registry.unused(content.judgement for content in results.contents))
         text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":

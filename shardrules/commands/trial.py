@@ -20,37 +20,15 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardrules import registry
 from shardrules.commands import rules, script
-from shardrules.errors import ShardrulesError
+from shardrules.errors import ShardrulesError, first_line
+from shardrules.unchecked.results import Outcome
 
 if TYPE_CHECKING:
-    from shardrules.hooks.sites import UncheckedCall
     from shardrules.watching.programs import WatchedProgram
-    from shardrules.watching.results import Results
-
-
-@dataclass
-class Outcome:
-    """How a run of the script ended."""
-
-    code: int = 0  # the exit code, or minus a signal's number
-    raised: str = ""  # the first line of the error that ended it, empty if none did
-    calls: list[UncheckedCall] = field(
-        default_factory=list
-    )  # of unchecked shard_maps, if it retraced them
-    sent: dict[str, int] = field(default_factory=dict)  # by one device in one run of each program
-    results: Results = field(default_factory=dict)  # what its programs returned
-    used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used
-    notes: list[str] = field(default_factory=list)  # a message for each other flag
-
-    @property
-    def failure(self) -> str:
-        ended = f"exit code {self.code}" if self.code > 0 else f"signal {-self.code}"
-        return (self.raised or ended) if self.code else ""
 
 
 def run(
@@ -123,8 +101,9 @@ def _in_foreground() -> bool:
 
 def child(path: str) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
-    from shardrules.hooks import retrace
-    from shardrules.watching import check_off, compiling, programs, results
+    from shardrules.door.imported import WhenImported
+    from shardrules.unchecked import check_off, results
+    from shardrules.watching import programs
 
     arguments, result, look, texts = pickle.loads(pathlib.Path(path).read_bytes())
     _compile_from(texts)
@@ -144,11 +123,11 @@ def child(path: str) -> int:
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
     else:
-        contexts.callback(compiling.WhenImported("jax", register).stop)
+        contexts.callback(WhenImported("jax", register).stop)
     report = sys.excepthook
 
     def record_error(kind: type, error: BaseException, trace: Any) -> None:
-        outcome.raised = retrace.first_line(error)
+        outcome.raised = first_line(error)
         report(kind, error, trace)
 
     sys.excepthook = record_error

@@ -20,6 +20,8 @@ from shardrules.registry.suggestions import pattern
 _IDEMPOTENT = ("maximum", "minimum", "and", "or")
 # A shard_map, or a pmap, whose body is differentiated inside of it, and not with it.
 _OWN_GRADIENT = re.compile(r"(?:(?!transpose\().)*?(?:shard_map|pmap\b[^/]*)/.*transpose\(.*")
+# With the check on, the transpose of a cast, or what a bwd sums.
+_CAST = re.compile(r".*transpose\(jvp\([^/]*\)\)/psum_invariant")
 _OUTSIDE = (
     "take the gradient outside of the shard_map, jax.grad of the shard_map of the loss, which "
     "divides by itself. (The body takes gradients itself, so that switching the check on changes "
@@ -47,8 +49,20 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
             return _OUTSIDE
         if is_defensive(verdict):
             return migrate("the shard_map")
-        return _instead(verdict) if verdict.verdict == "redundant" else _narrowed(verdict)
+        said = _instead(verdict) if verdict.verdict == "redundant" else _narrowed(verdict)
+        return said + _of_cast(verdict)
     return _to_be_judged(verdict, proven) if verdict.verdict == "unproven" else ""
+
+
+def _of_cast(verdict: hlo.Verdict) -> str:
+    if not _CAST.fullmatch(verdict.collective.op_name):
+        return ""
+    over = " and ".join(_equal_axes(verdict)) or "the devices"
+    return (
+        "; if the line writes no psum, this is the transpose of a cast: a value that is the same "
+        f"over {over} meets one that differs. Combine them after that one's psum or pmean, and "
+        "nothing is cast"
+    )
 
 
 def migrate(shard_maps: str) -> str:
@@ -80,6 +94,23 @@ def in_own_gradient(verdict: hlo.Verdict) -> bool:
     """Whether it sums equal values in a backward pass that an unchecked body takes itself."""
     name = verdict.collective.op_name
     return is_defensive(verdict) and _OWN_GRADIENT.fullmatch(name) is not None
+
+
+def of_sums(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
+    """Say what is wrong with gradients that it averages, if a body with the check on takes them."""
+    collective = verdict.collective
+    averages = collective.reduction == "add" and collective.phase == "forward"
+    if verdict.verdict != "redundant" or not averages:
+        return ""
+    names = (
+        v.collective.op_name for v in judgement.needed if v.collective.groups == collective.groups
+    )
+    if not any(_OWN_GRADIENT.fullmatch(name) for name in names):
+        return ""
+    return (
+        "; if it averages gradients that the body takes itself, with its check on these are the "
+        f"sum over the devices already: divide them by {collective.group_size}"
+    )
 
 
 class Multiplied:
@@ -185,7 +216,7 @@ def _instead(verdict: hlo.Verdict) -> str:
     if collective.reduction in _IDEMPOTENT or count == 1:
         return same
     if collective.reduction == "add":
-        return f"{own} (a sum of {count} equal ones is {count} times one)"
+        return f"{own} (a sum of {count} equal ones is {count} times one, and their mean is one)"
     return f"{own}: reduce {count} copies of it"
 
 

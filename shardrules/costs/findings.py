@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardrules import hlo
 from shardrules.costs import accounts, outputs
-from shardrules.costs.advice import Multiplied, advice, too_large
+from shardrules.costs.advice import Multiplied, advice, of_sums, too_large
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:  # it finds what this module's findings are made of
@@ -34,7 +34,8 @@ class Finding:
 
 
 _HANGS = "may hang"
-_OUTPUT = re.compile(r"(?:differs|unproven) output.*")
+# What is no collective: an output, or a line that reads arrays on the host.
+_OTHER = re.compile(r"(?:differs|unproven) output.*|read at \S+")
 F = TypeVar("F", "Finding", outputs.Unequal)
 
 
@@ -68,6 +69,7 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
             )
         times = multiplied.times(verdict)
         change = change or (too_large(verdict, times) if times > 1 else advice(verdict))
+        change += of_sums(verdict, judgement)
         found.append(Finding(kind, entry, change))
     return found
 
@@ -96,7 +98,8 @@ class Allowances:
     Args:
       reasons: from ``"redundant all-reduce(model) at model.py"`` (verdict, phase, file and line
         may be left out) to the reason; what may hang, as ``"may hang all-reduce(model)"`` alone; an
-        output that is called replicated and is not, as ``"differs output['rng']"``.
+        output that is called replicated and is not, as ``"differs output['rng']"``; a line that
+        reads an array after each run, as ``"read at train.py:12"``.
 
     Raises:
       ShardrulesError: a name that can't be read, or no reason.
@@ -119,7 +122,7 @@ class Allowances:
         self.selectors: dict[str, accounts.Selector] = {
             what: accounts.Selector.read(what)
             for what in self.reasons
-            if not _OUTPUT.fullmatch(str(what))
+            if not _OTHER.fullmatch(str(what))
         }
 
     def check_axes(self, mesh: Mapping[str, int] | None) -> None:

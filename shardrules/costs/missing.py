@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from shardrules import hlo
 from shardrules.costs import outputs, walk
-from shardrules.costs.waste.graph import Flat, Node
 from shardrules.errors import few
 from shardrules.hlo.proof import phases
+from shardrules.hlo.reader import flow
+from shardrules.hlo.reader.flow import Node
 
 _PARAMETER = re.compile(r"parameter (\d{1,9})\b")
 # After these, all devices of a group hold the same.
@@ -47,7 +48,7 @@ class _GradientSearch:
 
     def __init__(self, judgement: hlo.Judgement):
         self._module = judgement.module
-        self._flat = Flat(judgement.module, judgement.module.entry)
+        self._flat = flow.of(judgement.module, judgement.module.entry.name)
         self._axes = {
             verdict.collective.name: set(verdict.collective.axes or ())
             for verdict in judgement.verdicts

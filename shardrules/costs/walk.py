@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
@@ -90,15 +89,8 @@ def line_within(module: hlo.Module, collective: hlo.Collective) -> str:
     if not own or not (of_result or collective.loop_depth or "remat" in collective.op_name):
         return ""
     computation = module.computations[collective.computation]
-    instructions = computation.instructions
-    numbers = {instruction.name: n for n, instruction in enumerate(instructions)}
-    place = numbers.get(collective.name)
-    if place is None:
-        return ""
-    takers = collections.defaultdict(list)
-    for n, instruction in enumerate(instructions):
-        for operand in instruction.operands:
-            takers[operand].append(n)
+    instructions, takers = computation.instructions, computation.users()
+    place = computation.places[collective.name]
     gathers = collective.kind == "all-gather"  # what it is for, and else what it is of
     seen, left = {place}, [place]
     while left and len(seen) < _NEAR:

@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shardrules.door.patching import Patches
+from shardrules.door import seams
 from shardrules.door.protocols import Jaxpr
-from shardrules.door.watching import around
 
 _last = threading.local()  # the jaxpr that this thread traced last, and how
 
@@ -42,36 +41,30 @@ class Again(NamedTuple):
             yield _is_now(self.context)
 
 
-def install(patches: Patches) -> None:
-    """Note how each jit is traced; nothing on a JAX that traces jits elsewhere."""
+def note() -> Callable[[], None]:
+    """Note how each jit is traced, until the returned function is called."""
+    return seams.intercept("infer", _traced)
+
+
+def _traced(original: Callable[..., Any], *given: Any) -> Any:
     import jax
-    from jax._src import config, pjit
 
-    infer, made = (getattr(pjit, name, None) for name in ("_infer_params", "_cpp_pjit"))
-    context = getattr(config, "trace_context", None)
-    if infer is None or made is None or context is None:
-        return
-
-    def traced(original: Any, *given: Any) -> Any:
-        result = original(*given)
-        *settings, args, kwargs = given
-        jaxpr = getattr(result[0], "params", {}).get("jaxpr")
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        if jaxpr is not None and not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            args, kwargs = jax.tree_util.tree_unflatten(tree, map(_shape, leaves))
-            around_it = context(), _meshes()
-            again = Again(settings[0], tuple(settings), args, kwargs, *around_it, made)
-            _last.jaxpr, _last.again = jaxpr, again
-        return result
-
-    patches.attribute(pjit, "_infer_params", around(traced, infer))
+    result = original(*given)
+    *settings, args, kwargs = given
+    jaxpr = getattr(result[0], "params", {}).get("jaxpr")
+    leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+    if jaxpr is not None and not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        args, kwargs = jax.tree_util.tree_unflatten(tree, map(_shape, leaves))
+        context, made = seams.named("trace_context")(), seams.named("make_jit")
+        again = Again(settings[0], tuple(settings), args, kwargs, context, _meshes(), made)
+        _last.jaxpr, _last.again = jaxpr, again
+    return result
 
 
 def _meshes() -> tuple[Any, Any]:
-    from jax._src import mesh
-
-    physical = mesh.thread_resources.env.physical_mesh
-    concrete: Any = getattr(mesh, "get_concrete_mesh", lambda: None)()
+    physical = seams.named("thread_resources").env.physical_mesh
+    concrete_mesh = seams.named("concrete_mesh")
+    concrete = None if concrete_mesh is None else concrete_mesh()
     return tuple(None if m is None or m.empty else m for m in (physical, concrete))  # type: ignore[return-value]
 
 
@@ -84,9 +77,7 @@ def of(jaxpr: Jaxpr) -> Again | None:
 
 def _is_now(context: Any) -> bool:
     """Whether tracing depends on the same settings and meshes here as where they were noted."""
-    from jax._src import config
-
-    now = config.trace_context()
+    now = seams.named("trace_context")()
     # A context of users that was made since stands at the end, None where nobody has set it.
     return now[: len(context)] == context and not any(x is not None for x in now[len(context) :])
 

@@ -174,6 +174,12 @@ def result_paths(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...] | None:
     return tuple(str(path).removeprefix("result") for path in paths)
 
 
+def definition(closed_jaxpr: Any) -> str:
+    """Return ``NAME at FILE:LINE`` of a traced function, empty if JAX kept none."""
+    info = getattr(getattr(closed_jaxpr, "jaxpr", closed_jaxpr), "debug_info", None)
+    return str(getattr(info, "func_src_info", None) or "")
+
+
 def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
     """Return the bytes of a program's temporaries on the host and on one device, if it says."""
     # The host's are not told before JAX 0.4.31, and by some backends not at all.
@@ -406,24 +412,41 @@ def program_name(executable: Any) -> str:
         return "a program"
 
 
-class _Execution:
-    """An executable's call, after which ``see`` is called with the arrays that it returned."""
+def local_device_count(executable: Any) -> int:
+    """Count the devices of this process on which an executable runs; 0 where nothing says it."""
+    try:
+        return len(executable.xla_executable.local_devices())
+    except Exception:  # the backend's C API may raise anything  # noqa: BLE001
+        return 0
 
-    def __init__(self, call: Any, see: Callable[[Sequence[Any]], None]):
+
+def kept_arguments(executable: Any) -> list[int] | None:
+    """List the arguments that are parameters of an executable's HLO; None for all."""
+    kept = getattr(getattr(executable, "_unsafe_call", None), "kept_var_idx", None)
+    return None if kept is None else sorted(kept)
+
+
+See = Callable[[Sequence[Any], Sequence[Any]], None]
+
+
+class _Execution:
+    """An executable's call, after which ``see`` is called with its arguments and results."""
+
+    def __init__(self, call: Any, see: See):
         self._call = call
         self._see = see
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         results = self._call(*args, **kwargs)
-        self._see(results)
+        self._see(args, results)
         return results
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
 
 
-def after_each_run(executable: Any, see: Callable[[Sequence[Any]], None]) -> None:
-    """Call ``see`` with what each run of an executable returns; of pmap's own, never."""
+def after_each_run(executable: Any, see: See) -> None:
+    """Call ``see`` with what each run of an executable takes and returns; of pmap's own, never."""
     # JAX calls an executable of another class than its own without its fast path, so it sees all.
     if hasattr(executable, "_unsafe_call"):
         executable._unsafe_call = _Execution(executable.unsafe_call, see)

@@ -24,8 +24,8 @@ from shardrules.door.patching import MeshKey
 from shardrules.door.protocols import Aval, JaxMesh
 from shardrules.door.symbols import SYMBOLS
 from shardrules.errors import RuleError, UnsupportedJaxError
+from shardrules.paths import is_library
 from shardrules.registry.axistypes import AxisType
-from shardrules.registry.suggestions import is_library
 
 _INVARIANT = AxisType()
 
@@ -166,6 +166,11 @@ class Door:
             return getattr(self._here, "axes", ())
         mesh = self.abstract_mesh()
         return () if mesh is None or mesh.empty else _manual_axes(mesh)
+
+    def manual_sizes(self) -> dict[str, int]:
+        """Return how many devices there are along each manual axis, on a JAX that has types."""
+        shape = self.abstract_mesh().shape
+        return {axis: shape[axis] for axis in self.manual_axes()}
 
     @contextlib.contextmanager
     def over_axes(self, axes: tuple[str, ...]) -> Iterator[None]:

@@ -94,8 +94,7 @@ def opened(value: Any) -> Any:
 def name_of(eqn: Eqn) -> str:
     """Return an equation's primitive's name; from JAX 0.12 a linear one's may be wrapped."""
     name: str = eqn.primitive.name
-    is_wrapped = name.startswith("vjp_node[")
-    return name.removeprefix("vjp_node[").removesuffix("]") if is_wrapped else name
+    return name if name[:9] != "vjp_node[" else name[9:].removesuffix("]")
 
 
 def is_inexact(aval: object) -> bool:
@@ -104,6 +103,13 @@ def is_inexact(aval: object) -> bool:
 
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is real and of a float type."""
+    import jax
+
+    return bool(jax.numpy.issubdtype(getattr(value, "dtype", bool), jax.numpy.floating))
 
 
 def value_of(env: dict[Any, Any], atom: Var) -> Any:

@@ -35,7 +35,7 @@ class Symbol(NamedTuple):
         return versions.release(self.first) <= release and (*release, 0, 0)[: len(last)] <= last
 
 
-_ROW = re.compile(r" +(\w+) +([\d.]+)(?:-([\d.]+)|(\+))?\s+([\w.]+(?::\w+)?)(?:\(([^)]*)\))?\n")
+_ROW = re.compile(r" +(\w+) +([\d.]+)(?:-([\d.]+)|(\+))?\s+([\w.]+(?::[\w.]+)?)(?:\(([^)]*)\))?\n")
 
 
 def read(table: str) -> tuple[Symbol, ...]:
@@ -64,9 +64,12 @@ def is_cached(function: Any) -> bool:
 
 def look(symbol: Symbol) -> tuple[Any, tuple[Any, str], str]:
     """Return a symbol, its owner, and what is wrong with it (empty if nothing)."""
-    module, _, attribute = symbol.path.partition(":")
+    module, _, path = symbol.path.partition(":")
+    *classes, attribute = path.split(".")
     try:
-        owner = importlib.import_module(module)
+        owner: Any = importlib.import_module(module)
+        for name in classes:
+            owner = getattr(owner, name)
         value: Any = getattr(owner, attribute) if attribute else owner
     except (ImportError, AttributeError):
         return None, (None, ""), "is missing"

@@ -7,11 +7,10 @@ import os
 import pathlib
 from typing import Any
 
-from shardrules.errors import UnsupportedJaxError
+from shardrules.door import seams
 
 PALLAS = "jax._src.pallas."  # no kernel of a user lives there
 PALLAS_GPU_CORE = "jax._src.pallas.mosaic_gpu.core"  # where plgpu.kernel's own function lives
-COMPILER = "jax._src.interpreters.pxla"
 # Where JAX makes a shard_map of a function: from 0.6.1, and before.
 SHARD_MAPS = ("jax._src.shard_map", "jax.experimental.shard_map")
 
@@ -27,24 +26,6 @@ def owns(path: str) -> bool:
 
     folder = os.path.dirname(os.path.abspath(jax.__file__))
     return path.startswith(os.path.join(folder, "_src", ""))
-
-
-def compilers(compiler: Any) -> list[tuple[Any, str]]:
-    """Return owner and name of everything that compiles; what lowers a jaxpr comes last."""
-    kinds = [getattr(compiler, "MeshComputation", None)]
-    if hasattr(compiler, "PmapComputation"):  # to JAX 0.9; after it pmap is a jit
-        kinds.append(compiler.PmapComputation)
-    owners = [*((kind, "compile") for kind in kinds), (compiler, "lower_sharding_computation")]
-    for owner, name in owners:
-        if not hasattr(owner, name):
-            import jax
-
-            raise UnsupportedJaxError(
-                f"watch does not know where JAX {jax.__version__} compiles: {COMPILER} has no "
-                f"{'MeshComputation' if owner is None else name}",
-                version=jax.__version__,
-            )
-    return owners
 
 
 def devices() -> list[Any]:
@@ -68,8 +49,6 @@ def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) 
 @functools.cache
 def leave_out_frames() -> str:
     """Leave this package's frames out of JAX's source lines; return its folder."""
-    from jax._src import source_info_util  # jax.extend has it too, and may not be imported yet
-
     folder = str(pathlib.Path(__file__).parents[1])
-    source_info_util.register_exclusion(folder)
+    seams.named("exclude_frames")(folder)
     return folder

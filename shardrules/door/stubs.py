@@ -12,14 +12,12 @@ import pathlib
 import re
 from typing import Any
 
-from shardrules.door import versions
-from shardrules.door.patching import Patches
+from shardrules.door import seams, versions
 
 _MISSING = re.compile(r"No FFI handler registered for (\S+) on a platform CUDA")
 _METADATA = 1  # the type of the extension by which XLA asks for the version
 _UNIMPLEMENTED = 12
 
-_patches = Patches()
 _clients: list[Any] = []  # those whose programs get stubs
 
 
@@ -53,13 +51,9 @@ def stubs_are_known() -> bool:
 
 def allow(client: Any) -> None:
     """Register a stub for each target without a handler that a client's programs call."""
-    from jax._src import compiler
-
     if not _clients:
-        for name in ("backend_compile", "backend_compile_and_load"):
-            if hasattr(compiler, name):
-                compile_ = functools.partial(_compile, getattr(compiler, name))
-                _patches.attribute(compiler, name, compile_)
+        for key in ("compile_by_xla", "compile_and_load"):
+            seams.intercept(key, _compile)
     if client not in _clients:
         _clients.append(client)
 

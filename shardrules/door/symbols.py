@@ -222,3 +222,42 @@ sums a cotangent that varies where its primal doesn't
 casts an operand where axes of replication are kept beside values
     broadcast              0.4.28-0.5.3   jax.experimental.shard_map:pbroadcast(x, axis_name)
 """)
+
+# What a watch needs of JAX, where one is on; ``install()`` needs none of it.
+WATCHED: tuple[Symbol, ...] = read("""
+all ways to a program end here, also where JAX takes it from a cache
+    compile                0.4.28+        .interpreters.pxla:MeshComputation.compile
+    compile_pmap           0.4.28-0.9     .interpreters.pxla:PmapComputation.compile
+    lower                  0.4.28+        .interpreters.pxla:lower_sharding_computation
+compiles, or reads from the cache on disk
+    compile_or_load        0.4.28+        .compiler:compile_or_get_cached
+compiles by XLA, which asks for the handlers of FFI targets
+    compile_by_xla         0.4.28-0.9     .compiler:backend_compile
+    compile_and_load       0.6.2+         .compiler:backend_compile_and_load
+runs a compiled function
+    run                    0.4.28+        .pjit:_pjit_call_impl_python
+    run_compiled           0.4.28+        jax.stages:Compiled.__call__
+lets C++ call a compiled function without any of these
+    fast_path              0.4.28+        .pjit:_get_fastpath_data
+    fast_paths             0.4.28-0.4.33  .pjit:_cpp_pjit_cache
+    fast_paths             0.4.34+        .pjit:_cpp_pjit_cache_fun_only
+    explicit_fast_paths    0.4.34+        .pjit:_cpp_pjit_cache_explicit_attributes
+reads an array on the host
+    read                   0.4.28+        .array:ArrayImpl._value
+    read_asarray           0.4.28+        numpy:asarray
+    read_array             0.4.28+        numpy:array
+tells what jax.device_get reads from other reads
+    guards                 0.4.28-0.4.34  .config:transfer_guard_lib
+    guards                 0.4.35+        .config:guard_lib
+traces a jit; with them it can be traced and compiled once more
+    infer                  0.4.28+        .pjit:_infer_params
+    make_jit               0.4.28+        .pjit:_cpp_pjit
+    trace_context          0.4.28+        .config:trace_context
+    thread_resources       0.4.28+        .mesh:thread_resources
+    concrete_mesh          0.4.36+        .mesh:get_concrete_mesh
+marks a step in a profile, from where the marker is made
+    step_begins            0.4.28+        jax.profiler:StepTraceAnnotation.__init__
+    step_ends              0.4.28+        jax.profiler:StepTraceAnnotation.__exit__
+leaves this package's frames out of source lines; jax.extend may not be imported yet
+    exclude_frames         0.4.28+        .source_info_util:register_exclusion
+""")

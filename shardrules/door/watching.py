@@ -15,10 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shardrules.door import compiled
-from shardrules.door.patching import Patches
+from shardrules.door import compiled, seams
 from shardrules.door.places import owns
-from shardrules.errors import UnsupportedJaxError
 
 # Called with a sentence for each gradient whose psums move more than with the check off.
 cast_listeners: list[Callable[[str], None]] = []
@@ -56,7 +54,7 @@ class Listener:
 
 
 _lock = threading.Lock()
-_patches = Patches()
+_hold = contextlib.ExitStack()  # what the last listener undoes
 _watching: list[Listener] = []  # in all threads
 _thread = threading.local()
 
@@ -75,7 +73,7 @@ def start(listener: Listener) -> Callable[[], None]:
         with _lock:
             _watching.remove(listener)
             if not _watching:
-                _patches.undo()
+                _hold.close()
                 forget_fast_paths()
 
     return stop
@@ -83,8 +81,6 @@ def start(listener: Listener) -> Callable[[], None]:
 
 def on_reads(read: Callable[[Any], None]) -> Callable[[], None]:
     """Call a function with each array that the host reads, in any thread; return what stops it."""
-    from jax._src import array
-
     _explicit()  # raises if this JAX doesn't tell
 
     def around_value(original: Any, self: Any) -> Any:
@@ -92,9 +88,7 @@ def on_reads(read: Callable[[Any], None]) -> Callable[[], None]:
             read(self)
         return original(self)
 
-    patches, value = Patches(), vars(array.ArrayImpl)["_value"]
-    patches.attribute(array.ArrayImpl, "_value", property(around(around_value, value.fget)))
-    return patches.undo
+    return seams.intercept("read", around_value)
 
 
 def _listeners() -> list[Listener]:
@@ -103,50 +97,29 @@ def _listeners() -> list[Listener]:
 
 
 def _install() -> None:
-    import jax
-    import numpy
-    from jax._src import array, compiler, pjit
-
-    try:
-        owners = [
-            (pjit, "_pjit_call_impl_python", _call),
-            (pjit, "_get_fastpath_data", lambda original, *args, **kwargs: None),
-            (jax.stages.Compiled, "__call__", _compiled_call),
-            (compiler, "compile_or_get_cached", _compile),
-            (numpy, "asarray", functools.partial(_read_by_numpy, how="numpy.asarray")),
-            (numpy, "array", functools.partial(_read_by_numpy, how="numpy.array")),
-        ]
-        made = [(o, name, around(wrapper, getattr(o, name))) for o, name, wrapper in owners]
-        value = vars(array.ArrayImpl)["_value"]
-        made.append((array.ArrayImpl, "_value", property(around(_read, value.fget))))
+    wrappers: dict[str, seams.Wrapper] = {
+        "run": _call,
+        "run_compiled": _compiled_call,
+        "fast_path": lambda original, *args, **kwargs: None,
+        "compile_or_load": _compile,
+        "read": _read,
+        "read_asarray": functools.partial(_read_by_numpy, how="numpy.asarray"),
+        "read_array": functools.partial(_read_by_numpy, how="numpy.array"),
+    }
+    with contextlib.ExitStack() as stack:
+        for key, wrapper in wrappers.items():
+            stack.callback(seams.intercept(key, wrapper))
         forget_fast_paths()
-    except (AttributeError, KeyError, ImportError) as error:
-        raise UnsupportedJaxError(
-            f"steady_state does not know the functions of JAX {jax.__version__}: {error}"
-        ) from error
-    for owner, name, function in made:
-        _patches.attribute(owner, name, function)
-
-
-def around(wrapper: Any, original: Any) -> Any:
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    return function
+        _hold.enter_context(stack.pop_all())
 
 
 def forget_fast_paths() -> None:
     """Drop C++'s fast paths of called functions; traces and executables stay."""
-    from jax._src import lib, pjit
-
-    extension: Any = lib
-    library = extension._jax if hasattr(lib, "_jax") else extension.xla_client._xla
-    library.PjitFunctionCache.clear_all()
-    for kind in ("", "_fun_only", "_explicit_attributes"):
-        cache = getattr(pjit, f"_cpp_pjit_cache{kind}", None)
-        if cache is not None:  # clear_all leaves it, to 0.4.35
-            cache.clear()
+    for key in ("fast_paths", "explicit_fast_paths"):
+        cache = seams.named(key)
+        if cache is not None:
+            cache.clear_all()  # of all such caches, also of functions with settings of their own
+            cache.clear()  # which clear_all leaves, to 0.4.35
 
 
 def _call(original: Any, *args: Any, **params: Any) -> Any:
@@ -249,13 +222,7 @@ def _read_by_numpy(original: Any, *args: Any, how: str, **kwargs: Any) -> Any:
 
 
 def _explicit() -> bool:
-    import jax
-    from jax._src import config
-
-    guards = getattr(config, "guard_lib", None) or getattr(config, "transfer_guard_lib", None)
-    if guards is None:
-        raise UnsupportedJaxError(f"JAX {jax.__version__} does not tell jax.device_get apart")
-    return bool(guards.thread_local_state().explicit_device_get)
+    return bool(seams.named("guards").thread_local_state().explicit_device_get)
 
 
 def live_arrays() -> list[tuple[str, int]]:

@@ -17,7 +17,6 @@ from shardrules.door.patching import Patches
 from shardrules.door.places import leave_out_frames
 from shardrules.errors import ShardrulesError, UntestedJaxWarning
 from shardrules.hooks import selftest
-from shardrules.hooks.sites import UncheckedSite, costliest
 from shardrules.hooks.state import (
     CASTS,
     POLICIES,
@@ -28,9 +27,10 @@ from shardrules.hooks.state import (
     Unchecked,
     Unknown,
 )
-from shardrules.hooks.unchecked import UncheckedHooks
 from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
+from shardrules.unchecked.hooks import UncheckedHooks
+from shardrules.unchecked.sites import UncheckedSite, costliest
 
 _lock = threading.RLock()
 _state = State(default)

@@ -81,5 +81,5 @@ class Notes:
     # each annotation of an output that its kernel contradicts, as a sentence
     annotations: list[str] = dataclasses.field(default_factory=list)
     doubts: list[str] = dataclasses.field(default_factory=list)  # why gradients may be others
-    bwds: set[str] = dataclasses.field(default_factory=set)  # the jaxprs of bwds, for comparison
+    rules: set[Any] = dataclasses.field(default_factory=set)  # the bwds that ran
     unchecked: list[Any] = dataclasses.field(default_factory=list)  # unchecked shard_maps

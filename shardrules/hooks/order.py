@@ -20,7 +20,7 @@ from shardrules.hooks.types.identities import RedundantCastHooks
 from shardrules.hooks.types.lost_axes import HijaxHooks, LostAxesHooks
 from shardrules.hooks.types.refs import RefHooks
 from shardrules.hooks.types.type_notes import TypeNoteHooks
-from shardrules.hooks.unchecked import UncheckedHooks
+from shardrules.unchecked.hooks import UncheckedHooks
 
 # All hooks, in the order of installation. If two of them replace the same function of JAX, the
 # later hook calls the earlier one's. A class gets the hooks before it by ``state.of``.

@@ -15,9 +15,9 @@ from shardrules.door import internals
 from shardrules.door.internals import Door
 from shardrules.errors import MissingProcessError, RulesDifferError, ShardrulesError
 from shardrules.hooks.install import state as hook_state
-from shardrules.hooks.unchecked import UncheckedHooks
 from shardrules.registry import fingerprint
 from shardrules.registry.fingerprint import ComparedRule
+from shardrules.unchecked.hooks import UncheckedHooks
 
 _ROOT = "shardrules/same_rules"
 _SHOWN = 8  # lines about one process in a message

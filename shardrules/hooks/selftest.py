@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from shardrules.door import internals
 from shardrules.door.jaxprs import SUMS, named_axes
 from shardrules.door.places import shard_map
-from shardrules.hooks.retrace import first_line
+from shardrules.errors import first_line
 from shardrules.hooks.state import Scope, State
 from shardrules.jaxprs.walk import equations
 from shardrules.registry.axistypes import show_axes

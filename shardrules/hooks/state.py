@@ -14,6 +14,7 @@ from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import Primitive
 from shardrules.errors import ShardrulesError
+from shardrules.hooks.frames import here
 from shardrules.hooks.notes import Claims, NotedSum, Notes, Placement
 from shardrules.registry.binding import Binding
 from shardrules.registry.table import Overlay, Registry
@@ -52,44 +53,6 @@ class _Key:
     __slots__ = ("__weakref__",)
 
 
-class _Here(threading.local):
-    scope: Scope | None = None  # the scope that was entered
-    annotations: list[Any]  # the user's, for each kernel output whose shape was converted
-    kernel_annotations: tuple[Any, ...] = ()  # the user's, of the mesh kernel that is being called
-    checked: bool = False  # whether the check was on around the ``plgpu.kernel`` being called
-    # The primitive that is being bound, and its OpaqueCall. If a transformation binds another call
-    # in its place, the same rule holds for that.
-    outer: tuple[Any, Any] = (None, None)
-    # The jaxpr, the operands' and the outputs' axis types of the pallas_call that is being bound.
-    settled: tuple[Any, Any, Any] = (None, None, None)
-    lowering: Any = None  # the context of the opaque call that is being lowered
-    # In the current shard_map: where operations vary more than JAX says, and annotations that a
-    # kernel contradicts.
-    type_notes: dict[tuple[str, frozenset[str]], Any] | None = None
-    contradictions: list[Any] | None = None
-    # For JAX's next error about out_specs: text about those operations, and a _Returned.
-    refused: tuple[str, Any] = ("", None)
-    summed: list[tuple[int, frozenset[str]]] | None = None  # positions and axes of bwd's sums
-    gradients: list[None] | None = None  # grows when something is differentiated in reverse
-    transposing: bool = False  # whether we are in a transposition whose casts are already placed
-    # What reads the linear program that is being transposed for shares of cotangents; None outside.
-    shares: Callable[[], Any] | None = None
-    bwds: dict[Any, Any] | None = None  # bwds that were traced while casts are placed
-    transposed_in: Any = None  # the trace in which a cond's transpose is bound
-    transposed: tuple[Any, ...] = ()  # the branches of that cond
-    widened: frozenset[str] = frozenset()  # the axes that a custom_vjp's primals were cast to
-    # The axes over which the primals of the running bwd vary too, and those they were cast to.
-    primals_over: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    batched: list[Any] | None = None  # avals of the primals of the custom_vjp in vmap
-    running: tuple[Any, ...] = ()  # the running bwds under replication sets, outermost first
-    met: list[Any] | None = None  # sites of inner unchecked shard_maps of a traced one
-    blamed: list[Any] = []  # their errors, each with the innermost site that raised it  # noqa: RUF012
-    under: tuple[Any, Any, Any] = (None, None, None)  # overlays, a scope, both combined
-
-    def __init__(self) -> None:
-        self.annotations = []
-
-
 class State:
     def __init__(self, registry: Registry):
         self.registry = registry
@@ -101,7 +64,7 @@ class State:
         self.opaque_call_of: Callable[[Any, dict[str, Any]], Any] = lambda primitive, params: None
         self._installed: list[tuple[object, Scope]] = []  # in the order of installation
         self.everywhere = Scope()
-        self.here = _Here()
+        self.here = here
         self._trace_key = None
         # A key lives as long as JAX caches a trace under it.
         self._keys: weakref.WeakValueDictionary[Any, _Key] = weakref.WeakValueDictionary()
@@ -145,11 +108,11 @@ class State:
 
     @property
     def active(self) -> bool:
-        return (self.here.scope or self.everywhere).active
+        return (here.scope or self.everywhere).active
 
     @property
     def scope(self) -> Scope:
-        local = self.here
+        local = here
         base, overlays = local.scope or self.everywhere, self.registry.overlays
         if not overlays:
             return base
@@ -164,12 +127,13 @@ class State:
         if scope is self.scope:  # the usual case: a single scope for the whole process
             yield
             return
-        with (
-            self.locally(scope=dataclasses.replace(scope, overlays=())),
-            self.registry.overlaid(scope.overlays),
-            self._keyed(),
-        ):
-            yield
+        before = here.scope
+        here.scope = dataclasses.replace(scope, overlays=())
+        try:
+            with self.registry.overlaid(scope.overlays), self._keyed():
+                yield
+        finally:
+            here.scope = before
 
     def _keyed(self) -> Any:
         """Return a context manager that makes this thread's scope part of JAX's trace key."""
@@ -187,40 +151,32 @@ class State:
             for listener in tuple(watching.cast_listeners):
                 listener(placement.beyond(subject))
 
-    @contextlib.contextmanager
-    def locally(self, **changes: Any) -> Iterator[None]:
-        before = {name: getattr(self.here, name) for name in changes}
-        self.here.__dict__.update(changes)
-        try:
-            yield
-        finally:
-            self.here.__dict__.update(before)
-
     def record_sum(self, index: int, axes: frozenset[str], value: Any, at: str, why: str) -> None:
         """Record that the hooks sum a bwd's cotangent, where that is asked for."""
-        if self.here.summed is not None:
-            self.here.summed.append((index, axes))
+        if self.here.transpose.summed is not None:
+            self.here.transpose.summed.append((index, axes))
         if (notes := self.scope.notes) is not None:
             notes.sums.append(NotedSum(tuple(sorted(axes)), value.shape, value.dtype, at, why))
 
     @contextlib.contextmanager
     def recording_gradients(self, gradients: list[None]) -> Iterator[None]:
         """Add to ``gradients`` if something inside is differentiated in reverse."""
-        outer = self.here.gradients
-        with self.locally(gradients=gradients):
+        outer = self.here.look.gradients
+        with dataclasses.replace(self.here.look, gradients=gradients):
             yield
         if outer is not None:
             outer += gradients
 
     def record_gradient(self) -> None:
-        if self.here.gradients is not None:
-            self.here.gradients.append(None)
+        if self.here.look.gradients is not None:
+            self.here.look.gradients.append(None)
 
     def widening(self, axes: frozenset[str], trees: Callable[[], Any]) -> Callable[[], Any]:
         """Return a custom_vjp's trees for primals that were cast to vary over ``axes`` too."""
 
         def widened_trees() -> Any:
-            with self.locally(widened=self.here.widened | axes):
+            frame = self.here.bwd
+            with dataclasses.replace(frame, widened=frame.widened | axes):
                 return trees()
 
         return widened_trees

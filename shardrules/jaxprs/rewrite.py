@@ -28,12 +28,6 @@ class Rewrite:
         self.env[var] = variable(var, aval)
         return self.env[var]
 
-    def inline(self, jaxpr: Jaxpr, atoms: Sequence[Var], **changes: Any) -> list[Any]:
-        """Append another jaxpr's equations, for these operands; return what it returns."""
-        eqns, results = inlined(jaxpr, atoms, **changes)
-        self.eqns += eqns
-        return results
-
     def each(self, write: Callable[[Eqn], None]) -> None:
         """Call ``write``, which appends to ``eqns``, with each equation."""
         for eqn in self.inner.eqns:

@@ -4,42 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import sysconfig
 from collections.abc import Sequence
 
+from shardrules.paths import is_own, module_at
 from shardrules.registry.table import normalise
-
-_STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
-
-
-def is_library(path: str) -> bool:
-    """Whether a source file (or ``file:line``) belongs to an installed library or to Python."""
-    parts = os.path.normpath(path).split(os.sep)
-    return (
-        "site-packages" in parts
-        or "dist-packages" in parts
-        or path.startswith(tuple(folder + os.sep for folder in _STANDARD))
-        or path.startswith("<frozen")
-    )
-
-
-def _is_own(place: str) -> bool:
-    """Whether ``file:line`` is in the working directory or the script's, or below."""
-    path = os.path.abspath(place.rpartition(":")[0])
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    folders = [os.getcwd()] + ([os.path.dirname(os.path.abspath(script))] if script else [])
-    own = any(path.startswith(folder.rstrip(os.sep) + os.sep) for folder in folders)
-    return bool(place) and own and not is_library(path)
-
-
-def module_at(place: str) -> str:
-    path = place.rpartition(":")[0]
-    for name, module in list(sys.modules.items()):
-        if path and getattr(module, "__file__", None) == path:
-            return name
-    return ""
-
 
 # Numbers between separators, perhaps after a few letters: 128-256, bm128, 64x32.
 _SIZES = re.compile(r"(?<![A-Za-z\d])([A-Za-z]{0,3})(\d+(?:[-_.x]\d+)*)(?![A-Za-z\d])")
@@ -89,7 +57,7 @@ def lines(
     module = module or module_at(place)
     named = not is_function or (module and kernel.isprintable() and kernel != "<lambda>")
     texts = []
-    if is_function and _is_own(place):
+    if is_function and is_own(place):
         shown = place.replace(os.getcwd() + os.sep, "", 1)
         texts.append(
             f"{rule}(lambda ...)  # around the lambda at {shown}{after}"

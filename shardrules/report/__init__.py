@@ -8,12 +8,13 @@ from shardrules.report.annotations import github, sarif
 from shardrules.report.content import Content, content
 from shardrules.report.data import as_json
 from shardrules.report.differences import DIFFS, compared
-from shardrules.report.grouping import Row, size
+from shardrules.report.grouping import Row
 from shardrules.report.page import page
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
 from shardrules.report.several import as_json as _as_json
 from shardrules.report.text import describe_finding, listed, markdown, over, plain, table
+from shardrules.units import size
 
 __all__ = [
     "DIFFS",

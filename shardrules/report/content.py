@@ -8,20 +8,22 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from shardrules import hlo
+from shardrules import hlo, units
 from shardrules.arguments import checked
 from shardrules.costs import accounts, estimates, findings, missing, outputs, transfers
 from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
-from shardrules.costs.waste.program import CONSTRAINED
+from shardrules.costs.waste.program import CONSTRAINED, Fed
 from shardrules.costs.worth import Ledger, Switched, Worth
 from shardrules.errors import few
 from shardrules.hlo.proof import phases
+from shardrules.paths import here
 from shardrules.report import grouping
-from shardrules.report.grouping import Row, alike, counted, here, percent, size, spread
+from shardrules.report.grouping import Row, alike, spread
 from shardrules.report.items import LISTED, TODO, advice_on, alike_hints, item, lacking, of_output
 from shardrules.report.sections import Block, Item, filled, listed, sections
+from shardrules.units import counted, percent, size
 
 _UNEQUAL = "Outputs called replicated that are not proven equal"
 _NOTE = (
@@ -30,14 +32,14 @@ _NOTE = (
 )
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
-    "runs at all sites; exposed: the part of it in which that device ran nothing else; "
+    "runs at all sites, shared by bytes among the operands of one collective; exposed: the part of "
+    "it in which that device ran nothing else; "
     "bandwidth: wire bytes over the measured time"
 )
 _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
     "other bytes (pass the file that ends in after_optimizations.txt)"
 )
-_MUCH = 0.25  # of the bytes: a collective that no line asks for is named
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
 
@@ -65,6 +67,7 @@ class Content:
       unequal: outputs that are called replicated and not proven so, that no allowance covers.
       unequal_allowed: such outputs with the reasons for which they stay.
       strict: outputs that are unproven alone are findings, too.
+      why_at_most: why it isn't known what switching on its checks saves; empty where it is.
     """
 
     title: str
@@ -78,6 +81,7 @@ class Content:
     unequal: tuple[outputs.Unequal, ...] = ()
     unequal_allowed: tuple[tuple[outputs.Unequal, str], ...] = ()
     strict: bool = False
+    why_at_most: str = ""
 
     @property
     def target(self) -> estimates.Target | None:
@@ -127,23 +131,33 @@ class Content:
         return f"could be cheaper: {first[0].kind}{where}{more}"
 
     @property
-    def _unasked(self) -> str:
-        """Name the costliest collective if XLA's partitioner chose it; empty where it is little."""
-        first = self.rows[0] if self.rows else None
-        verdict = first.first.judged if first else None
-        if first is None or verdict is None or verdict.verdict != "needed":
-            return ""
-        name, sent = verdict.collective.op_name, _sum(map(self.ledger.cost, first.numbers)).bytes
-        made = phases.operation(name)
-        asked = phases.is_written(name) or made in CONSTRAINED
-        asked = asked or "/" not in name  # it is named after an argument, or by nothing
-        if asked or sent < _MUCH * self.ledger.total.bytes:
-            return ""
-        share = percent(sent, self.ledger.total.bytes)
-        needed = "all needed; " if not self.allowed and not any(self._internal()) else ""
-        entry = first.first
-        what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
-        return f"{needed}{share} is {what}, by XLA's partitioner for {made}"
+    def costliest(self) -> str:
+        """Name the finding or hint that saves most; empty if there is none."""
+        changes: list[Finding | Hint] = [*self.findings, *self.hints]
+        changes.sort(key=lambda one: self._rank([one]))
+        if not changes or not self.findings:
+            return self.cheaper
+        entry, kind = changes[0].entry, changes[0].kind
+        where = f" at {here(entry.source)}" if entry.source else ""
+        return f"the costliest: {kind} {entry.what}{where}"
+
+    @property
+    def spent(self) -> str:
+        """Say that there is nothing to do, and which collectives cost most, and who asked."""
+        if not self.rows:
+            return "no findings"
+        first, needed = self.rows[0], {entry.verdict for entry in self.account} == {"needed"}
+        sent, entry = _sum(map(self.ledger.cost, first.numbers)).bytes, first.first
+        parts = ["all needed"] if needed else []
+        if sent and entry.judged is not None:
+            name = entry.judged.collective.op_name
+            made = phases.operation(name)
+            # A name without a path is an argument's.
+            asked = phases.is_written(name) or made in CONSTRAINED or "/" not in name
+            what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
+            by = "" if asked else f", by XLA's partitioner for {made}"
+            parts.append(f"the most: {what}, {percent(sent, self.ledger.total.bytes)}{by}")
+        return "; ".join(parts) or "no findings"
 
     # -- what it is worth --------------------------------------------------------------------
 
@@ -167,10 +181,10 @@ class Content:
         parts = [percent(worth.bytes, total.bytes)] if worth.bytes else []
         if self.target is not None:
             of = percent(worth.seconds, total.seconds)
-            parts.append(f"~{grouping.duration(worth.seconds)} of communication, {of}")
+            parts.append(f"~{units.duration(worth.seconds)} of communication, {of}")
         if self.timings is not None and worth.exposed_seconds:
             of = percent(worth.exposed_seconds, self.timings.step_seconds)
-            parts.append(f"measured: {grouping.milliseconds(worth.exposed_seconds)} a step, {of}")
+            parts.append(f"measured: {units.milliseconds(worth.exposed_seconds)} a step, {of}")
         trip = " on each trip" if worth.is_per_trip else ""
         return trip + (f" ({'; '.join(parts)})" if parts else "")
 
@@ -201,7 +215,9 @@ class Content:
             parts.append(counted(worth.round_trips, "round trip"))
         most = "at most " if worth.at_most or not worth.is_sure else ""
         along = f", together with {counted(others, 'other finding')}" if others > 0 else ""
-        return f"{most}{' and '.join(parts)}{self._share(worth)}{along}"
+        why = worth.at_most and self.why_at_most
+        why = f"; how much exactly can't be said here: {why}" if why else ""
+        return f"{most}{' and '.join(parts)}{self._share(worth)}{along}{why}"
 
     # -- the first lines ---------------------------------------------------------------------
 
@@ -210,7 +226,8 @@ class Content:
         """Say which part of a measured step can be avoided; empty without a profile."""
         if self.timings is None:
             return ""
-        return grouping.of_step(self.avoidable.exposed_seconds, self.timings.step_seconds)
+        avoidable, step = self.avoidable.exposed_seconds, self.timings.step_seconds
+        return grouping.of_step(avoidable, step, self.timings.device)
 
     @property
     def headline(self) -> str:
@@ -249,7 +266,8 @@ class Content:
             missing,
             self.worth,
             shown,
-            self.kinds or self.cheaper or self._unasked or "no findings",
+            self.kinds,
+            self.costliest or ("" if self.kinds else self.spent),
         )
         return "; ".join(filter(None, parts))
 
@@ -292,8 +310,8 @@ class Content:
             cells += self._measured_cells(row, self.timings)
         if self.target is not None:
             each = max(self.ledger.seconds[number] for number in row.numbers)
-            in_all = f"~{grouping.duration(cost.seconds)}" if is_known else "?"
-            cells.append(TableCell("est. a run", f"~{grouping.duration(each)}", each))
+            in_all = f"~{units.duration(cost.seconds)}" if is_known else "?"
+            cells.append(TableCell("est. a run", f"~{units.duration(each)}", each))
             cells.append(TableCell("est. in all", in_all, cost.seconds))
         return [*cells, TableCell("source", here(entry.place))]
 
@@ -302,14 +320,12 @@ class Content:
         timing = timings.together(row.numbers)
         if timing is None:
             return [TableCell(name, "?", 0.0) for name in (took, exposed, bandwidth)]
-        pairs = [(entry, timings.of[number]) for entry, number in zip(row.entries, row.numbers)]
+        pairs = [(entry, timings.of[entry.number]) for entry in row.entries]
         sent = sum(entry.wire_bytes * each.runs for entry, each in pairs if each)
         speed = sent / timing.seconds if timing.seconds else 0.0
         return [
-            TableCell(took, grouping.milliseconds(timing.seconds) + spread(timing), timing.seconds),
-            TableCell(
-                exposed, grouping.milliseconds(timing.exposed_seconds), timing.exposed_seconds
-            ),
+            TableCell(took, units.milliseconds(timing.seconds) + spread(timing), timing.seconds),
+            TableCell(exposed, units.milliseconds(timing.exposed_seconds), timing.exposed_seconds),
             TableCell(bandwidth, f"{size(speed)}/s" if speed else "?", speed),
         ]
 
@@ -346,7 +362,7 @@ class Content:
         own = (entry for entry in self.account if entry.verdict == "internal")
         for same in alike(own, lambda entry: (entry.kind, entry.reason)):
             count = f"{len(same)} x " if len(same) > 1 else ""
-            each = grouping.sizes([entry.bytes for entry in same])
+            each = units.sizes([entry.bytes for entry in same])
             yield f"{count}{same[0].kind}, {each}: {same[0].reason}"
 
     @functools.cached_property
@@ -377,14 +393,8 @@ class Content:
 
     def _ranked(self, title: str, groups: Iterable[Sequence[Finding | Hint]]) -> Block:
         """List groups, the costliest first, and fold those below 1% together into one line."""
-
-        def rank(pair: tuple[Sequence[Finding | Hint], Worth]) -> tuple[float, ...]:
-            (group, worth), exposed = pair, self.ledger.exposed_seconds(pair[0])
-            first = _NEVER_FOLDED.get(group[0].kind, 1)
-            return first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips
-
-        pairs = [(group, _sum(map(self.ledger.worth, group))) for group in groups]
-        ranked = sorted(pairs, key=rank)
+        ordered = sorted(groups, key=self._rank)
+        ranked = [(group, _sum(map(self.ledger.worth, group))) for group in ordered]
         movable = [n for n, (group, _) in enumerate(ranked) if group[0].kind not in _NEVER_FOLDED]
         count = self.ledger.folded([ranked[n][1] for n in movable])
         folded = movable[len(movable) - count :]
@@ -400,6 +410,11 @@ class Content:
         part = f"{size(saved)}, {percent(saved, self.ledger.total.bytes)}"
         rest = f"below 1% together: {few(names, LISTED)} ({part})"
         return Block(title, items=items, rest=rest)
+
+    def _rank(self, group: Sequence[Finding | Hint]) -> tuple[float, ...]:
+        worth, first = _sum(map(self.ledger.worth, group)), _NEVER_FOLDED.get(group[0].kind, 1)
+        exposed = self.ledger.exposed_seconds(group)
+        return first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips
 
     def item(self, group: Sequence[Finding | Hint]) -> Item:
         """Say all of findings or hints that are alike, with what they save and took."""
@@ -424,7 +439,8 @@ def content(
     target: str | None = None,
     cheapest: bool = False,
     timings: Timings | None = None,
-    switched: Switched | None = None,
+    switched: Switched | str = "",
+    fed: Fed | None = None,
 ) -> Content:
     """Gather what a report says.
 
@@ -437,9 +453,10 @@ def content(
       cheapest: all all-reduces that are needed and would move less elsewhere are findings; if
         False, those in loops that one before or after the loop replaces, above 1% of the bytes.
       timings: what a profile measured of each verdict's collective.
-      switched: the same program with its shard_maps' checks on, where it was compiled so.
+      switched: the same program with its shard_maps' checks on, or why it wasn't compiled so.
+      fed: how often the program ran with a result of its own as an argument.
     """
-    all_hints = hints(judgement)
+    all_hints = hints(judgement, fed)
     costly = dearer(all_hints, None if cheapest else judgement)
     allow = allow or findings.Allowances()
     stay, allowed, unused = allow.split(findings.find(judgement, strict) + costly)
@@ -447,7 +464,7 @@ def content(
     account = accounts.of(judgement)
     on = None if target is None else estimates.target(target)
     going: dict[int, int] = {}
-    if switched is not None:
+    if not isinstance(switched, str):
         stay, going = switched.applied(stay, account)
     ledger = Ledger(account, on, timings, going)
 
@@ -468,4 +485,5 @@ def content(
         tuple(unequal),
         tuple(unequal_allowed),
         strict,
+        switched if isinstance(switched, str) else "",
     )

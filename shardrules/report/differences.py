@@ -11,7 +11,7 @@ from shardrules.costs.comparing import Change
 from shardrules.report.content import Content
 from shardrules.report.data import SCHEMA
 from shardrules.report.drawn import escaped
-from shardrules.report.grouping import sent, size
+from shardrules.report.grouping import sent
 from shardrules.report.page import (
     badge,
     dim,
@@ -24,6 +24,7 @@ from shardrules.report.page import (
     wide,
 )
 from shardrules.report.text import markdown_table
+from shardrules.units import size
 
 # From what a change is called to the colour that it has elsewhere on such pages.
 _COLOURS = {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.hlo.proof import loops
-from shardrules.report.grouping import counted, milliseconds
+from shardrules.units import counted, milliseconds
 
 _CELLS = 256  # devices that are drawn; a larger mesh shows its first ones
 _ACROSS = 16  # of them in a line

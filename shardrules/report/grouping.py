@@ -1,33 +1,17 @@
-"""Numbers with their units, and collectives that are alike as one row with a count."""
+"""Collectives that are alike as one row with a count, and what each took."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.costs.timings import Timing
+from shardrules.units import milliseconds, size
 
 T = TypeVar("T")
-_EXACT = 10_000  # bytes below which no unit is shorter than the number
-
-
-@checked
-def size(count: float) -> str:
-    """Write bytes with a unit: all digits below 10,000 B, then three, in powers of 1000."""
-    if count < _EXACT:
-        return f"{round(count)} B"
-    value = float(count)
-    for unit in ("kB", "MB", "GB", "TB"):
-        value /= 1000
-        if value < 999.5:
-            return f"{value:.3g} {unit}"
-    return f"{value:.0f} TB"
 
 
 def sent(total: accounts.Totals) -> str:
@@ -38,55 +22,18 @@ def sent(total: accounts.Totals) -> str:
     return size(total.wire_bytes) + (f" and {a_trip}" if total.unknown else "")
 
 
-def sizes(counts: Sequence[int]) -> str:
-    """Write the bytes of one, or of each of several with their sum where they differ."""
-    low, high = min(counts), max(counts)
-    if len(counts) == 1:
-        return size(low)
-    if low == high:
-        return f"{size(low)} each"
-    return f"{size(low)} to {size(high)} each, {size(sum(counts))} in all"
+def of_step(avoidable_seconds: float, step_seconds: float, device: str) -> str:
+    """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``.
 
-
-def counted(count: int, noun: str, of: int | None = None) -> str:
-    """Write a number and its noun: ``1 constant``; with ``of`` also a verb: ``1 of 3 lines is``."""
-    if of is None:
-        return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-    return f"{count} of {counted(of, noun)} {'is' if count == 1 else 'are'}"
-
-
-def here(source: str) -> str:
-    """Write each ``file:line`` of a text without the working directory, if it is below that."""
-    try:
-        folder = os.path.join(os.getcwd(), "")
-    except OSError:  # it was removed
-        return source
-    return re.sub(rf"(?<!\S){re.escape(folder)}", "", source)
-
-
-def percent(part: float, whole: float) -> str:
-    """Write a share: three digits at most, and 0% only of nothing."""
-    share = part / whole if whole else 0.0
-    if 0 < share < 0.001:
-        return "<0.1%"
-    return f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"
-
-
-def duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def of_step(avoidable_seconds: float, step_seconds: float) -> str:
-    """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``."""
+    Args:
+      avoidable_seconds: the median over the steps.
+      step_seconds: the median step.
+      device: the name of one that was measured.
+    """
     of = f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step"
-    return f"{of} ({avoidable_seconds / step_seconds:.1%})" if step_seconds else of
+    share = f" ({avoidable_seconds / step_seconds:.1%})" if step_seconds else ""
+    # Eight devices on a few cores wait for each other, and what they send is a copy in memory.
+    return f"{of}{share}{', on CPU, unlike TPU or GPU' if 'CPU' in device else ''}"
 
 
 def took(timing: Timing | None, step_seconds: float) -> str:
@@ -101,7 +48,7 @@ def spread(timing: Timing | None) -> str:
     """Name the fastest device where the slowest one is far behind it; empty elsewhere."""
     if timing is None or not timing.spread:
         return ""
-    return f" (from {milliseconds(timing.fastest_seconds)}, on {timing.fastest_device})"
+    return f" (fastest: {milliseconds(timing.fastest_seconds)}, {timing.fastest_device})"
 
 
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...]]:
@@ -117,8 +64,11 @@ class Row:
     """Collectives that differ in nothing that a table shows."""
 
     entries: tuple[accounts.Entry, ...]  # theirs in the account, in the order of the text
-    # Where each stands in the account, and its verdict among the judgement's.
-    numbers: tuple[int, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return where each stands in the account."""
+        return tuple(entry.number for entry in self.entries)
 
     @property
     def first(self) -> accounts.Entry:
@@ -137,8 +87,7 @@ class Row:
 
 
 def rows(account: accounts.Account) -> tuple[Row, ...]:
-    groups = alike(
-        enumerate(account.entries),
-        lambda numbered: dataclasses.replace(numbered[1], reason="", groups="", loop_depth=0),
-    )
-    return tuple(Row(tuple(e for _, e in row), tuple(n for n, _ in row)) for row in groups)
+    def shown(entry: accounts.Entry) -> accounts.Entry:
+        return dataclasses.replace(entry, reason="", groups="", loop_depth=0)
+
+    return tuple(map(Row, alike(account.entries, shown)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
-from shardrules import hlo
+from shardrules import hlo, units
 from shardrules.costs import missing, outputs
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
 from shardrules.errors import few
-from shardrules.report import grouping
-from shardrules.report.grouping import alike, here
+from shardrules.paths import here
+from shardrules.report.grouping import alike
 from shardrules.report.sections import Item
 
 TODO = "to do:"  # the label of advice
@@ -50,7 +50,7 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
     """Say all of findings or hints that are alike; ``reason``: why they stay, if allowed."""
     first, count = same[0], len(same)
     verdict, entry = first.verdict, first.entry
-    each, part = grouping.sizes([one.entry.bytes for one in same]), ""
+    each, part = units.sizes([one.entry.bytes for one in same]), ""
     name = verdict.collective.name
     if count > 1:
         name += f" and {count - 1} like it"

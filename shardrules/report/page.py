@@ -13,16 +13,19 @@ import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from shardrules import units
 from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.errors import few
-from shardrules.report import drawn, grouping, treemap
+from shardrules.paths import here
+from shardrules.report import drawn, treemap
 from shardrules.report.content import Content, TableCell
 from shardrules.report.drawn import BarLabel, escaped
-from shardrules.report.grouping import Row, alike, here, milliseconds, percent, size
+from shardrules.report.grouping import Row, alike
 from shardrules.report.items import RESTING, resting_on
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
+from shardrules.units import milliseconds, percent, size
 
 VERDICTS = ("needed", "overwide", "redundant", "unproven", "internal")
 _PLACE = re.compile(r"(.+?)(:(\d{1,9})(?: \(.*\))?)", re.DOTALL)  # file, and its line
@@ -64,7 +67,7 @@ def page(content: Content | Several) -> str:
         ("could be cheaper", str(len(content.hints))),
     ]
     if content.target is not None:
-        about = f"~{grouping.duration(avoidable.seconds)} of ~{grouping.duration(cost.seconds)}"
+        about = f"~{units.duration(avoidable.seconds)} of ~{units.duration(cost.seconds)}"
         figures.insert(1, (f"of communication, {content.target.name}", about))
     if content.timings is not None:
         measured = content.measured.removeprefix("avoidable: ").replace(" a step", "")
@@ -229,7 +232,7 @@ def meshes(programs: dict[str, Content]) -> str:
             numbers[name] = [n for n, entry in own if entry.groups == groups]
         content, number = next((programs[name], held[0]) for name, held in numbers.items() if held)
         over = content.account.entries[number].over or "one device"
-        collective = content.judgement.verdicts[number].collective
+        collective = content.account.entries[number].judged.collective
         picture = drawn.groups_on_mesh(
             collective.groups,
             collective.pairs,
@@ -436,7 +439,7 @@ def _row(content: Content, number: int, row: Row, ids: dict[str, str]) -> str:
 
 
 def _fold(content: Content, row: Row, hidden: str) -> str:
-    verdicts = [content.judgement.verdicts[n] for n in row.numbers]
+    verdicts = [entry.judged for entry in row.entries]
     parts = [f'<p class="narrow">{escaped(hidden)}</p>']
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):
         count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""
@@ -452,7 +455,7 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
     codes.append(("in the compiled text:", few(names, _SITES)))
     parts += [f'<p class="dim">{what} <code>{escaped(code)}</code></p>' for what, code in codes]
     if row.sites > 1:
-        each = grouping.sizes([entry.bytes for entry in row.entries])
+        each = units.sizes([entry.bytes for entry in row.entries])
         parts.append(dim(f"operands of {each}"))
     return f'<div class="fold">{"".join(parts)}<div class="here"></div></div>'
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardrules.errors import few
+from shardrules.paths import here
 from shardrules.report import data
 from shardrules.report.content import Content
-from shardrules.report.grouping import counted, duration, of_step, percent, sent, size
+from shardrules.report.grouping import of_step, sent
 from shardrules.report.sections import LOOPS, Block, filled, listed
+from shardrules.units import counted, duration, percent, size
 
 _SPENDING = 5  # programs without findings of which is said what they send
 
 
 _ALONE = (
-    "every program runs on one device, so that nothing is communicated; for eight on CPU, set "
-    "XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX starts"
+    "every program runs on one device, so that nothing is communicated; where JAX has only one, "
+    "XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight on CPU, set before JAX starts"
 )
 
 
@@ -33,11 +35,23 @@ class Several:
     of_process: bool = True  # they are what a process compiled; else they were read from files
     notes: tuple[str, ...] = ()  # more on how the programs came to be
     title: str = "Programs"  # where they came from
+    reads: tuple[str, ...] = ()  # sentences on lines that read arrays after each run
     ran: str = ""  # when and on what they ran, "2026-11-26 15:30, JAX 0.12.0, 8 CPU devices"
 
     @property
     def findings(self) -> int:
-        return sum(content.failing for content in self.contents)
+        return sum(content.failing for content in self.contents) + len(self.reads)
+
+    def with_reads(self, reads: Mapping[str, str], allow: Iterable[tuple[str, str]]) -> Several:
+        """Add findings on lines that read arrays on the host, without those that are allowed."""
+        known = {f"read at {here(line)}": line for line in reads}
+        known |= {f"read at {line}": line for line in reads}
+        names = [name for name, _ in allow if name in known]
+        left = dict(reads)
+        for name in names:
+            left.pop(known[name], None)
+        unused = tuple(name for name in self.unused if name not in names)
+        return dataclasses.replace(self, reads=tuple(map(here, left.values())), unused=unused)
 
     @property
     def clean(self) -> bool:
@@ -68,8 +82,9 @@ class Several:
         each = {id(c.timings): c for c in self.contents if c.timings is not None}.values()
         if not each:
             return ""
-        step_seconds = max(c.timings.step_seconds for c in each if c.timings)
-        return of_step(sum(c.avoidable.exposed_seconds for c in each), step_seconds)
+        longest = max((c.timings for c in each if c.timings), key=lambda t: t.step_seconds)
+        avoidable = sum(c.avoidable.exposed_seconds for c in each)
+        return of_step(avoidable, longest.step_seconds, longest.device)
 
     @property
     def about(self) -> str:
@@ -80,19 +95,26 @@ class Several:
             f"a reduction seems to be missing in {few(differ, 2)}" if differ else "",
             counted(total, "program") + (" compiled" if self.of_process else ""),
             f"{len(self.shown)} with collectives or other costs",
-            counted(self.findings, "finding") if self.findings else self.cheaper or "no findings",
+            counted(self.findings, "finding") if self.findings else "",
             f"in {worst.title} {worst.worth}" if worst is not None and worst.worth else "",
             f"{len(self.failures)} can't be judged" if self.failures else "",
             f"interrupted: {self.missing} not judged" if self.missing else "",
+            self.first,
         ]
         return ", ".join(filter(None, parts))
 
     headline = about
 
     @property
-    def cheaper(self) -> str:
-        """Name what could be cheaper, of the program that could save most; empty if nothing is."""
-        return next((content.cheaper for content in self.contents if content.hints), "")
+    def first(self) -> str:
+        """Name the costliest thing to do; where nothing is, what the costliest program spends."""
+        of_programs = (content.costliest for content in self.contents)
+        named = next(filter(None, of_programs), "")
+        named = named or (f"the first: {self.reads[0].partition(',')[0]}" if self.reads else "")
+        if named or self.findings or not self.contents:
+            return named
+        spent, title = self.contents[0].spent, self.contents[0].title
+        return spent if len(self.shown) < 2 else f"in {title} {spent}"
 
     @property
     def programs(self) -> Block:
@@ -119,7 +141,7 @@ class Several:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        return (self.programs, *filled(self.spends))
+        return (self.programs, *filled(listed("Findings on the host", self.reads), self.spends))
 
     @property
     def ends(self) -> tuple[Block, ...]:
@@ -227,6 +249,7 @@ def as_json(content: Content | Several) -> str:
             for each, count in zip(content.contents, content.counts)
         ],
         "failures": [{"program": name, "reason": why} for name, why in content.failures],
+        "reads": list(content.reads),
         "unused_allowances": list(content.unused),
         "not_judged": content.missing,
     }

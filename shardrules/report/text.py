@@ -10,11 +10,13 @@ from shardrules.costs.accounts import Entry
 from shardrules.costs.advice import advice
 from shardrules.costs.findings import Finding
 from shardrules.hlo import Verdict
+from shardrules.paths import here
 from shardrules.report.content import Content
-from shardrules.report.grouping import alike, here, sizes
+from shardrules.report.grouping import alike
 from shardrules.report.items import BETWEEN, RESTING, TODO, item
 from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
+from shardrules.units import sizes
 
 _LONG = 60  # characters of advice that is written once
 _BLOCKS, _LINES = 3, 12  # of the collectives that a failing test's message is about

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardrules.report.drawn import escaped
-from shardrules.report.grouping import percent, size
+from shardrules.units import percent, size
 
 _PLACE = re.compile(r"(.+):(\d+)(?: \((.*)\))?")
 _MOST = 60  # lines that are drawn, the costliest; the others of each file are one area

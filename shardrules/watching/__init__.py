@@ -1,1 +1,1 @@
-"""Observe a process: its compiled programs and its unchecked shard_maps."""
+"""Observe a process: the programs that it compiles, what it reads, its profile."""

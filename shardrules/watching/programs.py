@@ -17,8 +17,8 @@ from shardrules.costs.advice import advice
 from shardrules.door import compiled
 from shardrules.door.jaxprs import kernel_name
 from shardrules.door.watching import cast_listeners
-from shardrules.errors import ShardrulesError
-from shardrules.hooks.retrace import first_line
+from shardrules.errors import ShardrulesError, first_line
+from shardrules.unchecked import check_off
 from shardrules.watching import compiling
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules.costs.worth import Switched
     from shardrules.report import several
     from shardrules.watching.profiles.shown import Profile
+    from shardrules.watching.runs import Runs
 
 _DID_NOT_RUN = "it did not run while the steps were recorded"
 _UNTIMED = (
@@ -45,6 +46,7 @@ class WatchedProgram:
         self.count = 1  # of programs that share this text, from several jits for example
         self.same_text: list[WatchedProgram] = []  # the others of these
         self._traced, self._owner = traced, owner
+        self._record = owner.runs.follow(executable) if owner.runs else None
         # The executable itself is not kept.
         self._placements = compiled.Placements(executable)
         self._module, self._failure = None, ""
@@ -86,6 +88,11 @@ class WatchedProgram:
         if shardings is None:
             return shapes
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
+
+    @property
+    def definition(self) -> str:
+        """Give ``NAME at FILE:LINE`` of the function it was traced from, where JAX has it."""
+        return self._traced.definition
 
     @property
     def details(self) -> list[tuple[str, str]]:
@@ -140,6 +147,7 @@ class WatchedProgram:
             cheapest=self._owner.cheapest,
             timings=timings,
             switched=self._switched(),
+            fed=self._fed(),
         )
         proven = self._proven_kernels()
         advised = tuple(
@@ -148,15 +156,28 @@ class WatchedProgram:
         )
         return dataclasses.replace(content, findings=advised)
 
-    def _switched(self) -> Switched | None:
-        """Return what it is with its shard_maps' checks on, if that is asked for and worth it."""
+    def _switched(self) -> Switched | str:
+        """Return what it is with its shard_maps' checks on, or why that can't be said."""
         from shardrules.costs.advice import is_defensive
 
-        if not self._owner.compares or not any(map(is_defensive, self.judgement.verdicts)):
-            return None
-        from shardrules.watching import switched
+        if not any(map(is_defensive, self.judgement.verdicts)):
+            return ""
+        from shardrules.unchecked import switched
 
-        return switched.switched(self._traced, self._owner.registry, self.judgement.mesh)
+        with compiling.unwatched():
+            return switched.switched(
+                self._traced.again, self._traced.scope, self._owner.registry, self.judgement.mesh
+            )
+
+    def _fed(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """Give how often it ran with a result of its own, by ``Runs.fed``."""
+        runs, record = self._owner.runs, self._record
+        if runs is None or record is None:
+            return {}
+        # JAX compiles one program for each way in which its shardings are written.
+        same = [p for p in self._owner if p._record and p.name == self.name]
+        text = self.text if len(same) > 1 else ""
+        return runs.fed([p._record for p in same if p._record and (p is self or p.text == text)])
 
     def _proven_kernels(self) -> frozenset[str]:
         """Return the names of Pallas kernels all of whose jaxprs prove no communication."""
@@ -193,8 +214,7 @@ class Watched:
     registry: Any = None  # rules for custom calls that carry no tag; the default registry if None
     target: str | None = None  # ``"v5e"``, on which each collective's time is estimated
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
-    # whether to compile programs with defensive psums again, with their shard_maps' checks on
-    compares: bool = False
+    runs: Runs | None = None  # what follows the programs' runs
     # what a profile measured, by a program's computations
     timings: dict[str, Timings] = dataclasses.field(default_factory=dict)
 
@@ -202,12 +222,14 @@ class Watched:
         self._programs: list[WatchedProgram] = []
         self._above_check_off: list[str] = []  # sentences about gradients
         self._stop: Callable[[], None] | None = None
+        self._kept = contextlib.ExitStack()
         self._has_begun = False
 
     def __enter__(self) -> Watched:
         if self._stop is not None:
             raise ShardrulesError("this watch is on already; make another one with watch()")
         self._has_begun = True
+        self._kept.enter_context(check_off.kept())
         self._stop = compiling.start(
             lambda executable, traced: self._programs.append(
                 WatchedProgram(executable, traced, self, self.where())
@@ -221,6 +243,7 @@ class Watched:
             cast_listeners.remove(self._above_check_off.append)
             self._stop()
             self._stop = None
+            self._kept.close()
 
     def __iter__(self) -> Iterator[WatchedProgram]:
         return iter(tuple(self._programs))
@@ -240,8 +263,8 @@ class Watched:
         Raises:
           ShardrulesError: the watch has not begun.
         """
+        from shardrules.paths import here
         from shardrules.report import several
-        from shardrules.report.grouping import here
 
         if not self._has_begun:
             raise ShardrulesError(
@@ -382,11 +405,11 @@ def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
 
 def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:
     """Say of each program with collectives that was compiled more than once why it was."""
-    by_name: dict[str, list[WatchedProgram]] = {}
+    by_function: dict[tuple[str, str], list[WatchedProgram]] = {}
     for program in programs:
         if program.content.account.entries:
-            by_name.setdefault(program.name, []).append(program)
-    for made in by_name.values():
+            by_function.setdefault((program.name, program.definition), []).append(program)
+    for made in by_function.values():
         if len(made) > 1 or made[0].count > 1:
             yield _why_again(made)
 
@@ -408,7 +431,8 @@ def _why_again(programs: list[WatchedProgram]) -> str:
                     return f"{made}: argument {number} is {before}, then {after}"
     return (
         f"{made} for arguments of the same shapes and shardings: a jit that is made anew, a static "
-        "argument, or an array that was not placed on the devices before"
+        "argument, an array that was not placed on the devices before, or an option of JAX that "
+        "was set or added between the calls (with JAX_EXPLAIN_CACHE_MISSES=1, JAX says which)"
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import dataclasses
+import itertools
 import os
 import pathlib
 import sys
@@ -12,19 +13,38 @@ from typing import Any
 
 from shardrules.door import watching
 from shardrules.errors import UnsupportedJaxError
-from shardrules.registry.suggestions import is_library
+from shardrules.paths import is_library
 from shardrules.watching import compiling
+from shardrules.watching.runs import Runs
 
 _OWN = str(pathlib.Path(__file__).parents[1]) + os.sep
 _OFTEN = 8  # reads at one line of which it is said
 _SHOWN = 3  # lines
 
 
+@dataclasses.dataclass
+class _LineReads:
+    """What one line read; ``first`` and ``last``: how often each program had run by then."""
+
+    first: list[int]
+    last: list[int]
+    times: int = 0
+    is_shared: bool = False  # over several devices
+
+    @property
+    def follows_each_run(self) -> bool:
+        """Tell whether between two reads some program ran once, and none more often."""
+        gaps = self.times - 1
+        runs = (n - m for n, m in itertools.zip_longest(self.last, self.first, fillvalue=0))
+        return gaps <= 2 * (most := max(runs, default=0)) and 2 * most <= 3 * gaps
+
+
 class Reads:
     """Counts reads by ``float(x)``, ``print(x)`` and the like, without ``jax.device_get``."""
 
-    def __init__(self) -> None:
-        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._lines: dict[tuple[str, str], _LineReads] = {}
         self._hold = contextlib.ExitStack()
         self._is_on = False
 
@@ -44,16 +64,39 @@ class Reads:
 
     def _count(self, array: Any) -> None:
         shape = ",".join(map(str, array.shape))
-        self._counts[user_line(), f"{array.dtype}[{shape}]"] += 1
+        self._runs.read(array)
+        counts = self._runs.counts()
+        key = user_line(), f"{array.dtype}[{shape}]"
+        line = self._lines.setdefault(key, _LineReads(counts, counts))
+        line.last, line.times = counts, line.times + 1
+        line.is_shared |= len(array.sharding.device_set) > 1
+
+    def _often(self, is_shared: bool) -> list[tuple[tuple[str, str], _LineReads]]:
+        lines = [(key, line) for key, line in self._lines.items() if key[0]]
+        often = [(k, n) for k, n in lines if n.times >= _OFTEN and n.is_shared is is_shared]
+        return sorted(often, key=lambda pair: -pair[1].times)
+
+    def findings(self) -> dict[str, str]:
+        """Say of each line that reads after each run of a program what to do.
+
+        Arrays of one device are left to ``notes``: no other device waits there.
+        """
+        return {
+            line: f"{line} read an array ({what}) on the host {read.times} times, after each run "
+            "of a program, which waits for all devices: keep the arrays and read them after the "
+            "loop, or read only every so many steps; where the loop itself needs the value, put "
+            "the loop into the program by jax.lax.while_loop"
+            for (line, what), read in self._often(True)
+            if read.follows_each_run
+        }
 
     def notes(self) -> list[str]:
-        """Say of each line that reads often what that costs, and what to do."""
-        often = [(key, n) for key, n in self._counts.most_common() if n >= _OFTEN and key[0]]
+        """Say of each line that often reads from one device what that costs, and what to do."""
         return [
-            f"{line} read an array ({what}) on the host {n} times, which waits for the devices: in "
-            "a loop, read it only every so many steps, or keep the arrays and read them after the "
-            "loop (shardrules.testing.steady_state finds such reads in a test)"
-            for (line, what), n in often[:_SHOWN]
+            f"{line} read an array ({what}) on the host {read.times} times, which waits for the "
+            "device: in a loop, read it only every so many steps, or keep the arrays and read them "
+            "after the loop (shardrules.testing.steady_state finds such reads in a test)"
+            for (line, what), read in self._often(False)[:_SHOWN]
         ]
 
 

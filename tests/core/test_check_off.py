@@ -15,11 +15,10 @@ from jax.experimental.shard_map import shard_map as old
 from jax.sharding import PartitionSpec as P
 
 import shardrules
-from shardrules import migration
 from shardrules.door import internals
-from shardrules.hooks import retrace, unchecked
 from shardrules.hooks.install import touched
-from shardrules.watching import check_off
+from shardrules.unchecked import check_off, migration, retrace
+from shardrules.unchecked import hooks as unchecked_hooks
 
 X = np.ones((8, 16), np.float32)
 W = np.full((2, 16), 0.5, np.float32)
@@ -347,7 +346,7 @@ def test_what_goes_wrong_in_the_look_is_not_the_programs(cpu_mesh, monkeypatch):
     def broken(*_):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(unchecked._Unchecked, "look", broken)
+    monkeypatch.setattr(unchecked_hooks._Unchecked, "look", broken)
     with looking() as found:
         off(lambda x: 2 * x, cpu_mesh, P("data"), P("data"))(X)
     assert one(found).verdict == migration.LIMIT

@@ -13,10 +13,12 @@ import jax
 import pytest
 
 from core.matrix import VERSIONS
-from shardrules.door import lookup
-from shardrules.door.symbols import SYMBOLS
+from shardrules.door import lookup, seams, watching
+from shardrules.door.symbols import SYMBOLS, WATCHED
+from shardrules.errors import UnsupportedJaxError
 
 HERE = [symbol for symbol in SYMBOLS if symbol.exists_in(jax.__version__)]
+WATCHED_HERE = [symbol for symbol in WATCHED if symbol.exists_in(jax.__version__)]
 TAKING = pathlib.Path(__file__).with_name("door_worker.py")
 
 
@@ -59,7 +61,9 @@ def test_of_each_name_there_is_one_row_for_each_version():
     for version in (*VERSIONS, "0.13.0.dev1", "1.0"):
         keys = [symbol.key for symbol in SYMBOLS if symbol.exists_in(version)]
         assert len(keys) == len(set(keys)) > 30, version
-    assert all(symbol.reason and symbol.parameters.count("") == 0 for symbol in SYMBOLS)
+        keys = [symbol.key for symbol in WATCHED if symbol.exists_in(version)]
+        assert len(keys) == len(set(keys)) > 15, version
+    assert all(symbol.reason and symbol.parameters.count("") == 0 for symbol in SYMBOLS + WATCHED)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +86,43 @@ def test_where_a_symbol_exists(versions, there, not_there):
 def test_a_row_that_is_not_written_so_is_refused(row):
     with pytest.raises(ValueError, match="no row of the table of symbols: '    "):
         lookup.read(f"why\n{row}\n")
+
+
+@pytest.mark.parametrize("symbol", WATCHED_HERE, ids=lambda symbol: symbol.key)
+def test_what_a_watch_needs_is_there(symbol):
+    value, (owner, name), problem = lookup.look(symbol)
+    assert problem == "" and value is not None and hasattr(owner, name)
+
+
+def test_what_a_watch_misses_is_named(monkeypatch):
+    (lost,) = lookup.read("what it is for\n    lost  0.4.28+  .core:Primitive.lost\n")
+    monkeypatch.setattr(seams, "WATCHED", (lost,))
+    seams._found.cache_clear()
+    with pytest.raises(
+        UnsupportedJaxError, match=r"core:Primitive\.lost is missing.*used for: what it is for"
+    ):
+        seams.intercept("lost", lambda original: None)
+    seams._found.cache_clear()
+
+
+def test_watches_end_in_any_order():
+    """The first to come goes first: the second one still hears, and JAX gets back what it had."""
+
+    class Hears(watching.Listener):
+        def __init__(self):
+            self.count = 0
+
+        def reading(self, array, how):
+            self.count += 1
+
+    (symbol,) = [symbol for symbol in WATCHED_HERE if symbol.key == "read"]
+    before, reads, listener = lookup.look(symbol)[0], [], Hears()
+    ends = watching.on_reads(reads.append)
+    stops = watching.start(listener)
+    float(jax.numpy.ones(()))
+    ends()
+    float(jax.numpy.ones(()))
+    stops()
+    float(jax.numpy.ones(()))
+    assert (len(reads), listener.count) == (1, 2)
+    assert lookup.look(symbol)[0] is before

@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 import shardrules
 from core import versions
 from shardrules import testing
-from shardrules.hooks import shard_map, sites, unchecked
+from shardrules.hooks import shard_map
 from shardrules.hooks.install import touched
+from shardrules.unchecked import hooks as unchecked_hooks
+from shardrules.unchecked import sites
 
 pytestmark = versions.where(versions.types_values)
 
@@ -488,9 +490,9 @@ def test_a_shard_map_made_before_install_is_left_and_not_listed(cpu_mesh):
 
 def test_one_look_for_each_site_and_program(cpu_mesh, monkeypatch):
     looks = []
-    look = unchecked._Unchecked._compare
+    look = unchecked_hooks._Unchecked._compare
     monkeypatch.setattr(
-        unchecked._Unchecked, "_compare", lambda *args: looks.append(1) or look(*args)
+        unchecked_hooks._Unchecked, "_compare", lambda *args: looks.append(1) or look(*args)
     )
 
     def f(x):
@@ -553,7 +555,7 @@ def test_the_assertion_compares_and_can_fail(cpu_mesh, monkeypatch):
     f = off(double, cpu_mesh, P("data"), P("data"))
     (site,) = shardrules.testing.assert_same_unchecked(f, X)
     assert site.switched
-    monkeypatch.setattr(unchecked, "why_left", lambda call: "")
+    monkeypatch.setattr(unchecked_hooks, "why_left", lambda call: "")
     g, in_specs, out_specs, args, _ = LEFT["clips"]
     with pytest.raises(shardrules.errors.ShardrulesError, match="gradient.0. is not the same"):
         shardrules.testing.assert_same_unchecked(off(g, cpu_mesh, in_specs, out_specs), *args)

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules import hooks
+from shardrules.door.imported import WhenImported
 from shardrules.errors import ShardrulesError
 from shardrules.watching import compiling
-from shardrules.watching.compiling import WhenImported
 
 
 def doubled(mesh):

@@ -351,7 +351,7 @@ KERNEL = (
         (
             judged(T.DATA, T.OVER_MODEL),
             "drop it: each device can compute the result from its own "
-            "operand (a sum of 2 equal ones is 2 times one)",
+            "operand (a sum of 2 equal ones is 2 times one, and their mean is one)",
         ),
         (
             judged(T.DATA, T.ALL),

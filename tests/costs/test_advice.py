@@ -46,13 +46,13 @@ ADVICE = {
         SAME,
         lambda x: lax.psum(x, D),
         lambda x: 4 * x,
-        f"{OWN} (a sum of 4 equal ones is 4 times one)",
+        f"{OWN} (a sum of 4 equal ones is 4 times one, and their mean is one)",
     ),
     "pmean": (
         SAME,
         lambda x: lax.pmean(x, D),
         lambda x: x,
-        f"{OWN} (a sum of 4 equal ones is 4 times one)",
+        f"{OWN} (a sum of 4 equal ones is 4 times one, and their mean is one)",
     ),
     "pmax": (
         SAME,
@@ -254,3 +254,44 @@ def test_a_program_that_is_checked_is_not_told_to_be(name, told):
     (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
     assert verdict.verdict == "redundant"
     assert ("shardrules migrate" in findings.advice(verdict)) is told
+
+
+def checked(cpu_mesh, body):
+    """Judge a body that takes its gradients with the check on; return findings and results."""
+    key = np.random.default_rng(0)
+    w = key.normal(size=(16, 16)).astype(np.float32)
+    x = key.normal(size=(8, 16)).astype(np.float32)
+    given = [jax.device_put(a, NamedSharding(cpu_mesh, s)) for a, s in ((w, P()), (x, P(D)))]
+    mapped = jax.shard_map(body, mesh=cpu_mesh, in_specs=(P(), P(D)), out_specs=P())
+    compiled = jax.jit(mapped).lower(*given).compile()
+    return findings.find(testing.judge(compiled)), np.asarray(compiled(*given))
+
+
+def square(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def test_a_mean_of_gradients_that_are_summed_already(cpu_mesh):
+    mean = jax.grad(lambda w, x: lax.pmean(square(w, x), D))
+    (found,), wrong = checked(cpu_mesh, lambda w, x: lax.pmean(jax.grad(square)(w, x), D))
+    assert found.advice.endswith("these are the sum over the devices already: divide them by 4")
+    left, followed = checked(cpu_mesh, lambda w, x: jax.grad(square)(w, x) / 4)
+    _, right = checked(cpu_mesh, mean)
+    assert not left
+    np.testing.assert_allclose(followed, right, rtol=1e-5)
+    np.testing.assert_allclose(wrong, 4 * right, rtol=1e-5)
+
+
+def test_a_sum_that_no_line_writes(cpu_mesh):
+    """A penalty that is equal on the devices is added to each one's loss, and cast for that."""
+
+    def loss(w, x):
+        return square(w, x) + jnp.tanh(w).mean() * w[0, 0]
+
+    (found,), own = checked(cpu_mesh, jax.grad(lambda w, x: lax.pmean(loss(w, x), D)))
+    assert found.advice.endswith("Combine them after that one's psum or pmean, and nothing is cast")
+    left, followed = checked(
+        cpu_mesh, jax.grad(lambda w, x: lax.pmean(square(w, x), D) + jnp.tanh(w).mean() * w[0, 0])
+    )
+    assert not left
+    np.testing.assert_allclose(followed, own, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import errors, hlo, report, testing
 from shardrules.costs import walk, waste
-from shardrules.costs.waste.graph import Graph
+from shardrules.costs.waste.program import Program
 
 ROWS = jnp.array([0, 1, 1, 2, 3, 0, 5, 6, 6, 7, 7, 7, 3, 2, 1, 0, 0])
 EACH = 8 * 8 * 4
@@ -204,10 +204,9 @@ ENTRY %main (x: s32[8]) -> f32[8] {{
   ROOT %less = {0}[8] negate(%bits)
 }}"""
     for kind, end in (("s32", 3), ("f32", 2)):
-        module = hlo.parse(text.format(kind))
-        graph = Graph(module)
-        nodes = graph.flat("main").at
-        (use,) = graph.uses(nodes[0], 0, walk.PASS_ON)
+        program = Program(hlo.judge(text.format(kind)))
+        nodes = program.flat("main").at
+        (use,) = program.uses(nodes[0], 0, walk.PASS_ON)
         assert use.user is nodes[end]
 
 

@@ -439,6 +439,89 @@ def test_a_gradient_that_each_trip_reduces(cpu_mesh):
     assert "a carry sharded by P('data'), and once after the loop take jnp.mean" in found.advice
 
 
+def with_metrics(loss):
+    """Accumulate gradients, the loss, and a count of examples, as training steps do."""
+
+    def sums(w, xs):
+        def body(carry, x):
+            value, own = jax.value_and_grad(loss)(w, x)
+            metrics = value, (x[:, 0] > 0).mean()
+            return jax.tree.map(jnp.add, carry, (own, metrics)), None
+
+        return lax.scan(body, (jnp.zeros_like(w), (0.0, 0.0)), xs)[0]
+
+    return sums
+
+
+def with_metrics_apart(w, xs):
+    def body(carry, x):
+        each = x.reshape(4, -1, x.shape[1])
+        value, own = jax.vmap(jax.value_and_grad(of_one), (None, 0))(w, each)
+        metrics = value.mean(), (x[:, 0] > 0).mean()
+        own = lax.with_sharding_constraint(own, D)
+        return jax.tree.map(jnp.add, carry, (own, metrics)), None
+
+    start = lax.with_sharding_constraint(jnp.zeros((4, *w.shape)), D)
+    gradient, metrics = lax.scan(body, (start, (0.0, 0.0)), xs)[0]
+    return gradient.mean(0), metrics
+
+
+def test_a_gradient_beside_metrics_that_each_trip_reduces(cpu_mesh):
+    given = structs(cpu_mesh, [((128, 128), P()), MICROBATCHES])
+    sent = 2 * 3 * 128 * 128 * 4 // 4
+    with jax.set_mesh(cpu_mesh):
+        f, g = jax.jit(with_metrics(of_one)), jax.jit(with_metrics_apart)
+        follow(("cpu", cpu_mesh), f, g, given, "accumulated", (8 * sent, sent))
+
+
+def normed(w, x):
+    h = x @ w
+    return (jnp.tanh((h - h.mean(0)) / (1 + h.var(0))) ** 2).mean()
+
+
+def masked(w, x):
+    mask = (x[:, :1] > 0).astype(x.dtype)
+    return (mask * (x @ w) ** 2).sum() / mask.sum()
+
+
+COUPLED = [lambda w, x: (x @ w).mean() ** 2, normed, masked]
+
+
+def unrolled(gradient):
+    """Add up the gradients of microbatches without a loop."""
+
+    def sums(w, xs):
+        first, second = (gradient(w, x) for x in xs)
+        return jax.tree.map(jnp.add, first, second)
+
+    return sums
+
+
+def own(w, x):
+    gradient = jax.vmap(jax.grad(of_one), (None, 0))(w, x.reshape(4, -1, x.shape[1]))
+    return lax.with_sharding_constraint(gradient, D)
+
+
+PAIR = ((2, 64, 128), P(None, "data"))
+
+
+def test_gradients_of_microbatches_that_are_added(cpu_mesh):
+    given = structs(cpu_mesh, [((128, 128), P()), PAIR])
+    sent = 2 * 3 * 128 * 128 * 4 // 4
+    with jax.set_mesh(cpu_mesh):
+        f = jax.jit(unrolled(jax.grad(of_one)))
+        g = jax.jit(lambda w, xs: unrolled(own)(w, xs).mean(0))
+        (found,) = follow(("cpu", cpu_mesh), f, g, given, "add first", (sent, 0))
+    assert "in arrays sharded by P('data'), and once at the end take jnp.mean" in found.advice
+
+
+@pytest.mark.parametrize("loss", COUPLED)
+def test_added_gradients_that_need_all_examples(cpu_mesh, loss):
+    given = structs(cpu_mesh, [((128, 128), P()), PAIR])
+    found = hints(jax.jit(unrolled(jax.grad(loss))), given)
+    assert "add first" not in [h.kind for h in found]
+
+
 def trained(w, xs):
     """Each trip reads the gradient of the one before."""
     return lax.scan(lambda w, x: (w - jax.grad(of_one)(w, x), None), w, xs)[0]
@@ -461,23 +544,17 @@ def coupled(loss):
     return sums
 
 
-def normed(w, x):
-    h = x @ w
-    return (jnp.tanh((h - h.mean(0)) / (1 + h.var(0))) ** 2).mean()
-
-
-def masked(w, x):
-    mask = (x[:, :1] > 0).astype(x.dtype)
-    return (mask * (x @ w) ** 2).sum() / mask.sum()
-
-
-COUPLED = [lambda w, x: (x @ w).mean() ** 2, normed, masked]
-
-
-@pytest.mark.parametrize("f", [trained, clipped, *map(coupled, COUPLED)])
-def test_gradients_that_each_trip_reads_or_that_need_all_examples(cpu_mesh, f):
+@pytest.mark.parametrize(
+    ("f", "kinds"),
+    [
+        *((f, {"accumulated", "after the loop"}) for f in (trained, clipped)),
+        *((coupled(f), {"accumulated", "after the loop"}) for f in COUPLED),
+        *((with_metrics(f), {"accumulated"}) for f in COUPLED),
+    ],
+)
+def test_gradients_that_each_trip_reads_or_that_need_all_examples(cpu_mesh, f, kinds):
     given = structs(cpu_mesh, [((128, 128), P()), MICROBATCHES])
-    assert not {"accumulated", "after the loop"} & {h.kind for h in hints(jax.jit(f), given)}
+    assert not kinds & {h.kind for h in hints(jax.jit(f), given)}
 
 
 @pytest.mark.tpu

@@ -47,6 +47,18 @@ def test_microbatches_of_each_device_s_own_rows(platform, steps, sent, count):
         assert f"x.reshape(-1, {steps}, *x.shape[1:]).swapaxes(0, 1) gives each" in hint.advice
 
 
+@pytest.mark.tpu
+@pytest.mark.parametrize("steps, sent, count", [(4, 24576, 1), (2, 49152, 2)])
+def test_rows_that_xla_for_tpu_converts_and_splits_before_it_moves_them(
+    tpu_mesh, steps, sent, count
+):
+    args = [((128, 64), P()), ((512, 128), P("data"))]
+    with jax.set_mesh(tpu_mesh):
+        f, g = (accumulated(split, steps) for split in (in_blocks, in_turn))
+        found = follow(("tpu", tpu_mesh), f, g, structs(tpu_mesh, args), "reshape", (sent, 0))
+    assert len(found) == count
+
+
 @pytest.mark.parametrize(
     "f",
     [

@@ -686,6 +686,28 @@ def test_an_array_is_followed_through_a_barrier_into_a_fusion(index, kinds):
     assert [h.kind for h in waste.hints(hlo.judge(hlo.parse(text)))] == kinds
 
 
+OF_A_PSUM = """\
+HloModule m, is_scheduled=true, num_partitions=4
+
+ENTRY main {
+  a = f32[8]{0} parameter(0), sharding={devices=[4]<=[4]}
+  own = f32[8]{0} tanh(a), metadata={op_name="jit(f)/shard_map/tanh"}
+  part = f32[8]{0} bitcast(own)
+  whole = f32[32]{0} all-gather(part), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, \
+use_global_device_ids=true
+  ROOT copy = f32[32]{0} copy(whole)
+}
+"""
+
+
+@pytest.mark.parametrize("name, kinds", [("all_gather", ["only returned"]), ("", [])])
+def test_a_gather_that_no_shard_map_writes_is_not_to_be_left_out(name, kinds):
+    """XLA for TPU makes one of a psum over two slices, and drops its name."""
+    named = f'use_global_device_ids=true, metadata={{op_name="jit(f)/shard_map/{name}"}}'
+    text = OF_A_PSUM.replace("use_global_device_ids=true", named) if name else OF_A_PSUM
+    assert [h.kind for h in waste.hints(hlo.judge(hlo.parse(text)))] == kinds
+
+
 def test_the_page_has_the_table_that_the_modules_write():
     """If not: python -c "from shardrules.costs import waste; print(waste.table())"."""
     page = (pathlib.Path(__file__).parents[2] / "docs" / "waste.md").read_text()

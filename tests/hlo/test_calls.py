@@ -19,10 +19,10 @@ DATA = pathlib.Path(__file__).parent / "data"
 # Calls of Python's and C's functions for each instruction, of reading and of all of it. Measured
 # with Python 3.11, and a twentieth more; newer ones call no function for a comprehension.
 MOST = {
-    "gpu_pipeline": (14.9, 85),
-    "tpu_scan": (17.4, 86.8),
-    "tpu_v5e_ring": (14.3, 64),
-    "layers": (5.6, 12.2),
+    "gpu_pipeline": (11.7, 71.5),
+    "tpu_scan": (14.5, 77.4),
+    "tpu_v5e_ring": (13.3, 55.3),
+    "layers": (5.6, 11.2),
 }
 
 

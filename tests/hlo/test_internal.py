@@ -118,7 +118,7 @@ def test_the_report_says_it_in_a_line_of_its_own():
     assert line.strip().startswith("2 x collective-permute, 16.8 MB each: XLA starts a ring")
     first = said.splitlines()[0]
     assert first.endswith(
-        "; 40% is forward collective-permute, by XLA's partitioner for dot_general"
+        "; the most: forward collective-permute, 40%, by XLA's partitioner for dot_general"
     ), first
     assert "all needed" not in first and "to do:" not in said
     testing.assert_no_defensive_psum(text)

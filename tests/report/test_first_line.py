@@ -1,4 +1,4 @@
-"""The first line says what to do; where nothing is, what a program spends that no line asks for."""
+"""The first line says what to do first; where nothing is, what a program spends most."""
 
 import jax
 import jax.numpy as jnp
@@ -50,18 +50,40 @@ def test_most_of_the_bytes_for_which_no_line_asks(cpu_mesh):
     f = jax.jit(jax.grad(lambda w, x: ((x @ w) ** 2).mean()))
     args = ((128, 128), P()), ((64, 128), P("data"))
     content, end = told(f, cpu_mesh, *args)
-    assert end == "100% is backward all-reduce(data), by XLA's partitioner for dot_general"
+    by = "by XLA's partitioner for dot_general"
+    assert end == f"the most: backward all-reduce(data), 100%, {by}"
     assert content.headline.endswith(f"; all needed; {end}")
 
 
 def test_what_the_program_asks_for_is_no_finding(cpu_mesh):
     f = sharded(lambda x: lax.psum(x, "data"), cpu_mesh, P("data"), P())
-    assert told(f, cpu_mesh, ((64, 128), P("data")))[1] == "no findings"
+    content, end = told(f, cpu_mesh, ((64, 128), P("data")))
+    assert end == "the most: forward all-reduce(data), 100%"
+    assert several.gather([content], [1]).about.endswith(f"all needed; {end}")
     whole = NamedSharding(cpu_mesh, P())
     g = jax.jit(lambda x: lax.with_sharding_constraint(jnp.tanh(x), whole) @ x.T)
     assert "by XLA's partitioner" not in told(g, cpu_mesh, ((64, 128), P("data")))[1]
     twice = sharded(lambda x: lax.psum(x, "data"), cpu_mesh, P(), P())
     content, end = told(twice, cpu_mesh, ((64, 128), P()))
-    assert end == "1 redundant"
+    assert "; 1 redundant; the costliest: redundant forward all-reduce(data) at " in content.about
     allow = findings.Allowances({"redundant all-reduce(data)": "to be seen"})
-    assert told(twice, cpu_mesh, ((64, 128), P()), allow=allow)[1] == "no findings"
+    content, end = told(twice, cpu_mesh, ((64, 128), P()), allow=allow)
+    assert end == "the most: forward all-reduce(data), 100%" and "all needed" not in content.about
+
+
+def test_the_costliest_of_findings_and_of_what_could_be_cheaper(cpu_mesh):
+    """A sum for nothing of 4 bytes beside a gather that is only summed up."""
+
+    def f(x, small):
+        return lax.all_gather(x, "data", tiled=True).sum(0), lax.psum(small, "data")
+
+    args = ((64, 128), P("data")), ((), P())
+    f = sharded(f, cpu_mesh, P("data"), P(), (P(), P()))
+    content, end = told(f, cpu_mesh, *args)
+    assert "; 1 redundant; the costliest: " in content.about
+    assert end.startswith("the costliest: reduce instead forward all-gather(data) at ")
+    assert several.gather([content], [1]).about.endswith(end)
+
+
+def test_a_program_without_collectives_has_no_findings(cpu_mesh):
+    assert told(jax.jit(jnp.tanh), cpu_mesh, ((64, 128), P("data")))[1] == "no findings"

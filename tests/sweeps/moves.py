@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +28,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.errors import first_line
 from shardrules.hooks import shard_map
-from shardrules.hooks.retrace import first_line
 
 SIZE = 6
 MATRIX = (np.eye(SIZE) * 2 + 0.1 * np.arange(SIZE * SIZE).reshape(SIZE, SIZE) / 36).astype(
@@ -66,6 +67,9 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "by its sign": lambda g: jnp.where(g > 0, g, 2 * g),
     "sorted": jnp.sort,
     "largest": lambda g: g + jnp.max(g),
+    "applied in a scatter": lambda g: g.at[np.arange(4)].apply(lambda v: jnp.where(v > 0, v, 0)),
+    "largest on devices": lambda g: jax.lax.pmax(g, NAMES[0]) / jax.lax.psum(1, NAMES[0]),
+    "too small": lambda g: 2e6 * (g * 5e-7).astype(jnp.float16).astype(g.dtype),
 }
 
 
@@ -173,6 +177,25 @@ def in_the_second(f):
     return op
 
 
+def by_tangent(f):
+    """Return a step by a rule for its tangent, whose transpose computes ``f``."""
+    op = jax.custom_jvp(lambda x: jnp.sin(x))
+    identity = by_linear_call(f)
+    op.defjvp(lambda xs, ts: (jnp.sin(*xs), jnp.cos(*xs) * identity(*ts)))
+    return op
+
+
+def in_the_third(f):
+    """Return a step whose rule calls one that looks alike, and that one calls another."""
+
+    def calls(inner):
+        op = jax.custom_jvp(lambda x: jnp.sin(x))
+        op.defjvp(lambda xs, ts: (jnp.sin(*xs), ts[0] * inner(*xs)))
+        return op
+
+    return calls(calls(by_tangent(f)))
+
+
 def by_perturbed(f):
     """Return a step that computes ``f`` only if its second argument isn't differentiated."""
     op = jax.custom_vjp(lambda x, y: x + y)
@@ -214,6 +237,8 @@ STEPS: dict[str, Callable] = {
     "custom_vjp": custom,
     "nondiff": custom_with_args,
     "second": in_the_second,
+    "tangent": by_tangent,
+    "third": in_the_third,
     "perturbed": by_perturbed,
     "linear_call": by_linear_call,
     "primitive": by_primitive,
@@ -227,6 +252,11 @@ STEPS: dict[str, Callable] = {
 
 def plain_body(step):
     return lambda x, w: x * step(w)
+
+
+def split_body(step):
+    """Compute the step of what is split: shares differ from the sum only along the other axes."""
+    return lambda x, w: step(x) * w
 
 
 def looped_body(step):
@@ -273,14 +303,22 @@ def counted_body(step):
     return body
 
 
+def iterated_body(step):
+    """Count its traces by an iterator in a list."""
+    counts = [itertools.count(1)]
+    return lambda x, w: x * step(w) * next(counts[0])
+
+
 BODIES: dict[str, Callable] = {
     "plain": plain_body,
+    "split": split_body,
     "looped": looped_body,
     "loop": step_of_loop,
     "branched": branched_body,
     "remat": remat_body,
     "reduced": reduced_body,
     "counted": counted_body,
+    "iterated": iterated_body,
 }
 
 
@@ -293,6 +331,13 @@ def scalar(f):
 
 def second(f, x, w):
     return jax.grad(lambda w: jnp.sum(jnp.sin(jax.grad(scalar(f), 1)(x, w))))(w)
+
+
+def third(f, x, w):
+    def of_second(w):
+        return jnp.sum(jnp.sin(second(f, x, w)))
+
+    return jax.grad(of_second)(w)
 
 
 def mapped(f, x, w):
@@ -317,6 +362,7 @@ ASKED: dict[str, Callable] = {
     "gradient": lambda f, x, w: jax.grad(scalar(f), 1)(x, w),
     "both": lambda f, x, w: jax.grad(scalar(f), (0, 1))(x, w),
     "second": second,
+    "third": third,
     "jvp": lambda f, x, w: jax.jvp(lambda w: f(x, w), (w,), (jnp.cos(w),)),
     "vmap": mapped,
     "linearize": linearized,
@@ -344,6 +390,8 @@ def case_of(seed: int) -> Case:
     def one() -> tuple[str, str, str]:
         way = random_.choice([*WAYS, "plain", "plain"])
         what = random_.choice([*random_.choice((LINEAR, OTHERS))])
+        if (way, what) == ("own branch", "largest on devices"):
+            way = "branch"  # some devices would wait for the others forever
         return step, way, what
 
     return Case(

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import seeds
 
-from shardrules.hooks import unchecked
-from shardrules.hooks.cotangents import linearity, steps
+from shardrules.hooks.cotangents import custom_vjp, doubts, linearity, steps
+from shardrules.unchecked import hooks as unchecked_hooks
+from shardrules.unchecked import python_state
 from sweeps import moves
 
 
@@ -29,22 +30,52 @@ def a_row_is_too_generous(monkeypatch):
 
 def no_step_rounds(monkeypatch):
     monkeypatch.setattr(linearity, "is_less", lambda *args: False)
+    no_range_is_narrow(monkeypatch)
 
 
 def transposes_are_trusted(monkeypatch):
     monkeypatch.setattr(steps, "why_not_linear", lambda *args: "")
+    rules_are_all_known(monkeypatch)
 
 
 def one_derivative_is_enough(monkeypatch):
-    monkeypatch.setattr(unchecked._Unchecked, "_has_rules", lambda *args: False)
+    monkeypatch.setattr(unchecked_hooks._Unchecked, "_has_rules", lambda *args: False)
 
 
 def the_line_is_the_key(monkeypatch):
-    monkeypatch.setattr(unchecked._Off, "fingerprint", lambda self: "")
+    monkeypatch.setattr(unchecked_hooks._Off, "fingerprint", lambda self: "")
 
 
 def state_stays_changed(monkeypatch):
-    monkeypatch.setattr(unchecked.Kept, "put_back", lambda self: None)
+    monkeypatch.setattr(unchecked_hooks.Kept, "put_back", lambda self: None)
+
+
+def a_scatter_applies_nothing(monkeypatch):
+    monkeypatch.setattr(linearity, "_applies", lambda eqn: False)
+
+
+def a_gather_fills_nothing(monkeypatch):
+    row = lambda fold, eqn, given: given[0]  # noqa: E731
+    monkeypatch.setitem(linearity.ROWS, "gather", row)
+
+
+def devices_are_not_asked(monkeypatch):
+    monkeypatch.setattr(doubts.Doubts, "_communicates", lambda *args: False)
+    monkeypatch.setitem(linearity.ROWS, "pmax", linearity.ROWS["ppermute"])
+    monkeypatch.setattr(custom_vjp.CustomVjpHooks, "steps", custom_vjp.CustomVjpHooks.steps[1:])
+
+
+def rules_are_all_known(monkeypatch):
+    monkeypatch.setattr(steps.CustomRules, "new", lambda *args: False)
+
+
+def no_range_is_narrow(monkeypatch):
+    for module in (linearity, steps):
+        monkeypatch.setattr(module, "is_narrow", lambda precision: False)
+
+
+def iterators_are_forgotten(monkeypatch):
+    monkeypatch.setattr(python_state, "_is_stuck", lambda kind: False)
 
 
 CASE = moves.Case(
@@ -58,6 +89,12 @@ FAULTS = {
     the_line_is_the_key: {
         "steps": (("nondiff", "plain", "scaled"), ("nondiff", "plain", "clipped"))
     },
+    a_scatter_applies_nothing: {"steps": (("custom_vjp", "plain", "applied in a scatter"),)},
+    a_gather_fills_nothing: {"steps": (("custom_vjp", "plain", "filled"),)},
+    devices_are_not_asked: {"steps": (("custom_vjp", "plain", "largest on devices"),)},
+    rules_are_all_known: {"steps": (("third", "plain", "clipped"),), "asked": ("third",)},
+    no_range_is_narrow: {"steps": (("custom_vjp", "plain", "too small"),), "body": "split"},
+    iterators_are_forgotten: {"steps": (("custom_vjp", "plain", "scaled"),), "body": "iterated"},
     state_stays_changed: {"steps": (("custom_vjp", "plain", "scaled"),), "body": "counted"},
 }
 

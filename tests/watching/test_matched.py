@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules
+from shardrules.watching.profiles import profile
 
 
 @pytest.fixture
@@ -46,6 +47,14 @@ def test_a_step_with_a_long_tuple_gets_its_times(profiled):
     assert not [note for note in found.notes if "no times" in note]
     (content,) = (c for c in seen.judged().contents if c.title == "jit_step")
     assert content.timings is not None
+
+
+def test_copies_that_count_source_lines_otherwise_are_one_text():
+    """JAX 0.12 writes operations whose only metadata is a pointer into a text's own table."""
+    line = "\n%%f {\n  ROOT %%p = f32[] parameter(0), metadata={%sstack_frame_id=%d}\n}\n"
+    for before in ("", 'op_name="x" '):
+        assert profile.body(line % (before, 37)) == profile.body(line % (before, 86))
+    assert profile.body(line % ('op_name="x" ', 1)) != profile.body(line % ('op_name="y" ', 1))
 
 
 def test_a_program_that_is_not_matched_is_named(profiled):

@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import migration, testing
-from shardrules.report.grouping import size
-from shardrules.watching import check_off, programs
+from shardrules import testing
+from shardrules.unchecked import check_off, migration
+from shardrules.units import size
+from shardrules.watching import programs
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import models
@@ -34,8 +35,7 @@ def mesh():
 
 def watched(make, *args, around=contextlib.nullcontext):
     """Compile a step as a script under `run` does, and return its report."""
-    with check_off.kept(), programs.watch() as seen:
-        seen.compares = True
+    with programs.watch() as seen:
         step = make()
         with around():
             jax.jit(step).lower(*args).compile()
@@ -108,7 +108,16 @@ def test_under_other_settings_than_then_a_saving_is_at_most(mesh):
         return jax.default_matmul_precision("highest")
 
     content = watched(lambda: kernels.step(mesh, check=False), *kernels.arguments(), around=around)
-    assert "at most" in said(content)[0]["saves"]
+    saves = said(content)[0]["saves"]
+    assert saves.startswith("at most ")
+    assert saves.endswith("here: a mesh or a setting of JAX that was active then is no longer")
+
+
+def test_of_a_shard_map_that_was_made_before_the_watch_a_saving_is_at_most(mesh):
+    step = kernels.step(mesh, check=False)
+    saves = said(watched(lambda: step, *kernels.arguments()))[0]["saves"]
+    assert saves.startswith("at most ")
+    assert saves.endswith("here: its shard_maps were not made inside of the watch")
 
 
 def test_a_step_that_advances_an_iterator_is_not_traced_again(mesh):
@@ -119,17 +128,35 @@ def test_a_step_that_advances_an_iterator_is_not_traced_again(mesh):
         return lambda params, x: step(params, x * float(next(numbers)))
 
     content = watched(make, *kernels.arguments())
-    assert next(numbers) == 1 and "at most" in said(content)[0]["saves"]
+    saves = said(content)[0]["saves"]
+    assert next(numbers) == 1 and saves.startswith("at most ")
+    assert saves.endswith("can change 'numbers', a range_iterator, which can't be put back")
 
 
-def test_it_is_compiled_again_for_run_alone_and_no_watch_sees_that(mesh):
-    with check_off.kept(), programs.watch() as seen:
+def test_no_watch_sees_that_it_is_compiled_again(mesh):
+    before = jax.shard_map.__globals__["_shard_map"]
+    with programs.watch() as seen:
         jax.jit(kernels.step(mesh, check=False)).lower(*kernels.arguments()).compile()
-        assert "at most" in str(seen)
-        seen.compares = True
-        for program in seen:
-            del program.content
         assert "at most" not in str(seen) and len(seen) == 1
+    assert jax.shard_map.__globals__["_shard_map"] is before
+
+
+def test_a_jit_stays_compiled_after_it_was_compiled_again(mesh):
+    traced = []
+
+    def counted(*args):
+        traced.append(args)
+        return kernels.step(mesh, check=False)(*args)
+
+    step, args = jax.jit(counted), kernels.arguments()
+    with programs.watch() as seen:
+        step(*args)
+        assert "at most" not in str(seen)
+    count = len(traced)
+    with programs.watch() as again:
+        step(*args)
+    assert len(traced) == count
+    assert len(again) == 1 and seen is not again
 
 
 def test_hooks_that_a_script_installed_stay_as_run_ends(mesh, monkeypatch):

@@ -9,6 +9,7 @@ from shardrules.costs import accounts, findings
 from shardrules.costs.waste import (
     asked,
     calls,
+    each_call,
     gathers,
     left_apart,
     loops,
@@ -19,7 +20,7 @@ from shardrules.costs.waste import (
     slices,
     undone,
 )
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import Fed, Hint, Kind, Program, Site
 
 __all__ = ["KINDS", "Hint", "dearer", "hints", "table"]
 
@@ -28,6 +29,7 @@ _MODULES = {
     "repeated": loops,
     "after the loop": loops,
     "accumulated": loops,
+    "each call": each_call,
     "asked each trip": asked,
     "called whole": calls,
     "only returned": gathers,
@@ -52,11 +54,15 @@ _IN_PLACE = ("reduce first", "narrow first")  # the collective stays, with less
 _LEAST = 64  # bytes sent: what saves fewer, and no round trip, is not worth reading
 
 
-def hints(judgement: hlo.Judgement) -> list[Hint]:
-    """List the needed collectives that the program shows could be cheaper."""
+def hints(judgement: hlo.Judgement, fed: Fed | None = None) -> list[Hint]:
+    """List the needed collectives that the program shows could be cheaper.
+
+    ``fed``: how often it ran with a result of its own as an argument, where that was seen.
+    """
     if not judgement.is_compiled:
         return []  # XLA's later passes combine, hoist and scatter some of them
     program = Program(judgement)
+    program.fed = fed or {}
     found: dict[Site, Hint] = {}
     for site in program.sites:
         for kind in KINDS if site.needed else ():

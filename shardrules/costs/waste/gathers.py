@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.graph import BARRIERS, WHOLE, Graph, Node, made_by
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import FUNCTIONS, WHOLE, Hint, Kind, Program, Site
+from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOVES = WHOLE | BARRIERS
 _CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done"}
 _CONVERTS = "convert_element_type"  # what JAX calls a conversion
 _BY_XLA = " by XLA"
+# What an optimizer makes of each weight's part, one element of one of each operand.
+_UPDATES = (FUNCTIONS | WHOLE | BARRIERS | {"dynamic-slice"}) - {"dot", "reduce", "iota"}
+_MOST = 256  # of these that are followed
 
 # -- what is only returned ------------------------------------------------------------------------
 
@@ -17,6 +20,8 @@ _BY_XLA = " by XLA"
 def only_returned(site: Site) -> Hint | None:
     if site.collective.kind != "all-gather" or not site.computation.is_entry:
         return None
+    if site.in_shard_map and not site.op_name:
+        return None  # no all_gather is written: XLA for TPU makes it of a psum over slices
     uses = site.uses(frozenset(["copy", "bitcast", "all-gather-done"]))
     if len(uses) != 1 or uses[0].user.opcode != "return" or site.result is None:
         return None
@@ -24,6 +29,8 @@ def only_returned(site: Site) -> Hint | None:
     once = uses[0].user.operands.count(uses[0].taken) == 1
     if not once or uses[0].taken.shape.dimensions != site.result.dimensions:
         return None
+    if _is_update(site):
+        return None  # the next step takes it whole
     over = f" over {','.join(site.entry.axes)}" if site.entry.axes else ""
     change = "with the axis in its out_specs instead of the all_gather"
     if not site.in_shard_map:
@@ -36,6 +43,21 @@ def only_returned(site: Site) -> Hint | None:
         "of it)"
     )
     return site.hint(advice)
+
+
+def _is_update(site: Site) -> bool:
+    """Tell whether it is the new value of a parameter that each device holds whole."""
+    # As ZeRO does: each device updates its part of the weights, and all gather them.
+    stack, seen, whole = [site.source], {site.source}, site.result
+    while stack and whole and len(seen) < _MOST:
+        node = stack.pop()
+        alike = (node.shape.element_type, node.shape.dimensions) == whole[:2]
+        if node.opcode == "parameter" and alike:
+            return True
+        if node.opcode in _UPDATES:
+            stack += (new := {*node.operands} - seen)
+            seen |= new
+    return False
 
 
 def uneven(site: Site) -> Hint | None:
@@ -74,8 +96,8 @@ def uneven(site: Site) -> Hint | None:
 def gathered_too(site: Site) -> Hint | None:
     if site.collective.kind not in ("all-to-all", "collective-permute") or not site.whole:
         return None
-    if site.collective.in_place:
-        return None
+    if site.collective.in_place or not (site.is_written or site.is_unnamed):
+        return None  # what XLA's partitioner moves for an operation depends on its other choices
     makers = {made_by(operand, WHOLE | {"slice"}) for operand in site.node.operands}
     gather = site.program.remembered(_gathers).get(makers.pop()) if len(makers) == 1 else None
     if gather is None or not _within(site, gather):
@@ -176,13 +198,13 @@ def _is_again(site: Site, first: Site) -> bool:
 
 def _origin(site: Site) -> tuple[Node, str] | None:
     """Follow an operand back to its array, also if it is one trip's slice of that."""
-    graph, node, part = site.program, site.source, ""
+    program, node, part = site.program, site.source, ""
     while True:
         node = made_by(node, _MOVES)
         if node.opcode in ("dynamic-slice", "slice", "convert"):
             if node.opcode == "convert":
                 part += node.shape.element_type
-                name = graph.module.metadata(node.instruction).op_name
+                name = program.module.metadata(node.instruction).op_name
                 if node.shape.bits < node.operands[0].shape.bits and not name.endswith(_CONVERTS):
                     part += _BY_XLA
             part += node.instruction.attribute("slice") or ""
@@ -192,18 +214,18 @@ def _origin(site: Site) -> tuple[Node, str] | None:
         elif node.opcode != "get-tuple-element":
             return (node, part) if node.home.is_entry else None
         else:
-            before = graph.before_loop(node) or _stacked(graph, node)
+            before = program.before_loop(node) or _stacked(program, node)
             if before is None:
                 return node, part
             node = before
 
 
-def _stacked(graph: Graph, taken: Node) -> Node | None:
+def _stacked(program: Program, taken: Node) -> Node | None:
     """Give what a loop stacks, or passes on, in one element of its result."""
     loop = taken.operands[0]
-    if loop.opcode != "while" or loop.instruction.calls[1] not in graph.loops:
+    if loop.opcode != "while" or loop.instruction.calls[1] not in program.loops:
         return None
-    returned = graph.flat(loop.instruction.calls[1]).end.operands
+    returned = program.flat(loop.instruction.calls[1]).end.operands
     if not 0 <= taken.index < len(returned):
         return None
     node = made_by(returned[taken.index], {"copy"})

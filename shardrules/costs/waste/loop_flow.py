@@ -13,18 +13,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.costs import walk
-from shardrules.costs.waste.graph import (
-    BARRIERS,
+from shardrules.costs.waste.program import (
     FLOATS,
     FUNCTIONS,
     MOVES,
-    Flat,
-    Node,
+    Program,
+    Site,
     is_constant,
     is_unfilled,
 )
-from shardrules.costs.waste.program import Program, Site
 from shardrules.hlo.proof.collectives import OPCODES
+from shardrules.hlo.reader.flow import BARRIERS, Flat, Node
 
 # A collective's result: where its instruction starts, and its operand's number or range's start.
 _Source = tuple[int, int]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from shardrules.costs.waste.graph import Node
 from shardrules.costs.waste.loop_flow import Unread, unread
 from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Program, Site
 from shardrules.hlo.proof.collectives import KINDS, OPCODES
 from shardrules.hlo.proof.evaluation import CallGraph
+from shardrules.hlo.reader.flow import Node
 
 # -- the same operand on every trip ---------------------------------------------------------------
 
@@ -36,6 +36,8 @@ def repeated(site: Site) -> Hint | None:
     if site.in_inner_shard_map:
         change += ", in a shard_map of its own, and give the loop's shard_map its result"
     elif not site.in_shard_map and not site.is_unnamed:
+        if site.entry.axes is None:
+            return None  # no spec says what XLA's partitioner gathers over parts of an axis
         change = "compute what it makes before the loop"
         if site.collective.kind == "all-gather":
             change = (
@@ -72,15 +74,24 @@ def after_loop(site: Site) -> Hint | None:
 
 def accumulated(site: Site) -> Hint | None:
     """Find the gradient that each microbatch reduces, and that the loop only adds up."""
-    if not _is_gradient(site) or not site.program.remembered(_are_apart):
+    if not site.is_gradient or not site.program.remembered(_are_apart):
         return None
     return _after(site, {"adds up"})
 
 
 def _are_apart(program: Program) -> bool:
-    """Tell whether loops communicate nothing but such gradients: no example needs another."""
-    # A squared mean over the batch, a batch norm, a mask: each reduces something else there.
-    return all(_is_gradient(s) for s in program.sites if s.needed and s.in_loop)
+    """Tell whether no example needs another in a loop: what a trip reduces, none reads."""
+    # A squared mean over the batch, a batch norm, a mask: each reads what it reduces there.
+    reads = program.remembered(unread)
+    return all(
+        s.is_gradient or _only_adds_up(reads.get(s.key))
+        for s in program.sites
+        if s.needed and s.in_loop
+    )
+
+
+def _only_adds_up(result: Unread | None) -> bool:
+    return result is not None and result.ways == {"adds up"}
 
 
 def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
@@ -108,12 +119,6 @@ def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
     return site.hint(advice, bytes_after=after, trips_after=times, together=whole)
 
 
-def _is_gradient(site: Site) -> bool:
-    """Tell whether it sums up a gradient under jit; XLA for TPU and GPU moves that by itself."""
-    is_jit = not site.in_shard_map and not site.is_unnamed and not site.is_written
-    return site.adds and is_jit and site.program.platform is None and site.entry.phase == "backward"
-
-
 def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
     runs, size = site.entry.runs, site.entry.bytes
     name = "psum" if site.adds else "reduce"
@@ -136,14 +141,8 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
             "XLA's partitioner makes it of a reduction over a sharded dimension: in the body, "
             f"{WITHIN_SHARDS}, and reduce over that after the loop"
         )
-    if _is_gradient(site):
-        change = (
-            "accumulate each shard's own gradient, jax.vmap(jax.grad(loss), (None, 0))(w, "
-            "x.reshape(n, -1, *x.shape[1:])) for n shards of the batch, in a carry sharded by "
-            f"P({site.over}), and once after the loop take jnp.mean over the shards for a loss "
-            "that is a mean over the batch, jnp.sum for one that is a sum (XLA for TPU and GPU "
-            "moves it there by itself)"
-        )
+    if site.is_gradient:
+        change = site.own_gradients("a carry", "after the loop")
     then = f"{'?' if after is None else after} B in {times}"
     if runs is None:
         return f"{what}: {change}, and {size} B on every trip become {then} round trips{_NOTE}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from shardrules import hlo
-from shardrules.costs.waste.graph import BARRIERS, WHOLE, made_by
-from shardrules.costs.waste.program import Hint, Kind, Site
+from shardrules.costs.advice import operation
+from shardrules.costs.waste.program import WHOLE, Hint, Kind, Site
+from shardrules.hlo.reader.flow import BARRIERS, made_by
 
 # These move elements and change none: a conversion may stand on either side.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")
@@ -21,7 +22,7 @@ _Narrower = tuple[hlo.Shape, str, str]
 
 
 def find(site: Site) -> Hint | None:
-    if site.collective.kind not in _KINDS or not site.is_written:
+    if site.collective.kind not in _KINDS or not (site.is_written or _is_for_cumsum(site)):
         return None
     if not site.whole or site.collective.in_place:
         return None
@@ -30,7 +31,7 @@ def find(site: Site) -> Hint | None:
     one_hot = _one_hot(site)
     if one_hot is not None and not site.in_shard_map:
         return None  # of indices and their one-hot array, XLA's partitioner moves which it likes
-    found = one_hot or _widened(site) or _narrowed(site)
+    found = one_hot or _widened(site) or (_narrowed(site) if site.is_written else None)
     if found is None:
         return None
     (array, why, change), size = found, site.entry.bytes
@@ -42,6 +43,11 @@ def find(site: Site) -> Hint | None:
     return site.smaller(advice, array.bytes)
 
 
+def _is_for_cumsum(site: Site) -> bool:
+    """Tell whether XLA gathers it to count along a dimension, as jnp.nonzero counts a mask."""
+    return not site.in_shard_map and operation(site.collective) == "reduce_window_sum"
+
+
 def _widened(site: Site) -> _Narrower | None:
     convert = site.made_by(WHOLE)
     if convert.opcode != "convert":
@@ -49,10 +55,20 @@ def _widened(site: Site) -> _Narrower | None:
     before, after = convert.operands[0].shape, convert.shape
     if before.bits >= after.bits or after.element_type != site.taken.element_type:
         return None
+    if before.element_type != "pred" and _is_for_cumsum(site):
+        return None
     why = (
         f"its operand was converted from {before.element_type} to {after.element_type} just before"
     )
     change = "move it as it was, and convert the result"
+    if before.element_type == "pred" and not (site.in_shard_map or site.is_unnamed):
+        change = (
+            "where jnp.nonzero or jnp.cumsum takes the mask, hold and gather it, "
+            "jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(mask), "
+            "jax.sharding.NamedSharding(mesh, spec)) with a spec without "
+            f"{' and '.join(map(repr, site.entry.axes or ())) or 'axes'} (on CPU: XLA for GPU "
+            "gathers the mask by itself, and for TPU it sums each shard)"
+        )
     return site.taken._replace(element_type=before.element_type), why, change
 
 

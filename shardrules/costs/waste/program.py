@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from shardrules import hlo
 from shardrules.costs import accounts, launches, walk
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.graph import Graph, Node, Use, made_by
 from shardrules.hlo.proof import loops
+from shardrules.hlo.reader import flow
+from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _T = TypeVar("_T")
+
+# From a result and the parameter that it becomes to runs, and first runs of a loop on the host.
+Fed = Mapping[tuple[int, int], tuple[int, int]]
 
 # Up to these bytes a run takes about as long as its round trip: 5 us for an all-reduce at 100 GB/s.
 SMALL = 256 * 1024
@@ -30,6 +35,21 @@ CONSTRAINED = frozenset(
     "sharding_constraint convert_element_type abs cos exp log logistic neg rsqrt sin sqrt square "
     "tanh".split()
 )
+
+FLOATS = re.compile(r"(bf|f|c)\d")
+# What brings all elements elsewhere; and what moves or repeats some of them.
+WHOLE = frozenset("bitcast reshape copy transpose copy-start copy-done".split())
+MOVES = WHOLE | BARRIERS | {"slice", "reverse", "broadcast", "all-reduce-done", "all-gather-done"}
+UNARY = frozenset(
+    "abs cbrt ceil convert cosine erf exponential exponential-minus-one floor imag is-finite log "
+    "log-plus-one logistic negate not real reduce-precision round-nearest-afz round-nearest-even "
+    "rsqrt sign sine sqrt tan tanh".split()
+)
+FUNCTIONS = frozenset(
+    "add and atan2 clamp compare complex divide maximum minimum multiply or power remainder select "
+    "subtract xor iota concatenate pad reduce dot".split()
+).union(UNARY, MOVES)
+_MOST = 256  # steps on the way of one value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,25 +86,32 @@ class Kind(NamedTuple):
     under_jit: str  # what to do in a jit with shardings
 
 
-class Program(Graph):
+class Use(NamedTuple):
+    """A node that takes another one."""
+
+    user: Node
+    taken: Node
+
+
+class Program:
     """A judged program; what several kinds look up in it is kept."""
 
+    fed: Fed = MappingProxyType({})
+
     def __init__(self, judgement: hlo.Judgement):
-        super().__init__(judgement.module)
+        self.module = judgement.module
         self.runs = loops.executions(self.module)
         self.mesh = judgement.mesh or {}
         self.partitions = judgement.partitions
         self.device_count = judgement.partitions * judgement.replicas
-        computations = self.module.computations
-        self.users = functools.cache(lambda name: computations[name].users())
-        self.positions = functools.cache(
-            lambda name: {i.name: n for n, i in enumerate(computations[name].instructions)}
-        )
         self._remembered: dict[tuple[Any, ...], Any] = {}
         self.sites = [Site(self, entry) for entry in accounts.of(judgement)]
         self.collectives: dict[int, list[Site]] = {}
         for site in self.sites:
             self.collectives.setdefault(site.instruction.start, []).append(site)
+
+    def flat(self, name: str) -> flow.Flat:
+        return flow.of(self.module, name)
 
     def parts(self, collective: hlo.Instruction) -> list[Site]:
         return self.collectives.get(collective.start, [])
@@ -120,6 +147,86 @@ class Program(Graph):
         no_work = opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "constant")
         return not no_work and instruction.shape.bytes >= 2**20
 
+    @functools.cached_property
+    def loops(self) -> dict[str, Node]:
+        """List the loops by their bodies' names, without bodies that two loops share."""
+        loops_of: dict[str, list[Node]] = {}
+        for name, computation in self.module.computations.items():
+            for position, (caller, _) in zip(computation.calling, computation.calls()):
+                if caller.opcode != "while":
+                    continue
+                loop = computation.instructions[position]
+                condition, body = loops.parts(self.module, loop)
+                if len(condition.parameters) == len(body.parameters) == 1:
+                    loops_of.setdefault(body.name, []).append(self.flat(name).at[position])
+        return {name: these[0] for name, these in loops_of.items() if len(these) == 1}
+
+    def start(self, loop: Node) -> list[Node]:
+        """List what the elements of a loop's carry start from; nothing where that isn't shown."""
+        start = loop.operands[0]
+        return start.operands if start.opcode == "tuple" else []
+
+    def unchanged(self, node: Node) -> bool:
+        """Tell whether a body takes it out of the carry, and each trip passes it on."""
+        if node.opcode != "get-tuple-element" or node.operands[0].opcode != "parameter":
+            return False
+        end = self.flat(node.home.name).end.operands
+        return 0 <= node.index < len(end) and made_by(end[node.index], {"copy"}) is node
+
+    def before_loop(self, node: Node) -> Node | None:
+        """Give the value before the loop of what its body takes and passes on unchanged."""
+        loop = self.loops.get(node.home.name)
+        start = self.start(loop) if loop and self.unchanged(node) else []
+        return dict(enumerate(start)).get(node.index)
+
+    def uses(
+        self, node: Node, element: int, through: frozenset[str], in_loops: bool = False
+    ) -> list[Use]:
+        """List what takes a value, behind ``through`` too; nothing where there are too many."""
+        # ``in_loops`` follows it into the loops that pass it on unchanged as well.
+        ends: list[Use] = []
+        stack, steps = [(node, element)], 0
+        while stack:
+            taken, part = stack.pop()
+            steps += 1
+            if steps > _MOST:
+                return []
+            if part in taken.elements:
+                stack.append((taken.elements[part], 0))
+            for user in taken.users:
+                if in_loops and user.opcode in ("tuple", "return"):
+                    entered = self._into_loops(user, taken)
+                    if entered is None:
+                        return []
+                    stack += entered
+                elif user.opcode == "dynamic-slice" and taken in user.operands[1:]:
+                    ends.append(Use(user, taken))  # as an index
+                elif user.opcode in through and _keeps_numbers(taken, user):
+                    stack.append((user, part if user.shape.is_tuple else 0))
+                else:
+                    ends.append(Use(user, taken))
+        return ends
+
+    def _into_loops(self, user: Node, taken: Node) -> list[tuple[Node, int]] | None:
+        """Follow an operand of a tuple into the loops that take it and pass it on unchanged."""
+        elements = [k for k, operand in enumerate(user.operands) if operand is taken]
+        if user.opcode == "return":  # of a loop's body, which may pass it on in its own place
+            passed_on = len(elements) == 1 and self.before_loop(taken) is not None
+            return [] if passed_on else None
+        entered = []
+        for taker in user.users:
+            if taker not in self.loops.values():
+                return None
+            read, carry = (self.flat(name).parameter for name in taker.instruction.calls)
+            for element in elements:
+                inside = carry.elements.get(element)
+                if inside is None or self.before_loop(inside) is None:
+                    return None
+                if carry.users or read.users or element in read.elements:
+                    return None
+                entered += [(inside, 0), (taker, element)]
+        return entered
+
 
 def _results(program: Program, computation: str, position: int) -> list[hlo.Shape]:
     """List the shapes of a collective's results; none where the text does not show them."""
@@ -130,8 +237,8 @@ def _results(program: Program, computation: str, position: int) -> list[hlo.Shap
 
 def _overlaps(program: Program, computation: str, position: int) -> bool:
     """Tell whether anything large in a computation is independent of an instruction."""
-    instructions = program.module.computations[computation].instructions
-    users = program.users(computation)
+    home = program.module.computations[computation]
+    instructions, users = home.instructions, home.users()
     dependent = walk.reached([position], lambda n: instructions[n].operands)
     dependent |= walk.reached([position], lambda n: users[n])
     return any(n not in dependent and program.is_large(i) for n, i in enumerate(instructions))
@@ -148,7 +255,7 @@ class Site:
         self.entry = entry
         self.collective = collective
         self.computation = module.computations[collective.computation]
-        self.position = program.positions(self.computation.name)[collective.name]
+        self.position = self.computation.places[collective.name]
         self.instruction = self.computation.instructions[self.position]
         self.operand = collective.operand  # its number
         self.part = verdict.range.start if verdict.range else collective.operand
@@ -210,6 +317,24 @@ class Site:
         if self.in_shard_map or self.collective.kind != "all-reduce":
             return self.in_shard_map or name in CONSTRAINED
         return self.entry.phase == "forward" and name.startswith("reduce_")
+
+    @property
+    def is_gradient(self) -> bool:
+        """Tell whether it sums up a gradient under jit, where XLA does not move it by itself."""
+        # XLA for TPU and GPU adds such sums first, and moves them behind loops.
+        is_jit = not self.in_shard_map and not self.is_unnamed and not self.is_written
+        is_backward = self.entry.phase == "backward"
+        return self.adds and is_jit and is_backward and self.program.platform is None
+
+    def own_gradients(self, kept: str, when: str) -> str:
+        """Say how to add up each shard's own gradient; ``kept``: in what."""
+        return (
+            "add up each shard's own gradient, jax.vmap(jax.grad(loss), (None, 0))(w, "
+            "x.reshape(n, -1, *x.shape[1:])) for n shards of the batch, in "
+            f"{kept} sharded by P({self.over}), and once {when} take jnp.mean over the shards for "
+            "a loss that is a mean over the batch, jnp.sum for one that is a sum (XLA for TPU and "
+            "GPU moves it there by itself)"
+        )
 
     def runs_of(self, computation: str) -> int:
         """Count how often another computation runs, 1 where it isn't known."""
@@ -279,3 +404,32 @@ class Site:
             f"; if it is the gradient of a replicated array, cast that array {where} instead: "
             f"x = shardrules.vary(x, {', '.join(map(repr, self.entry.axes))})"
         )
+
+
+def is_constant(node: Node) -> bool:
+    """Tell whether a value is made of constants and unfilled buffers alone."""
+    stack, steps = [node], 0
+    while stack and (steps := steps + 1) < _MOST:
+        maker = stack.pop()
+        stack += maker.operands
+        if maker.opcode not in FUNCTIONS | {"constant"} and not is_unfilled(maker):
+            return False
+    return not stack
+
+
+def is_unfilled(node: Node) -> bool:
+    """Tell whether it is a buffer whose content is never read: on TPU a stack starts so."""
+    return node.opcode == "custom-call" and walk.target(node.instruction) == "AllocateBuffer"
+
+
+def is_zero(node: Node) -> bool:
+    spread = frozenset("bitcast reshape copy transpose broadcast convert".split())
+    maker = made_by(node, spread)
+    return maker.opcode == "constant" and walk.is_zero(maker.instruction)
+
+
+def _keeps_numbers(taken: Node, taker: Node) -> bool:
+    """Tell whether a bitcast or a conversion gives the same numbers, rounded at most."""
+    if taker.opcode == "bitcast":  # to another element type it takes their bits for other numbers
+        return taken.shape.element_type == taker.shape.element_type
+    return taker.opcode != "convert" or FLOATS.match(taker.shape.element_type) is not None

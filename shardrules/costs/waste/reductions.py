@@ -7,17 +7,19 @@ import re
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import slices
-from shardrules.costs.waste.graph import (
-    BARRIERS,
+from shardrules.costs.waste.program import (
     UNARY,
     WHOLE,
-    Node,
+    WITHIN_SHARDS,
+    Hint,
+    Kind,
+    Program,
+    Site,
     Use,
     is_constant,
     is_zero,
-    made_by,
 )
-from shardrules.costs.waste.program import WITHIN_SHARDS, Hint, Kind, Site
+from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 # -- a sum on each device -------------------------------------------------------------------------
 # What a broadcast or a repeat becomes in the backward pass is a reduce, and what a gather does, a
@@ -175,10 +177,19 @@ def _multiplied(site: Site, product: Node) -> list[Site]:
     return [*found.values()] if len(ways) == 1 else []
 
 
+def _in_blocks(node: Node) -> bool:
+    """Tell whether it reduces blocks side by side, which XLA for CPU does first."""
+    if node.opcode != "reduce-window":
+        return False
+    window = node.instruction.attribute("window") or ""
+    fields = dict(field.split("=", 1) for field in window.strip("{}").split() if "=" in field)
+    return fields.keys() <= {"size", "stride", "pad"} and fields.get("size") == fields.get("stride")
+
+
 def _reduced(site: Site, uses: list[Use]) -> tuple[Node, str] | None:
     """Give the last of some reductions that follow each other, and what they all apply."""
     names, last = set(), None
-    while len(uses) == 1 and uses[0].user.opcode == "reduce":
+    while len(uses) == 1 and (uses[0].user.opcode == "reduce" or _in_blocks(uses[0].user)):
         ((reduce, taken),) = uses
         if len(reduce.operands) != 2 or reduce.operands[0] is not taken:
             return None
@@ -207,13 +218,17 @@ _OF_AN_ARRAY = (
 def add_first(site: Site) -> Hint | None:
     size = site.entry.bytes
     indexed = operation(site.collective) == "scatter-add" and site.entry.phase == "backward"
-    written = site.is_written or indexed
+    is_gradient = site.is_gradient and site.program.remembered(_are_apart)
+    written = site.is_written or indexed or is_gradient
     if not (site.adds and site.whole and written and _added_to_another(site)):
         return None
     change = "add the operands and psum that once"
     if not site.in_shard_map:
         change = f"in both, {WITHIN_SHARDS}, add these, and reduce over the shards once"
-        change = _OF_AN_ARRAY if indexed else change
+        if indexed:
+            change = _OF_AN_ARRAY
+        elif is_gradient:
+            change = site.own_gradients("arrays", "at the end")
     advice = (
         f"its result is only added to that of another sum over the same devices: {change}, and "
         f"{2 * size} B of both become {size} B (equal up to rounding)"
@@ -222,13 +237,21 @@ def add_first(site: Site) -> Hint | None:
     return site.hint(advice)
 
 
+def _are_apart(program: Program) -> bool:
+    """Tell whether no gradient is made of what was reduced: no example needs another."""
+    reduced = [s.node for s in program.sites if s.needed]
+    if len({node.home.name for node in reduced}) > 1:
+        return False  # what a loop reduces may be in a gradient behind it
+    behind = walk.reached([t for n in reduced for t in n.takers], lambda node: node.takers)
+    return not any(s.node in behind for s in program.sites if s.is_gradient)
+
+
 def _added_to_another(site: Site) -> bool:
     """Tell whether the result is only added to that of a sum that stands before it."""
-    use = _addition(site)
-    if use is None:
+    added = _addition(site)
+    if added is None:
         return False
-    (other,) = {*use.user.operands} - {use.taken}
-    first = _made(site, other)
+    first = _made(site, added[1])
     if first is None or (first.position, first.operand) >= (site.position, site.operand):
         return False
     return (
@@ -236,15 +259,19 @@ def _added_to_another(site: Site) -> bool:
         and first.collective.groups == site.collective.groups
         and first.taken.element_type == site.taken.element_type
         and first.taken.element_count == site.taken.element_count
-        and _addition(first) == (use.user, other)
+        and _addition(first) == added[::-1]
     )
 
 
-def _addition(site: Site) -> Use | None:
-    """Find the addition of two values that alone takes a result."""
-    uses = site.uses(WHOLE | {"all-reduce-done"})
-    alone = len(uses) == 1 and uses[0].user.opcode == "add"
-    return uses[0] if alone and len({*uses[0].user.operands}) == 2 else None
+def _addition(site: Site) -> tuple[Node, Node] | None:
+    """Give a result and the one value to which it is only added, both before they are moved."""
+    pairs = set()
+    for use in site.uses(WHOLE | {"all-reduce-done"}):
+        others = [node for node in use.user.operands if node is not use.taken]
+        if use.user.opcode != "add" or len(others) != 1:
+            return None
+        pairs.add((made_by(use.taken, WHOLE), made_by(others[0], WHOLE)))
+    return pairs.pop() if len(pairs) == 1 else None  # XLA adds again in each fusion
 
 
 def _made(site: Site, value: Node) -> Site | None:

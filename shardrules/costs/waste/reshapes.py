@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.graph import BARRIERS, WHOLE, made_by
-from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.program import WHOLE, Hint, Kind, Program, Site
+from shardrules.hlo.reader.flow import BARRIERS, made_by
 
 _MOVES = WHOLE | BARRIERS | {"slice", "concatenate", "all-to-all-done", "collective-permute-done"}
+
+_CONVERTED = _MOVES | {"convert"}  # XLA for TPU moves what a product reads of it
 
 
 def find(site: Site) -> Hint | None:
@@ -53,13 +55,13 @@ def _steps(program: Program) -> dict[str, int]:
 
 def _before(program: Program, site: Site) -> tuple[int, ...] | None:
     """Give the sizes of the one array that all operands are made of, through what moves it."""
-    makers = {made_by(node, _MOVES) for node in site.sources}
+    makers = {made_by(node, _CONVERTED) for node in site.sources}
     while len(makers) == 1:
         (maker,) = makers
         parts = [] if maker.fused else program.parts(maker.instruction)
         if not parts or not _is_reshape(parts[0]):
             return maker.shape.dimensions or None
-        makers = {made_by(node, _MOVES) for node in parts[0].sources}
+        makers = {made_by(node, _CONVERTED) for node in parts[0].sources}
     return None
 
 

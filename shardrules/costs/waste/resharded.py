@@ -20,8 +20,17 @@ from shardrules import hlo
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import slices
-from shardrules.costs.waste.graph import BARRIERS, UNARY, WHOLE, Node, made_by
-from shardrules.costs.waste.program import CONSTRAINED, SMALL, Hint, Kind, Program, Site
+from shardrules.costs.waste.program import (
+    CONSTRAINED,
+    SMALL,
+    UNARY,
+    WHOLE,
+    Hint,
+    Kind,
+    Program,
+    Site,
+)
+from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOST_AXES = 4  # of a mesh: the ways between all shardings are compared
 _MOST_STEPS = 2  # collectives: of longer ways XLA made others (JAX 0.10.2, three axes, CPU)

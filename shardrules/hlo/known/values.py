@@ -211,11 +211,12 @@ class Values:
         for index, whole, size in zip(operands[first:], full, block):
             if isinstance(index, Exact):
                 key = index, whole - size
-                if key not in self._clamps:
+                clamped_at = self._clamps.get(key)
+                if clamped_at is None:
                     rows = exact.clamped_index(index.array, whole - size)
                     clamped_at = index.state if rows is None else self.computed(rows, [index])
                     self._clamps[key] = clamped_at
-                index = self._clamps[key]
+                index = clamped_at
             clamped.append(index)
         return clamped
 

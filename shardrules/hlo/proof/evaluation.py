@@ -52,6 +52,7 @@ _TAKES = (
 _NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 
 
+_SPEAK = frozenset([*hc.OPCODES, "custom-call"])
 # Opcodes whose handlers say and note nothing of the computation that they are in.
 _QUIET = (ELEMENTWISE | LOCAL | APPLIERS | {"parameter", "constant", "tuple"}) - frozenset(
     "dynamic-update-slice send send-done outfeed".split()
@@ -82,13 +83,15 @@ class CallGraph:
                 self.quiet.add(name)
             if module.opcodes[name] <= _PLAIN and not (module.strange or computation.calling):
                 continue
-            for instruction in computation.instructions:
-                opcode, calls = instruction.opcode, instruction.calls
-                speaks = opcode in hc.OPCODES or opcode == "custom-call"
-                if speaks or not self.talking.isdisjoint(calls):
-                    self.talking.add(name)
-                if not self.deterministic(instruction):
-                    self._impure.add(name)
+            opcodes, calls = module.opcodes[name], computation.called
+            if not _SPEAK.isdisjoint(opcodes) or not self.talking.isdisjoint(calls):
+                self.talking.add(name)
+            pure = opcodes <= _PURE and self._impure.isdisjoint(calls)
+            strange = module.strange and any(
+                i.start in module.strange for i in computation.instructions
+            )
+            if strange or not pure:
+                self._impure.add(name)
 
     def _is_quiet(self, computation: hm.Computation) -> bool:
         if not self.module.opcodes[computation.name] <= _QUIET_CALLS or self.module.strange:
@@ -313,8 +316,9 @@ class Proof:
         if guard == hs.SAME or name not in self.reach.talking:
             guard = 0
         key = (name, arguments, guard)
-        if key in self._memo:
-            return self._memo[key]
+        known = self._memo.get(key)  # arguments take long to hash, and no value is None
+        if known is not None:
+            return known
         self.values.budget -= len(computation.instructions)
         if self._depth >= _MAX_DEPTH or self.values.budget < 0:
             why = "nested too deep" if self.values.budget >= 0 else "evaluated too often"
@@ -326,11 +330,14 @@ class Proof:
         append, value_of = values.append, values.__getitem__
         refine, general = self.values.states.refine, self.values.general
         by_opcode, unusual, on_strange = self.handlers
-        handler_of = by_opcode.get
         strange = self.module.strange
         for position, instruction in enumerate(computation.instructions):
-            handler = handler_of(instruction.opcode, unusual)
-            if strange and instruction.start in strange and instruction.opcode not in hc.OPCODES:
+            opcode = instruction.opcode
+            try:
+                handler = by_opcode[opcode]
+            except KeyError:
+                handler = unusual
+            if strange and instruction.start in strange and opcode not in hc.OPCODES:
                 handler = on_strange
             operands = instruction.operands
             if handler is None:  # a function of its operands; fast if each is one state

@@ -92,10 +92,6 @@ class PartNames:
         self._cuts: dict[int, _Ranges] = {}
         self._packed: dict[int, _Ranges] = {}
 
-    @functools.cached_property
-    def _users(self) -> hm.Users:
-        return self._computation.users()
-
     def whole(self, position: int) -> tuple[str, hm.Metadata]:
         """Return the phase and the metadata of a collective that is not combined."""
         metadata = self._module.metadata(self._instructions[position])
@@ -124,8 +120,8 @@ class PartNames:
             return "unknown", hm.Metadata()
         names = self._nearest(made_of, lambda place: self._instructions[place].operands)
         if not names:
-            after = [user for taker in takers for user in self._users[taker]]
-            names = self._nearest(after, self._users.__getitem__)
+            after = [user for taker in takers for user in self._computation.users()[taker]]
+            names = self._nearest(after, self._computation.users().__getitem__)
         phase, metadata = _majority(names) if names else ("unknown", hm.Metadata())
         return phase, metadata._replace(op_name="")
 
@@ -148,7 +144,7 @@ class PartNames:
 
     def _takers(self, position: int, operand: int, elements: tuple[int, int] | None) -> list[int]:
         """List the instructions that extract a part from the result."""
-        instructions, users = self._instructions, self._users
+        instructions, users = self._instructions, self._computation.users()
         if position not in self._ends:
             ends = self._ends[position] = [position]
             for end in ends:  # it grows
@@ -171,7 +167,7 @@ class PartNames:
                 if metadata.op_name:
                     names.append((metadata, instruction.shape.bytes))
                     break
-                following = self._users[position]
+                following = self._computation.users()[position]
                 if len(following) != 1 or not self._is_form(self._instructions[following[0]]):
                     break
                 (position,) = following

@@ -117,9 +117,10 @@ def _tuple(visit: Visit) -> Value:
 def _element(visit: Visit) -> Value:
     proof, instruction, operands = visit.proof, visit.instruction, visit.operands
     (value,) = operands[:1]
-    known: int | None = proof.cache.get(instruction.start)  # in a loop
-    if known is not None and isinstance(value, tuple) and known < len(value):
-        return value[known]
+    if instruction.start in proof.cache and type(value) is tuple:  # in a loop
+        known: int = proof.cache[instruction.start]
+        if known < len(value):
+            return value[known]
     match = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
     text = match[1] if match else instruction.attribute("index")
     if text is None or (not match and not re.fullmatch(r"\d{1,9}", text)):

@@ -139,9 +139,10 @@ class _Judge:
             if self.module.opcodes[name].isdisjoint(hc.COMMUNICATE):
                 continue
             for position, instruction in enumerate(computation.instructions):
-                if hc.is_send(instruction) or (
-                    instruction.opcode in hc.OPCODES and (computation.name, position) not in steps
-                ):
+                if instruction.opcode not in hc.COMMUNICATE:
+                    continue
+                sends = instruction.opcode not in hc.OPCODES
+                if hc.is_send(instruction) if sends else (computation.name, position) not in steps:
                     verdicts += self._instruction(computation, position)
         resolutions = self.proof.opaque.values()
         return Judgement(

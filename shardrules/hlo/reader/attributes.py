@@ -38,12 +38,15 @@ KNOWN = frozenset(
 
 _KEY = re.compile(r"([\w\-]+)\s*=")
 _QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
-# The most common attributes: the value is a string, a word, or in braces.
-_PLAIN = rf'[^{{}}()\[\]"]++|{_QUOTED}|\[[^{{}}()\[\]"]*+\]|\([^{{}}()\[\]"]*+\)'
+# The most common attributes: the value is a string, a word, in braces, or [4,2]<=[2,4]T(1,0).
+_FLAT = r"[^{}()\[\]\"]"
+_PLAIN = (
+    rf"{_FLAT}++|{_QUOTED}|\[{_FLAT}*+\]|\((?:{_FLAT}++|\{{{_FLAT}*+\}})*+\)"  # aliasing: (1, {})
+)
 _BRACED = rf"\{{(?:{_PLAIN})*+\}}"
 PRINTED = re.compile(
     rf", ([\w\-]+)=(\{{[^{{}}\"]*+\}}|\{{(?:{_PLAIN}|{_BRACED})*+\}}|{_QUOTED}"
-    r"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$))",
+    r"|(?:[\w.%\-]+(?:->[\w\-]+)?|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)(?=[,\n]|$))",
     re.DOTALL,
 )
 _BRACKET = re.compile(rf'{_QUOTED}|[{{}}()\[\]"]', re.DOTALL)
@@ -179,7 +182,7 @@ def value_end(text: str, key: str, start: int, end: int) -> int:
 def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int, int]]:
     """Yield ``(key, value_start, value_end)`` for ``, key=value, key=value``."""
     position = start
-    while True:
+    while position < end:
         printed = PRINTED.match(text, position, end)
         if printed:
             key, (value, position) = printed[1], printed.span(2)

@@ -53,7 +53,7 @@ class Relations:
         if order is not None:
             self._lay_out(order)
         self.places = np.argsort(self.devices)  # and the place of each device in the mesh
-        self._ids: dict[bytes, int] = {}
+        self._ids: dict[Any, int] = {}  # by the labels, as a tuple or in bytes
         self._arrays: list[np.ndarray] = []
         self._refined: dict[tuple[int, int], int] = {}
         self._constant: dict[tuple[int, int], bool] = {}
@@ -87,8 +87,10 @@ class Relations:
         """Give the id of the relation in which devices of equal labels (none below 0) are equal."""
         if self.device_count <= _FEW:
             first: dict[int, int] = {}
-            numbers = [first.setdefault(v, k) for k, v in enumerate(labels.tolist())]
-            canonical = np.array(numbers, dtype=np.int32)
+            key: Any = tuple(map(first.setdefault, labels.tolist(), itertools.count()))
+            if key in self._ids:
+                return self._ids[key]
+            canonical = np.array(key, dtype=np.int32)
         else:
             most = int(labels.max())
             if most >= _DIRECT:
@@ -99,11 +101,11 @@ class Relations:
             # The last write wins: written in descending order, it is the lowest device.
             self._lowest[labels[::-1]] = self._falling
             canonical = self._lowest[labels]
-        key = canonical.tobytes()
-        number = self._ids.get(key)
-        if number is None:
-            number = self._ids[key] = len(self._arrays)
-            self._arrays.append(canonical)
+            key = canonical.tobytes()
+            if key in self._ids:
+                return self._ids[key]
+        number = self._ids[key] = len(self._arrays)
+        self._arrays.append(canonical)
         return number
 
     def labels(self, relation: int) -> np.ndarray:

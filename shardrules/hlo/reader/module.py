@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardrules import errors
 from shardrules.hlo.reader.attributes import PRINTED, iter_attributes
@@ -243,8 +243,8 @@ class Computation:
     ) -> Computation:
         """Make a computation that repeats this one; ``read`` gives its instructions."""
         repetition = Computation.__new__(Computation)
-        vars(repetition).update(vars(self), name=name, called=called, _read=read)
-        del vars(repetition)["instructions"]
+        kept = {key: vars(self)[key] for key in ("root", "is_entry", "calling", "original")}
+        vars(repetition).update(kept, name=name, called=called, _read=read)
         return repetition
 
     def calls(self) -> list[tuple[Instruction, tuple[str, ...]]]:
@@ -266,7 +266,16 @@ class Computation:
 
     def users(self) -> Users:
         """List, for each instruction, the positions of those that use it."""
+        return self._users
+
+    @functools.cached_property
+    def _users(self) -> Users:
         return Users(self)
+
+    @functools.cached_property
+    def places(self) -> dict[str, int]:
+        """Give each instruction's position by its name."""
+        return {instruction.name: n for n, instruction in enumerate(self.instructions)}
 
     def __repr__(self) -> str:
         return f"<Computation {self.name}>"
@@ -346,7 +355,13 @@ class Module:
 
     def mentions(self, *words: str) -> bool:
         """Tell whether the text holds one of some words, outside of a repetition's metadata."""
-        return any(self.text.find(word, *span) >= 0 for span in self.spans for word in words)
+        there = [word for word in words if word in self.text]
+        return any(self.text.find(word, *span) >= 0 for word in there for span in self.spans)
+
+    @functools.cached_property
+    def flows(self) -> dict[str, Any]:
+        """Hold the nodes of computations that ``flow.of`` has made, by name."""
+        return {}
 
     @functools.cached_property
     def opcodes(self) -> dict[str, frozenset[str]]:

@@ -218,6 +218,7 @@ class _Reader:
         append, place_of, computations = instructions.append, places.__getitem__, self.computations
         if text.startswith("\n", position):
             position += 1
+        count = 0  # of instructions
         while True:
             line = match(text, position)
             if not line:
@@ -229,6 +230,7 @@ class _Reader:
                         position, f"the text ends inside computation {name!r}: '}}' is missing"
                     )
                 position = self._instruction(position)
+                count = len(instructions)
                 if text.startswith("\n", position):
                     position += 1
                 continue
@@ -249,6 +251,7 @@ class _Reader:
                 try:  # %a, %b, as XLA does now
                     if inside[0] != "%":
                         operands = self._operands(inner[0], label, start)[0]
+                        count = len(instructions)
                     elif "  " in inside:  # where comments were
                         operands = tuple(map(place_of, _BETWEEN_OPERANDS.split(inside[1:])))
                     elif "," in inside:
@@ -257,6 +260,7 @@ class _Reader:
                         operands = (places[inside[1:]],)
                 except KeyError:
                     operands = self._operands(inner[0], label, start)[0]
+                    count = len(instructions)
             calls: tuple[str, ...] = ()
             if callee and opcode in _FAST_CALLERS:
                 calls = (callee,)
@@ -266,11 +270,13 @@ class _Reader:
                 usual = usual and not calls
             shape, opcode = known_shapes[shape_text], opcodes[opcode]
             if usual and label not in places:
-                places[label] = len(instructions)
+                places[label] = count
+                count += 1
                 fields = label, opcode, shape, operands, calls, text, start, inner
                 append(_make(hm.Instruction, (*fields, inner[1] + 1, position - 1)))
             else:  # it is ROOT, is wrong, or calls in another way
                 add(label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
+                count = len(instructions)
         return self._finish(opening), position + 1
 
     def _add(

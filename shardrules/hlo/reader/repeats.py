@@ -106,11 +106,12 @@ def _called(
     """Give the places of called computations among the names; None if others can't repeat it."""
     # Names may differ where each is an instruction's own, an operand or a called computation.
     # Strings hold no names, and no metadata, if quotes close before and after each.
-    if any("\\" in part or part.count('"') % 2 for part in parts):
+    whole = "\0".join(parts)
+    if "\\" in whole or strange.unknown_keys(whole):
         return None
-    if any(_MARK in string for part in parts for string in part.split('"')[1::2]):
+    if '"' in whole and any(part.count('"') % 2 for part in parts):
         return None
-    if any(map(strange.unknown_keys, parts)):
+    if '"' in whole and any(_MARK in string for part in parts for string in part.split('"')[1::2]):
         return None
     called = [place for place, part in enumerate(parts[:-1]) if part.endswith("=")]
     instructions = computation.instructions

@@ -12,9 +12,9 @@ from shardrules.hlo.reader import module as hm
 _KEY = re.compile(r",\s*+([\w\-]++)\s*+=")
 
 
-def unknown_keys(text: str, start: int = 0, end: int | None = None) -> set[str]:
+def unknown_keys(text: str) -> set[str]:
     """Find what looks like the key of an unknown attribute, in strings and metadata too."""
-    return {*_KEY.findall(text, start, len(text) if end is None else end)} - attributes.KNOWN
+    return {*_KEY.findall(text)} - attributes.KNOWN
 
 
 def find(
@@ -28,7 +28,7 @@ def find(
       computations: all of them.
     """
     strange: dict[int, str] = {}
-    unknown = {key for span in spans for key in unknown_keys(text, *span)}
+    unknown = {key for span in spans for key in _KEY.findall(text, *span)} - attributes.KNOWN
     if not unknown:
         return strange
     pattern = re.compile(rf",\s*+({'|'.join(map(re.escape, unknown))})\s*+=")

@@ -4,7 +4,8 @@ A tangent is labelled invariant or varying where it is made and where it is used
 invariant over some axis and used as varying, its cast costs its bytes, times the runs of the loops
 around it. Over one axis the cheapest labels are a minimum cut. Casts of one tangent over several
 axes share one psum, which no single cut expresses. So cuts over several axes at once improve the
-labels until no cut helps (``_descend``), and a lower bound says when to stop (``least_bytes``).
+labels until no cut helps (``_descend``), and a lower bound says when to stop
+(``Limits.least_bytes``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import dataclasses
 import fractions
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from shardrules.hooks.casts.cuts import Count, Cut, Labels, Limits, Prices
 from shardrules.hooks.casts.linear import NONE, Axes, Graph, Value
@@ -31,22 +31,22 @@ class Cost:
         return self.bytes <= other.bytes and self.wire_bytes <= other.wire_bytes
 
 
-def cheapest(graph: Graph) -> Labels:
-    """Return the labels that sum the fewest bytes; ValueError if no labels suit the program."""
+def cheapest(limits: Limits) -> Labels:
+    """Return the labels that sum the fewest bytes."""
     # The fewest bytes summed are not always the fewest on the wire. So labels that cost no more
     # than JAX's late casts, and no more than with the check off, come first.
-    limits = Limits(graph)
+    graph = limits.graph
     if not limits.groups:
         return limits.low
     late, off = cost_as_traced(graph), cost_unchecked(graph)
     bound = Cost(min(late.bytes, off.bytes), min(late.wire_bytes, off.wire_bytes))
-    fewest = least_bytes(graph, limits)
     tried: list[tuple[bool, Cost, Labels]] = []
     search = _Search(limits)
     for labels in search.candidates():
         costs = cost(graph, labels)
         tried.append((not costs.within(bound), costs, labels))
-        if costs.bytes == fewest and costs.within(bound):
+        # A single group has no second candidate.
+        if len(limits.groups) > 1 and costs.bytes == limits.least_bytes and costs.within(bound):
             break
     best = min(tried, key=lambda each: each[:2])[2]
     return search.together(search.at_borders(best))
@@ -94,7 +94,7 @@ class _Search:
         """Cast at the shard_map's inputs rather than behind what reorders them, at no price."""
         # No bwd that somebody wrote is passed for this: among equals, as few proofs as possible.
         graph, limits = self.limits.graph, self.limits
-        borders = graph.borders()
+        borders = graph.borders
         if not borders:
             return labels
         most = limits.below(labels, [step for step in graph.steps if step.bwd is not None])
@@ -161,37 +161,6 @@ def _orders(groups: Sequence[Axes]) -> list[tuple[Axes, ...]]:
     return list(dict.fromkeys([*rotated, *(order[::-1] for order in rotated)]))
 
 
-def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
-    """Return a lower bound of the bytes that any labels sum."""
-    # The bound adds the maximum flows over one axis after another. Each flow can use only what
-    # earlier flows left of a price, since a psum over several axes is paid once. For a single axis
-    # the bound is the cost of the cheapest cut.
-    limits = Limits(graph) if limits is None else limits
-    sure: dict[Any, int] = {}  # what every choice sums
-    for value in limits.values:
-        if value.live and graph.counts(limits.low[value.use] - limits.high[value]):
-            sure[value] = value.cast_bytes
-    for step in graph.steps:
-        for own, (count, axes) in enumerate(step.sums):
-            if graph.counts(axes - (limits.high[step] & step.moves)):
-                sure[step, own] = count
-    total, left = sum(sure.values()), dict.fromkeys(sure, 0)
-    for over in limits.groups:
-        low, high = (
-            {key: label & over for key, label in labels.items()}
-            for labels in (limits.low, limits.high)
-        )
-        cut = Cut(limits, low, high, Prices(graph, over, left=left), of_all=True)
-        total += cut.always + cut.net.flow()
-        for key, always, edges in cut.paid:
-            paid = always + sum(map(cut.net.sent, edges))
-            if paid:
-                if key not in left:
-                    left[key] = key[0].sums[key[1]][0] if type(key) is tuple else key.cast_bytes
-                left[key] -= paid
-    return total
-
-
 def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int]]:
     """Yield the bytes, the axes and the runs of each psum under these labels."""
     for value in graph.values.values():
@@ -231,13 +200,13 @@ def cost_unchecked(graph: Graph) -> Cost:
 
 
 def _cost(graph: Graph, sums: Iterable[tuple[int, Axes]]) -> Cost:
-    size_bytes, wire = 0, fractions.Fraction(0)
+    size_bytes, of_all, every = 0, 0, graph.device_count(graph.every)
     for count, axes in sums:
         n = graph.device_count(axes)
         if n > 1:
             size_bytes += count
-            wire += fractions.Fraction(2 * (n - 1) * count, n)
-    return Cost(size_bytes, wire)
+            of_all += 2 * (n - 1) * count * (every // n)
+    return Cost(size_bytes, fractions.Fraction(of_all, every))
 
 
 # Why the cheapest casts may move more than the check off would: by which rule.
@@ -261,7 +230,7 @@ def _open_calls(graph: Graph) -> str:
     for step in graph.at.values():
         if step.fixed is None:
             step.fixed = NONE
-            places += [value.at for value in step.outputs if value.live][:1]
+            places += [graph.line(value) for value in step.outputs if value.live][:1]
     if not places:
         return ""
     what = f"the operation at {places[0]}" if places[0] else "an operation"
@@ -311,7 +280,7 @@ def in_the_way(make: Callable[[], Graph], least: Cost) -> str:
     if not (why := _trust_bwds(graph)):
         return ""
     try:
-        without = cost(graph, cheapest(graph))
+        without = cost(graph, cheapest(Limits(graph)))
     except ValueError:  # no labels suit the relaxed graph
         return ""
     fewer = without < least and without.within(least)
@@ -320,6 +289,6 @@ def in_the_way(make: Callable[[], Graph], least: Cost) -> str:
 
 def _is_within(graph: Graph, off: Cost) -> bool:
     try:
-        return cost(graph, cheapest(graph)).within(off)
+        return cost(graph, cheapest(Limits(graph))).within(off)
     except ValueError:  # no labels suit the relaxed graph
         return False

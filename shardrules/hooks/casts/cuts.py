@@ -35,10 +35,42 @@ class Limits:
         free = set(self.free)
         self.free_values = [v for v in self.values if v in free or v.use in free]
         self.free_steps = [step for step in graph.steps if step in free]
-        self.rules = [rule for rule in self.rules if free.issuperset(rule[:2])]
+        self.rules = [rule for rule in self.rules if rule[0] in free and rule[1] in free]
         some = NONE.union(*(high[key] - low[key] for key in self.free))
-        self.uncounted = some.difference(graph.counted)
+        # No cast is over an axis over which nothing has to vary: that is the cheapest there.
+        self.uncounted = (some & NONE.union(*low.values())).difference(graph.counted)
         self.groups = self._alike([axis for axis in graph.counted if axis in some])
+
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """A lower bound of the bytes that any labels sum."""
+        # The bound adds the maximum flows over one axis after another. Each flow can use only what
+        # earlier flows left of a price, since a psum over several axes is paid once. For a single
+        # axis the bound is the cost of the cheapest cut.
+        graph = self.graph
+        sure: dict[Any, int] = {}  # what every choice sums
+        for value in self.values:
+            if value.live and graph.counts(self.low[value.use] - self.high[value]):
+                sure[value] = value.cast_bytes
+        for step in graph.steps:
+            for own, (count, axes) in enumerate(step.sums):
+                if graph.counts(axes - (self.high[step] & step.moves)):
+                    sure[step, own] = count
+        total, left = sum(sure.values()), dict.fromkeys(sure, 0)
+        for over in self.groups:
+            low, high = (
+                {key: label & over for key, label in labels.items()}
+                for labels in (self.low, self.high)
+            )
+            cut = Cut(self, low, high, Prices(graph, over, left=left), of_all=True)
+            total += cut.always + cut.net.flow()
+            for key, always, edges in cut.paid:
+                paid = always + sum(map(cut.net.sent, edges))
+                if paid:
+                    if key not in left:
+                        left[key] = key[0].sums[key[1]][0] if type(key) is tuple else key.cast_bytes
+                    left[key] -= paid
+        return total
 
     def mixed(self, labels: Labels, axes: Axes, other: Labels) -> Labels:
         """Return labels, with ``axes`` taken from ``other``."""

@@ -13,11 +13,10 @@ the casts are. After a cast it may become invariant again, by an un-cast that mo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from shardrules.door import places
 from shardrules.door.internals import Door
@@ -63,7 +62,7 @@ class Value:
     aval: Any  # in the program as traced
     varying: Axes  # the mesh axes over which it varies there
     runs: int  # how often one execution of the program makes it
-    at: str  # the source line that made it, or empty
+    source: Any  # JAX's record of the lines that made it; None for an input
     cast_bytes: int  # the cost of casting it: its bytes times its runs
     castable: bool  # whether it may be cast: not in a branch that only some devices take
     live: bool = False  # whether its cotangent may be nonzero
@@ -147,11 +146,10 @@ class Graph(Fold["Value | None"]):
         source = getattr(info, "func_src_info", None) or ""
         # A function of JAX's own around the user's (``f_wrapped``) tells nothing.
         self.function: str = "" if places.owns(source.rpartition(" at ")[2]) else source
-        self.axes = door.manual_axes()
-        self.every = frozenset(self.axes)
-        self._sizes = {axis: jax.lax.psum(1, axis) for axis in self.axes}
+        self._sizes = door.manual_sizes()
+        self.every = frozenset(self._sizes)
         # An axis of one device varies nothing and costs nothing: no cast is placed because of it.
-        self.counted = tuple(axis for axis in self.axes if self._sizes[axis] > 1)
+        self.counted = tuple(axis for axis, size in self._sizes.items() if size > 1)
         # For each jaxpr, how often it runs, and whether casts may stand in it.
         self._around: dict[Where, tuple[int, bool]] = {}
         self._where: Where = ()  # the place of the jaxpr that is being read
@@ -169,7 +167,7 @@ class Graph(Fold["Value | None"]):
         self._live([value for value, used in zip(ends, wanted) if value is not None and used])
 
     def device_count(self, axes: Axes) -> int:
-        return math.prod(self._sizes[axis] for axis in axes)
+        return math.prod([self._sizes[axis] for axis in axes])
 
     def counts(self, axes: Axes) -> bool:
         """Whether a psum over these axes moves anything."""
@@ -184,11 +182,15 @@ class Graph(Fold["Value | None"]):
             axes = (labels[value.use] - labels[value]).intersection(self.counted)
             if axes and value.live:
                 name = f"{value.aval.dtype}[{','.join(map(str, value.aval.shape))}]"
-                cast = PlacedCast(value.at, name, tuple(sorted(axes)), value.runs, self.function)
-                casts.append(cast)
+                at, over = self.line(value), tuple(sorted(axes))
+                casts.append(PlacedCast(at, name, over, value.runs, self.function))
         return casts
 
-    def _value(self, where: Where, var: Var, at: str = "") -> Value:
+    def line(self, value: Value) -> str:
+        """Return the source line that made a tangent, or nothing."""
+        return "" if value.source is None else self.door.source_line(value.source)
+
+    def _value(self, where: Where, var: Var, source: Any = None) -> Value:
         aval, is_ref = var.aval, self.is_ref(var)
         runs, castable = self._around[where]
         if not self.door.can_cast(aval) and not is_ref:
@@ -197,7 +199,7 @@ class Graph(Fold["Value | None"]):
         if kind.unreduced or kind.reduced:
             raise Unplaceable("a tangent is unreduced or reduced over a mesh axis")
         castable = castable and not is_ref
-        value = Value(aval, kind.varying, runs, at, bytes_of(aval) * runs, castable)
+        value = Value(aval, kind.varying, runs, source, bytes_of(aval) * runs, castable)
         self.values[where, var] = value
         return value
 
@@ -238,9 +240,8 @@ class Graph(Fold["Value | None"]):
             raise Unplaceable(f"a gradient flows through {refs[0].aval}, which {name} takes")
 
         def results(linear: Iterable[Any]) -> list[Any]:
-            at = self.door.source_line(eqn.source_info)
             return [
-                self._value(where, var, at) if is_linear else None
+                self._value(where, var, eqn.source_info) if is_linear else None
                 for var, is_linear in zip(eqn.outvars, linear)
             ]
 
@@ -279,7 +280,7 @@ class Graph(Fold["Value | None"]):
                 self.casts.append((given, result))
             self.steps.append(Step([given], [result]))
         else:
-            self._operation(eqn, inside, inputs, results([True] * len(eqn.outvars)))
+            self._operation(eqn, name, inside, inputs, results([True] * len(eqn.outvars)))
 
     def _join(self, givers: Values, takers: Values, atoms: Sequence[Var]) -> None:
         """Add steps from givers to takers; a taker of a residual varies as the residual does."""
@@ -310,29 +311,32 @@ class Graph(Fold["Value | None"]):
                 assert result is not None
                 self.steps.append(Step([carry], [result], ties=True))
 
-    def _operation(self, eqn: Eqn, inside: Where, inputs: Values, outputs: list[Value]) -> None:
+    def _operation(
+        self, eqn: Eqn, name: str, inside: Where, inputs: Values, outputs: list[Value]
+    ) -> None:
         tangents = [value for value in inputs if value is not None]
         # A read from a ref varies as the writes to it do, and cotangents flow from reads to writes.
         taken = [value for value in tangents if self.is_ref(value)]
         has_refs = any(map(self.is_ref, (*taken, *outputs)))
-        step = Step(tangents, [*outputs, *taken], reorders=name_of(eqn) in REORDERS)
+        step = Step(tangents, [*outputs, *taken], reorders=name in REORDERS)
         self.steps.append(step)
         self.at[inside] = step
         if self.again:
             self._take_residuals(eqn, inside[:-1], step)
-        if name_of(eqn) == "custom_lin":
+        if name == "custom_lin":
             self._customs.append((step, eqn, tangents[0].runs))
             self._custom(step, eqn, tangents[0].runs, self.most_sums(eqn))
             return
         named = strings(eqn.params)
-        if name_of(eqn) in SUMS:
+        if name in SUMS:
             self.summed += [(value, named) for value in outputs]
-        elif name_of(eqn) in GATHERS:
+        elif name in GATHERS:
             for value in outputs:
                 value.is_gathered = True
-        joined = self._axes(*eqn.invars)
-        types = [*map(self._axes, eqn.invars), *(value.varying for value in outputs)]
-        differing = NONE.union(*(joined ^ axes for axes in types))
+        types = [self.door.axis_type(atom.aval).varying for atom in eqn.invars]
+        joined = NONE.union(*types)
+        differing = NONE.union(*[joined ^ axes for axes in types])
+        differing = differing.union(*[joined ^ value.varying for value in outputs])
         if (
             why_not_linear(self.door, eqn, self.opaque)
             or rounded_to(eqn)
@@ -341,8 +345,7 @@ class Graph(Fold["Value | None"]):
             step.fixed = None
             return
         step.fixed = named | differing
-        residuals = [atom for atom, value in zip(eqn.invars, inputs) if value is None]
-        step.needed = self._axes(*residuals)
+        step.needed = NONE.union(*[axes for axes, v in zip(types, inputs) if v is None])
 
     def _custom(self, step: Step, eqn: Eqn, runs: int, bwd: BwdSums) -> None:
         varied = self._axes(*eqn.invars, *eqn.outvars)
@@ -363,10 +366,15 @@ class Graph(Fold["Value | None"]):
         ]
         return BwdSums(sums, arriving & frozenset().union(*(axes for _, axes in sums)))
 
-    def settle(self, custom: Callable[[Any], BwdSums]) -> None:
-        """Replace the upper bounds of custom_vjps' sums by ``custom``'s, then keep precision."""
+    def settle(self, custom: Callable[[Any], BwdSums]) -> bool:
+        """Replace the upper bounds of custom_vjps' sums by ``custom``'s, then keep precision.
+
+        Returns whether that may have changed anything.
+        """
         for step, eqn, runs in self._customs:
             self._custom(step, eqn, runs, custom(eqn))
+        if len({value.aval.dtype for value in self.values.values()}) < 2:
+            return bool(self._customs)
         # Suppose a bf16 tangent becomes float32 and is then cast. The cast must not move to the
         # bf16 tangent, nor to what that is made of: the shares would be rounded to bf16 before they
         # are summed. Nor may the cast of a float32 tangent move to a bf16 tangent made of it.
@@ -381,6 +389,7 @@ class Graph(Fold["Value | None"]):
                 value.stays |= {axis}
             for value in self.narrower(axis, sites, before=False):
                 value.narrow |= {axis}
+        return True
 
     def narrower(self, axis: str, sites: Sequence[Value], before: bool) -> list[Value]:
         """Return the tangents before, or after, the sites that are less precise than these."""
@@ -404,6 +413,7 @@ class Graph(Fold["Value | None"]):
                     queue.append((linked, of_site))
         return less_precise
 
+    @functools.cached_property
     def borders(self) -> list[Value]:
         """Return the inputs, and gathers' invariant results, that are reordered before a cast."""
         makers: dict[Value, list[Step]] = {}

@@ -26,8 +26,8 @@ from shardrules.hooks.casts.cheapest import (
     cost_unchecked,
     exceptions,
     in_the_way,
-    least_bytes,
 )
+from shardrules.hooks.casts.cuts import Limits
 from shardrules.hooks.casts.linear import (
     NONE,
     Axes,
@@ -75,20 +75,21 @@ class CastHooks(Hooks):
         **kwargs: Any,
     ) -> Any:
         self.state.record_gradient()
-        if self.state.here.transposing or not self.door.checking():
+        if self.state.here.transpose.placed or not self.door.checking():
             return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
         asked, values = self._asked(jaxpr), [*consts, *primals_in]
         # Read only where a bwd or a decision asks for it.
         shares = functools.cache(lambda: self._shares(jaxpr, values))
         notes = self.state.scope.notes
         if not asked and notes is None:
-            with self.state.locally(shares=shares):
+            with dataclasses.replace(self.state.here.transpose, shares=shares):
                 return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
         if notes is not None and self.state.scope.unchecked == "on":
             notes.doubts += shares().doubts()
         cotangents = rest[0] if rest else next(iter(kwargs.values()))
         # Programs that are transposed inside are part of this one: their casts are placed here.
-        with self.state.locally(transposing=True, bwds={}, shares=shares):
+        frame = dataclasses.replace(self.state.here.transpose, placed=True, bwds={}, shares=shares)
+        with frame:
             placed = self._placed(jaxpr, values, cotangents, asked)
             if not asked:
                 placed = jaxpr
@@ -165,14 +166,16 @@ class CastHooks(Hooks):
             is_watched = bool(watching.cast_listeners) and not before.within(off)
             if not before.bytes and not is_explained:
                 return jaxpr
-            borders = graph.borders()
+            borders, limits = graph.borders, None
             if not (is_explained or is_watched or borders):
-                if _saves_little(before, least_bytes(graph), off):
+                limits = Limits(graph)
+                if _saves_little(before, limits.least_bytes, off):
                     return jaxpr  # the case of most programs
-            graph.settle(self._sums)
+            if graph.settle(self._sums) or limits is None:
+                limits = Limits(graph)
             before = cost_as_traced(graph)
             before_bytes = before.bytes
-            labels = cheapest(graph)
+            labels = cheapest(limits)
             after = cost(graph, labels)
             least = min(before, after) if after.within(before) else before
             beyond = exceptions(settled, least) if is_explained or is_watched else ()
@@ -289,7 +292,8 @@ class _TracedBwd:
             return [x for x, zero in zip(returned, self.zeros) if not zero]
 
         recorded: list[tuple[int, frozenset[str]]] = []
-        with hooks.state.locally(summed=recorded):
+        frame = dataclasses.replace(hooks.state.here.transpose, summed=recorded)
+        with frame:
             self.jaxpr = door.jaxpr_of(run, avals)
         self.summed: dict[int, Axes] = dict(recorded)  # the axes of the hooks' sum of each result
         # From JAX 0.11 closed-over values come first.

@@ -8,7 +8,15 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import CALLS, name_of, opened, renamed_effects, scan_counts, value_of
+from shardrules.door.jaxprs import (
+    CALLS,
+    name_of,
+    opened,
+    renamed_effects,
+    scan_counts,
+    value_of,
+    variable,
+)
 from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.casts.cuts import Labels
 from shardrules.hooks.casts.linear import IDENTITIES, Axes, Graph, Step, Unplaceable, Value, Where
@@ -27,6 +35,7 @@ class Writer:
         self.graph = graph
         self.labels = labels
         self._written: dict[Any, Any] = {}
+        self._casts: dict[Any, list[Any]] = {}
         # For each place, the tangents in and under it, and the labels that decide how to write it.
         self._values: dict[Where, list[Value]] = collections.defaultdict(list)
         self._keys: dict[Where, list[Any]] = collections.defaultdict(list)
@@ -42,6 +51,28 @@ class Writer:
         have = self.door.axis_type(value.aval)
         new = AxisType(self.labels[value], have.unreduced, have.reduced)
         return self.door.with_axis_type(value.aval, new)
+
+    def cast(self, atom: Var, want: Axes, source: Any) -> list[Any]:
+        """Return equations that cast an atom, or un-cast it; the last one's result is it then."""
+        have = self.door.axis_type(atom.aval)
+        wide = have.vary(*want)
+        if (have, want) not in self._casts:
+            order = tuple(a for a in self.door.manual_axes() if a in wide.varying - want)
+
+            def cast(x: jax.Array) -> jax.Array:
+                x = self.door.cast(x, wide)
+                return uncast(x, order) if order else x
+
+            self._casts[have, want] = jax.make_jaxpr(cast)(atom.aval).jaxpr.eqns
+        # The same equations cast an array of another shape or dtype.
+        eqns = []
+        for eqn in self._casts[have, want]:
+            (var,) = eqn.outvars
+            result = self.door.with_axis_type(atom.aval, self.door.axis_type(var.aval))
+            outvars = [variable(var, result)]
+            eqns.append(eqn.replace(invars=[atom], outvars=outvars, source_info=source))
+            (atom,) = outvars
+        return eqns
 
     def jaxpr(self, jaxpr: Jaxpr, where: Where, ends: Sequence[Any]) -> Any:
         """Return a jaxpr of the program, rewritten so that its outputs have the avals ``ends``."""
@@ -108,17 +139,8 @@ class Body:
 
     def _cast(self, atom: Var, want: Axes, source: Any) -> Any:
         """Append equations that cast an atom, or un-cast it."""
-        have = self.door.axis_type(atom.aval)
-        wide = have.vary(*want)
-        order = tuple(a for a in self.door.manual_axes() if a in wide.varying - want)
-
-        def cast(x: jax.Array) -> jax.Array:
-            x = self.door.cast(x, wide)
-            return uncast(x, order) if order else x
-
-        jaxpr = jax.make_jaxpr(cast)(atom.aval).jaxpr
-        (result,) = self.new.inline(jaxpr, [atom], source_info=source)
-        return result
+        self.new.eqns += self.writer.cast(atom, want, source)
+        return self.new.eqns[-1].outvars[0]
 
     # Equations.
 

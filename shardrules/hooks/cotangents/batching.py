@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +13,7 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import JaxTrace, Primitive
+from shardrules.hooks.frames import BwdFrame
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
 
@@ -77,11 +78,12 @@ class BatchedVjpHooks(Hooks):
         with self._primals(args[params["num_consts"] :]):
             return rule(axis_data, args, in_dims, **params)
 
-    def _primals(self, values: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        return self.state.locally(batched=[self.door.typeof(x) for x in values])
+    def _primals(self, values: Sequence[Any]) -> BwdFrame:
+        batched = [self.door.typeof(x) for x in values]
+        return dataclasses.replace(self.state.here.bwd, batched=batched)
 
     def _batch(self, bwd: Any, tag: Any, axis_data: Any, *rest: Any, **named: Any) -> Any:
-        axes, primals = axis_data.spmd_name, self.state.here.batched
+        axes, primals = axis_data.spmd_name, self.state.here.bwd.batched
         axes = frozenset((axes,) if isinstance(axes, str) else axes or ())
         if primals is None or not axes or not self.state.active:
             return self.door.batch_bwd(bwd, tag, axis_data, *rest, **named)
@@ -92,7 +94,7 @@ class BatchedVjpHooks(Hooks):
 
         def run(*args: Any) -> Any:
             # Primals that were cast to vary over these axes are summed by the cast's transpose.
-            cast = axes & self.state.here.primals_over[0]
+            cast = axes & self.state.here.bwd.over
             return self._sum(batched.call_wrapped(*args), primals, axes - cast, cast, dims)
 
         return self.door.wrapped(run, like=batched)

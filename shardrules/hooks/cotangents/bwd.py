@@ -25,8 +25,8 @@ from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Path, Trace
 from shardrules.jaxprs.rewrite import split
 from shardrules.jaxprs.walk import equations, program_text
+from shardrules.paths import is_library
 from shardrules.registry.axistypes import AxisType, show_axes
-from shardrules.registry.suggestions import is_library
 
 
 class Bwd:
@@ -314,7 +314,7 @@ class Bwd:
 
     @functools.cached_property
     def trace(self) -> Trace:
-        kept = self.hooks.state.here.bwds
+        kept = self.hooks.state.here.transpose.bwds
         leaves, structure = jax.tree_util.tree_flatten(self.args)
         if kept is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
             return Trace(self.door, self.bwd, self.args)

@@ -23,6 +23,7 @@ from shardrules.door.protocols import Aval
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.doubts import Doubts
 from shardrules.hooks.cotangents.refusals import Cotangent
+from shardrules.hooks.cotangents.steps import hashable
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
@@ -58,6 +59,8 @@ class CustomVjpHooks(Hooks):
         # JAX passes a function that returns the trees from fwd to bwd. It is the key here; the
         # value is fwd, whether fwd takes gradients, and which of its arguments are perturbed.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # From the functions that JAX binds to the bwds that they run.
+        self._rules: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
         patches.attribute(*self.door.owner("flatten_primal"), self._flatten_primal)
@@ -110,7 +113,12 @@ class CustomVjpHooks(Hooks):
                 one = staged.fun, staged.in_tree, staged.in_avals, staged.trees, *staged.rest
                 return self.door.flatten_bwd(*one).call_wrapped(*args)
 
+        self._rules[run] = bwd.fun
         return self.door.wrapped(run, flat)
+
+    def rule_of(self, bwd: Any) -> Any:
+        """Return the author's function, with its static arguments, of the one that JAX binds."""
+        return self._rules.get(getattr(bwd, "f", bwd))
 
     @contextlib.contextmanager
     def _inside_bwd(self) -> Iterator[Gained]:
@@ -187,7 +195,7 @@ class CustomVjpHooks(Hooks):
             avals = tuple(self._wider(aval, by_cast) for aval in parts.in_avals)
             parts = dataclasses.replace(parts, fwd_avals=avals)
         bwd = Bwd(self, fun, parts, args)
-        kept = self.state.here.bwds is not None
+        kept = self.state.here.transpose.bwds is not None
         cotangents = bwd.cotangents() if by_cast or kept else fun(*args)
 
         def share_of(path: Path, index: int, value: Any) -> Any:
@@ -217,11 +225,12 @@ class CustomVjpHooks(Hooks):
             if not self.door.checking():
                 return bwd(*args)
             run = Bwd(self, bwd, parts, args)
-            with self.state.locally(summed=None, transposing=False):
+            frame = dataclasses.replace(self.state.here.transpose, summed=None, placed=False)
+            with frame:
                 cotangents = run.cotangents()
                 if (notes := self.state.scope.notes) is not None:
                     notes.doubts += filter(None, [Doubts(run, cotangents).doubt()])
-                    notes.bwds.add(run.text)
+                    notes.rules.add(hashable(run.parts.bwd))
                 else:
                     Doubts(run, cotangents).warn_of_sums()
             return self._match(run, parts, cotangents)
@@ -323,7 +332,7 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
         return results
 
     def trees_of_run() -> Any:  # JAX's own function returns only the trees of the last run
-        axes = state.here.widened
+        axes = state.here.bwd.widened
         return kept[axes] if axes in kept else trees()
 
     flat, trees = door.flatten_fwd(door.transformation(see)(fwd), *before, out_type, **options)

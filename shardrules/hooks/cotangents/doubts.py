@@ -18,7 +18,7 @@ from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.origins import size_of
 from shardrules.hooks.cotangents.traced import Path
 from shardrules.jaxprs.walk import equations
-from shardrules.registry.suggestions import is_library
+from shardrules.paths import is_library
 
 
 class Doubts:
@@ -59,13 +59,14 @@ class Doubts:
         at = self.parts.place
         key = "whole cotangent", self.parts.name, at
         equal = [axis for axis in self._several if live and not any(axis in axes for axes in live)]
-        if not equal or state.here.shares is None or key in state.warned or is_library(at):
+        shares = state.here.transpose.shares
+        if not equal or shares is None or key in state.warned or is_library(at):
             return
         if any(map(self._opaque_call, equations(self.bwd.trace.jaxpr))):
             return  # most are linear, and can't be read
         if not self._nonlinear([path for path, _ in self._returned], equal[0]):
             return
-        over = [axis for axis in equal if axis in state.here.shares().summed]
+        over = [axis for axis in equal if axis in shares().summed]
         if over:
             state.warned.add(key)
             names = ", ".join(map(repr, over))
@@ -130,7 +131,8 @@ class Doubts:
                 opaque = next(filter(None, map(self._opaque_call, equations(jaxpr))), None)
                 holds = f" (it calls {opaque.call})" if opaque is not None else ""
                 return f"the bwd {self.parts.name!r} is not known to be linear{holds}"
-            shares = self.state.here.shares
-            if (shares is None or axis in shares().differing) and proof.rounds:
+            shares = self.state.here.transpose.shares
+            differs = shares is None or axis in shares().differing
+            if proof.is_narrow or (proof.rounds and differs):
                 return f"the bwd {self.parts.name!r} rounds a cotangent"
         return ""

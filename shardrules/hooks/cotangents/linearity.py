@@ -41,6 +41,16 @@ def precision(dtype: Any) -> Precision:
     return kind.nmant, kind.nexp
 
 
+# A power of two of a value is as exact as the value, unless its exponent doesn't fit. Of types with
+# fewer bits than float32 has, a share may be too small or the sum of the shares too large.
+_EXPONENT_BITS = 8
+
+
+def is_narrow(a: Precision) -> bool:
+    """Whether a share may be out of a type's range where the sum isn't, or the sum."""
+    return a[1] < _EXPONENT_BITS
+
+
 def is_less(a: Precision, b: Precision) -> bool:
     return a[0] < b[0] or a[1] < b[1]
 
@@ -60,6 +70,7 @@ class LinearityProof(NamedTuple):
     summed: frozenset[str] | None
     summed_of_others: frozenset[str]  # those of its sums of what doesn't depend on them
     rounds: bool  # whether what depends on them is less precise than both ends
+    is_narrow: bool  # whether something that depends on them has a narrow range
 
 
 def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> LinearityProof:
@@ -72,7 +83,7 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
     try:
         results = fold.run(jaxpr, given)
     except TooLong:
-        return LinearityProof(None, frozenset(), True)
+        return LinearityProof(None, frozenset(), True, True)
     is_linear = {_LINEAR, _ZERO}.issuperset(results)
     ends = [*inputs, *jaxpr.outvars]
     kept = [precision(atom.aval.dtype) for atom in ends if is_inexact(atom.aval)]
@@ -81,6 +92,7 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
         frozenset(fold.summed) if is_linear else None,
         frozenset(fold.summed_of_others),
         any(is_less(each, least) for each in fold.precisions),
+        any(map(is_narrow, fold.precisions)),
     )
 
 

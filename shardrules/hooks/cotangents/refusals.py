@@ -12,8 +12,8 @@ from jax.tree_util import keystr
 from shardrules.door.internals import Door
 from shardrules.errors import CotangentError
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
+from shardrules.paths import is_library
 from shardrules.registry.axistypes import AxisType, show_axes
-from shardrules.registry.suggestions import is_library
 
 
 @dataclasses.dataclass(frozen=True)

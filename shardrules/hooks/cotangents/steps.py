@@ -8,24 +8,31 @@ function is only if its jaxpr proves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Container, Sequence
 from typing import Any
-
-import jax
 
 from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, CASTS, NEW_REFS, SUMS, is_inexact, name_of, opened
 from shardrules.door.protocols import Eqn, Jaxpr, Var
-from shardrules.hooks.cotangents.linearity import is_less, linearity, precision, rounded_to
+from shardrules.hooks.cotangents.linearity import (
+    is_less,
+    is_narrow,
+    linearity,
+    precision,
+    rounded_to,
+)
 from shardrules.hooks.retyping.retyping import transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 from shardrules.hooks.types.lost_axes import hijax_object
 from shardrules.jaxprs.fold import TooLong
 from shardrules.jaxprs.reach import Reach
+from shardrules.jaxprs.walk import equations, program_text
 
 IsOpaque = Callable[[Any], bool]
 _IDENTITIES = CASTS | {MARK}
+_PLAIN = {type(None), bool, int, float, str}  # of most parameters; none holds a function
 # What is followed into its jaxprs; what else holds some is one step.
 _FOLLOWED = frozenset((*CALLS, "scan", "cond"))
 
@@ -57,6 +64,62 @@ def has_rule(door: Door, eqn: Eqn) -> bool:
     )
 
 
+class CustomRules:
+    """The custom rules that a program calls and that no derivative of it has run yet, by keys.
+
+    Two calls have one key only if they have the same rule. No name or place is a key, since the
+    functions that one function makes share these.
+    """
+
+    def __init__(self, door: Door, bwd_of: Callable[[Any], Any]):
+        self.door = door
+        self._bwd_of = bwd_of  # from the function that JAX binds to what its author wrote
+
+    def left(self, closed: Any) -> collections.Counter[Any]:
+        """Count the rules that are left in a program."""
+        eqns = equations(opened(closed))
+        return collections.Counter(self._key(eqn, 2) for eqn in eqns if has_rule(self.door, eqn))
+
+    def new(self, closed: Any, before: Any, ran: Container[Any]) -> bool:
+        """Whether a derivative leaves rules that are neither those that ran nor those before it.
+
+        The rule of a custom_jvp is one that ran if the program that was differentiated had it. Of a
+        custom_vjp's, what was there and didn't run has no tangents, as long as no call is added.
+        """
+        counts = self.left(before)
+        return any(
+            rule not in ran
+            and (rule not in counts or not (type(rule) is tuple or n <= counts[rule]))
+            for rule, n in self.left(closed).items()
+        )
+
+    def _key(self, eqn: Any, depth: int) -> Any:
+        name = name_of(eqn)
+        if name.startswith("custom_vjp_call"):
+            return hashable(self._bwd_of(eqn.params.get("bwd")))
+        if name == "reduce_precision":
+            return name, rounded_to(eqn)
+        if not name.startswith("custom_jvp_call"):
+            return object()
+        rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("jvp_jaxpr_thunk"))
+        zeros = [not is_inexact(atom.aval) for atom in eqn.invars[eqn.params["num_consts"] :]]
+        try:
+            jaxpr = opened(getattr(rule, "call_wrapped", rule)(*zeros)[0])
+        except Exception:  # it needs what was there when it was traced  # noqa: BLE001
+            return object()
+        inner = [e for e in equations(jaxpr) if has_rule(self.door, e)] if depth else []
+        return program_text(jaxpr), *(self._key(e, depth - 1) for e in inner)
+
+
+def hashable(rule: Any) -> Any:
+    """Return a rule, or an object of its own for one that can't be told from others."""
+    try:
+        hash(rule)
+    except TypeError:
+        return object()
+    return object() if rule is None else rule
+
+
 class Shares(Reach):
     """What keeps gradients from being those of the check off, in one linear program."""
 
@@ -64,10 +127,10 @@ class Shares(Reach):
         super().__init__()
         self.door = door
         self._is_opaque = is_opaque
-        sizes = {axis: jax.lax.psum(1, axis) for axis in door.manual_axes()}
+        sizes = door.manual_sizes()
         self._every = frozenset(axis for axis, size in sizes.items() if size != 1)
         # Along an axis without casts, all shares are one nth: to round such a share is to round the
-        # sum if n is a power of two.
+        # sum if n is a power of two and the range of the type is float32's.
         self.differing = frozenset(a for a in self._every if sizes[a] & (sizes[a] - 1))
         self.summed: frozenset[str] = frozenset()  # over which casts sum cotangents
         self._reasons: list[str] = []
@@ -129,8 +192,10 @@ class Shares(Reach):
                 continue
             to = rounded_to(eqn) or precision(atom.aval.dtype)
             narrows = rounded_to(eqn) or any(is_less(to, each) for each in arriving)
-            if narrows and is_less(to, self._kept):
-                why = f"{name_of(eqn)!r}{where} rounds a cotangent"
+            why = f"{name_of(eqn)!r}{where} rounds a cotangent"
+            if is_narrow(to):
+                self._reasons.append(why)
+            elif narrows and is_less(to, self._kept):
                 self._rounding.append((whole, why))
 
 
@@ -155,8 +220,10 @@ def _calls(eqn: Eqn) -> bool:
     """Whether an equation calls functions that no graph sees into."""
     if eqn.primitive.name.startswith("scatter"):  # its function only adds or replaces
         return False
-    return any(
-        opened(item) is not None or (callable(item) and not isinstance(item, type))
-        for value in eqn.params.values()
-        for item in (value if isinstance(value, (tuple, list)) else (value,))
-    )
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if type(item) not in _PLAIN and (
+                opened(item) is not None or (callable(item) and not isinstance(item, type))
+            ):
+                return True
+    return False

@@ -36,8 +36,8 @@ from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT
 from shardrules.hooks.types.calls.opaque import OpaqueCall, confirm, to_paste
 from shardrules.jaxprs.walk import Inside, uses, visited
+from shardrules.paths import is_library
 from shardrules.registry.axistypes import show_axes
-from shardrules.registry.suggestions import is_library
 
 
 @checked

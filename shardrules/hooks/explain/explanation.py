@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from shardrules import fitting
 from shardrules.hooks.notes import Placement
-from shardrules.hooks.sites import UncheckedSite
 from shardrules.hooks.types.calls.opaque import Call
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.table import PROVEN
+from shardrules.unchecked.sites import UncheckedSite
 
 WRITTEN = "written in the program, or by JAX for one of its operations"  # the reason for a psum
 

@@ -25,6 +25,7 @@ from shardrules.door.jaxprs import (
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.errors import AxisError
+from shardrules.hooks.frames import BranchFrame
 from shardrules.hooks.state import Hooks
 from shardrules.jaxprs.walk import Inside, visited
 from shardrules.registry.axistypes import show_axes
@@ -51,18 +52,18 @@ class Divergent(Hooks):
 
     def _transpose(self, rule: Callable[..., Any], *args: Any, **params: Any) -> Any:
         trace = self.door.trace_here.trace
-        with self.state.locally(transposed_in=trace, transposed=params["branches"]):
+        with BranchFrame(trace, params["branches"]):
             return rule(*args, **params)
 
     def check(self, trace: Any, over: frozenset[str], jaxprs: Sequence[Any], what: str) -> None:
         """Raise AxisError if devices that decide differently would sum gradients differently."""
-        is_backward = trace is self.state.here.transposed_in
+        is_backward = trace is self.state.here.branch.trace
         axes_of = _summed
         if is_backward:
             # Where the branches held collectives of their own, theirs are transposed with them, and
             # nothing tells these from a bwd's. A transposed psum is a cast, so a sum here comes
             # from a bwd.
-            before, asked = map(opened, self.state.here.transposed), self._communicated
+            before, asked = map(opened, self.state.here.branch.branches), self._communicated
             if not any(_collectives(branch, over, True, asked) for branch in before):
                 axes_of = asked
         collectives = [self._waiting(jaxpr, over, is_backward, axes_of) for jaxpr in jaxprs]

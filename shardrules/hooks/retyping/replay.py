@@ -73,7 +73,8 @@ class ReplayHooks(Hooks):
         """Bind a primitive that calls jaxprs, fitted to its operands."""
         if not self.acts:
             return rest(primitive, trace, args, params)
-        if self.state.here.gradients is not None and any(map(gradient_sums, inner_jaxprs(params))):
+        watched = self.state.here.look.gradients is not None
+        if watched and any(map(gradient_sums, inner_jaxprs(params))):
             self.state.record_gradient()  # a jit took it, traced before
         fitted = self._fitted(primitive, trace, args, params)
         if fitted is not None:
@@ -82,7 +83,7 @@ class ReplayHooks(Hooks):
                 args = self.door.cast_arrays(args, types)
                 return type(primitive).bind(primitive, *args, **{**params, **changes})
         results = rest(primitive, trace, args, params)
-        if self.state.here.contradictions:
+        if self.state.here.body.contradictions:
             # JAX binds some of these to a function instead of its jaxpr; those have none.
             called = opened(params.get(CALLS.get(primitive.name, "")))
             if called is not None:
@@ -156,7 +157,7 @@ class ReplayHooks(Hooks):
         @functools.wraps(original)
         def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any, **options: Any) -> Any:
             if self.acts:
-                if self.state.here.gradients is not None and gradient_sums(jaxpr):
+                if self.state.here.look.gradients is not None and gradient_sums(jaxpr):
                     self.state.record_gradient()  # it was taken before
                 avals = [*map(self.door.typeof, (*consts, *args))]
                 inputs = (*jaxpr.constvars, *jaxpr.invars)

@@ -7,6 +7,7 @@ needless go, and no code of the user's runs twice.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -51,8 +52,9 @@ class Retyping(Hooks):
 
     def run_bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool, *args: Any) -> Any:
         """Run a custom_vjp's bwd for primals that vary over ``axes`` too, or were cast to."""
-        over, cast = self.state.here.primals_over
-        with self.state.locally(primals_over=(over | axes, cast | axes if by_cast else cast)):
+        frame = self.state.here.bwd
+        cast = frame.cast | axes if by_cast else frame.cast
+        with dataclasses.replace(frame, over=frame.over | axes, cast=cast):
             return callable_of(bwd)(*args)
 
     def bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool = False) -> Any:
@@ -61,17 +63,19 @@ class Retyping(Hooks):
 
     def run_hiding(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
         """Run a bwd inside vmap's ``spmd_axis_name``, whose ``axes`` types don't show."""
-        over, cast = self.state.here.primals_over
-        with self.state.locally(primals_over=(over - axes, cast - axes)):
+        frame = self.state.here.bwd
+        hidden = dataclasses.replace(frame, over=frame.over - axes, cast=frame.cast - axes)
+        with hidden:
             return callable_of(bwd)(*args)
 
     @contextlib.contextmanager
     def inside_bwd(self) -> Iterator[tuple[frozenset[str], frozenset[str]]]:
         """Yield the axes of the current bwd, and hide them from what it differentiates."""
         # Those over which its primals vary too, and of these the ones over which they were cast.
-        over = self.state.here.primals_over
-        with self.state.locally(primals_over=(frozenset(), frozenset())):
-            yield over
+        frame = self.state.here.bwd
+        bare = dataclasses.replace(frame, over=frozenset(), cast=frozenset())
+        with bare:
+            yield frame.over, frame.cast
 
     def results(self, jaxpr: Jaxpr) -> tuple[AxisType, ...]:
         return self.door.axis_types(var.aval for var in opened(jaxpr).outvars)

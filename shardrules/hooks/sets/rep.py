@@ -304,7 +304,7 @@ class SetHooks(Hooks):
 
         def recorded(*args: Any) -> Any:
             results = call(*args)
-            self.state.here.running[-1].returned = True
+            self.state.here.bwd.running[-1].returned = True
             return results
 
         rewritten = self.door.rewrite_bwd(self.door.wrapped(recorded, bwd), mesh, in_reps, reps_dst)
@@ -315,21 +315,23 @@ class SetHooks(Hooks):
             current.refusals.has_casts = False
             current.mesh_axes = frozenset(mesh.axis_names)
             current.primals = tuple(_type(mesh, rep) for rep in reps_dst)
-            with self.state.locally(running=(*self.state.here.running, current)):
+            frame = self.state.here.bwd
+            inner = dataclasses.replace(frame, running=(*frame.running, current))
+            with inner:
                 return matched(*args)
 
         return self.door.wrapped(run, rewritten)
 
     def see(self, parts: CustomVjpInfo, *args: Any) -> None:
         """Record a bwd's CustomVjpInfo and the types of its arguments."""
-        running = self.state.here.running
+        running = self.state.here.bwd.running
         # Only once: bwd may differentiate something whose own bwd runs inside it.
         if running and not running[-1].returned and not running[-1].entering:
             running[-1].enter(parts, args)
 
     def _match_replication(self, src: Any, dst: Any, x: Any) -> Any:
         """Sum a cotangent that varies where its primal doesn't, unless it is whole already."""
-        running = self.state.here.running
+        running = self.state.here.bwd.running
         if not running or not running[-1].returned:  # a custom_jvp's tangents
             return self.door.match_replication(src, dst, x)
         run = running[-1]

@@ -19,6 +19,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import JaxMesh
 from shardrules.errors import ShardrulesError
+from shardrules.hooks.frames import BodyFrame
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.calls.annotations import tell
 from shardrules.registry.axistypes import show_axes
@@ -128,17 +129,17 @@ class TypeNoteHooks(Hooks):
 
     def note(self, what: str, axes: frozenset[str]) -> None:
         """Record that an operation's result varies over ``axes`` though JAX types it invariant."""
-        noted = self.state.here.type_notes
+        noted = self.state.here.body.notes
         if noted is not None:
             noted[what, axes] = self.door.current_source()
 
     @contextlib.contextmanager
     def _annotated(self, returned: list[_Returned]) -> Iterator[None]:
-        here, outer = self.state.here, self.state.here.type_notes
+        here, outer = self.state.here, self.state.here.body.notes
         noted: dict[tuple[str, frozenset[str]], Any] = {}
         contradictions: list[Any] = []
         try:
-            with self.state.locally(type_notes=noted, contradictions=contradictions):
+            with BodyFrame(noted, contradictions):
                 yield
                 tell(self.door, self.state, contradictions)
         except ShardrulesError:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from shardrules import report
 from shardrules.costs import comparing
-from shardrules.report.grouping import counted, duration
 from shardrules.report.text import markdown_table
+from shardrules.units import counted, duration
 from shardrules.watching.profiles.shown import Profile
 
 _SAME = "same"

@@ -35,7 +35,7 @@ _NO_OPERATIONS = (
 )
 _DUMPS = ("*after_optimizations.txt", "*after_optimizations.txt.gz", "*.hlo", "*.hlo.gz")
 _NUMBER = re.compile(r"module_0*(\d+)\.")  # XLA's number of the module; on CPU the program's id
-_FRAME = re.compile(r" stack_frame_id=\d+")  # in tables that each copy of a text has anew
+_FRAME = re.compile(r"\bstack_frame_id=\d+")  # in tables that each copy of a text has anew
 _TOGETHER = 10  # seconds within which hosts write the files of one trace
 
 

@@ -10,11 +10,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from shardrules.door import compiled, watching
-from shardrules.door.patching import Patches
-from shardrules.errors import UnsupportedJaxError
+from shardrules.door import compiled, seams, watching
+from shardrules.errors import UnsupportedJaxError, first_line
 from shardrules.hlo.proof.collectives import KINDS
-from shardrules.hooks.retrace import first_line
 from shardrules.watching import compiling
 
 _CALLS = 2  # of a program since the last compilation, after which the script has warmed up
@@ -73,18 +71,12 @@ class Recorder(watching.Listener):
         if threading.current_thread() is not threading.main_thread() or self._looks:
             return
         self._looks = True
-        import jax
-
         try:
             self._hold.callback(watching.start(self))
+            self._hold.callback(seams.intercept("step_begins", self._mark_begins))
+            self._hold.callback(seams.intercept("step_ends", self._mark_ends))
         except UnsupportedJaxError as error:
             self.trouble = str(error)
-            return
-        marker, patches = jax.profiler.StepTraceAnnotation, Patches()
-        self._hold.callback(patches.undo)
-        # A marker begins where it is made.
-        for name, wrapper in (("__init__", self._mark_begins), ("__exit__", self._mark_ends)):
-            patches.attribute(marker, name, watching.around(wrapper, getattr(marker, name)))
 
     def compiling(self, name: str) -> None:
         if not self._recording:

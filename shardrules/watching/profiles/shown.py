@@ -8,13 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardrules import hlo, report
+from shardrules import hlo, paths, report, units
 from shardrules.costs import accounts, findings
 from shardrules.costs.timings import Timing, Timings
 from shardrules.report import grouping, several
-from shardrules.report.grouping import counted
 from shardrules.report.page import in_notebook
 from shardrules.report.text import described
+from shardrules.units import counted
 
 _SHOWN_COUNT = 30  # rows of needed collectives
 
@@ -118,7 +118,7 @@ class Profile:
 
     @property
     def headline(self) -> str:
-        return grouping.of_step(self.avoidable_seconds, self.step_seconds)
+        return grouping.of_step(self.avoidable_seconds, self.step_seconds, " ".join(self.planes))
 
     @property
     def about(self) -> str:
@@ -132,7 +132,7 @@ class Profile:
         lines = [self.headline, self.about, *(f"note: {note}" for note in self.notes)]
         if self.cheaper_seconds:
             lines.append(
-                f"note: {grouping.milliseconds(self.cheaper_seconds)} more a step are of needed "
+                f"note: {units.milliseconds(self.cheaper_seconds)} more a step are of needed "
                 f"collectives that could be cheaper: shardrules report --profile {self.source}"
             )
         if any(program.lines and not program.content.judgement.mesh for program in self.programs):
@@ -188,12 +188,12 @@ def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
     for line in lines[:_SHOWN_COUNT]:
         took = exposed = "?"
         if line.timing:
-            took = grouping.milliseconds(line.seconds) + grouping.spread(line.timing)
-            exposed = grouping.milliseconds(line.exposed_seconds)
+            took = units.milliseconds(line.seconds) + grouping.spread(line.timing)
+            exposed = units.milliseconds(line.exposed_seconds)
         share = f"{line.seconds / step_seconds:.1%}" if step_seconds else "?"
-        speed = "?" if line.bytes_per_s is None else f"{grouping.size(line.bytes_per_s)}/s"
-        what, size = line.entry.what, grouping.size(line.entry.bytes)
-        rows.append([took, exposed, share, what, size, speed, grouping.here(line.entry.place)])
+        speed = "?" if line.bytes_per_s is None else f"{units.size(line.bytes_per_s)}/s"
+        what, size = line.entry.what, units.size(line.entry.bytes)
+        rows.append([took, exposed, share, what, size, speed, paths.here(line.entry.place)])
     return rows
 
 

@@ -32,3 +32,14 @@ def test_cheapest_moves_no_more_than_any_other_arm(make):
     found, plain = steps["cheapest"](*arguments), steps["off"](*arguments)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4 * np.abs(other).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [models.fsdp, models.context], ids=lambda make: make.__name__)
+def test_placing_casts_takes_few_function_calls(make):
+    """In these two, of all models, it takes the largest part of tracing and lowering."""
+    model = make()
+    mesh = model.mesh(jax.devices())
+    models.calls(model, mesh, "cheapest")  # imports, and fills caches
+    late, cheapest = (models.calls(model, mesh, arm) for arm in ("late", "cheapest"))
+    assert cheapest <= 1.1 * late, (late, cheapest)

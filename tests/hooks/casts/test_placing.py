@@ -597,8 +597,8 @@ def solved(monkeypatch):
     found = []
     solve = placing.cheapest
 
-    def both(graph):
-        labels = solve(graph)
+    def both(limits):
+        labels, graph = solve(limits), limits.graph
         costs = (
             cost_as_traced(graph).bytes,
             cost(graph, labels).bytes,

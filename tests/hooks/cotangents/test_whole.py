@@ -1,5 +1,7 @@
 """What gets a whole cotangent with the check on, and shares with it off: left unless linear."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,16 @@ import shardrules
 from shardrules import errors
 from shardrules.hooks import shard_map
 
-from .whole import BODIES, LIMIT, by_perturbed, clip_gradient, second_clips
+from .whole import (
+    BODIES,
+    LIMIT,
+    by_linear_call,
+    by_perturbed,
+    clip,
+    clip_gradient,
+    second_clips,
+    vjp_of,
+)
 
 X = np.random.RandomState(0).randn(8, 6).astype(np.float32)
 W = np.random.RandomState(1).randn(6).astype(np.float32)
@@ -82,6 +93,99 @@ def test_a_bwd_whose_own_derivative_clips(cpu_mesh):
     assert all(left(f, X, W, order=2))
 
 
+def jvp_of(rule):
+    """Return sin with a rule for its tangent, as a function of the primal and the tangent."""
+    op = jax.custom_jvp(jnp.sin)
+    op.defjvp(lambda primals, tangents: (jnp.sin(*primals), rule(*primals, *tangents)))
+    return op
+
+
+def calls_next(rule):
+    """Return sin with a bwd that multiplies by another function of the primal."""
+    op = jax.custom_vjp(jnp.sin)
+    op.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * rule(x),))
+    return op
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def counts_down(n, x):
+    return jnp.sin(x)
+
+
+counts_down.defvjp(
+    lambda n, x: (jnp.sin(x), x), lambda n, x, g: (g * counts_down(n - 1, x) if n else clip(g),)
+)
+clips_tangent = jvp_of(lambda x, t: by_linear_call(t))
+# By how the rules follow each other: the names and the places of the first two are the same.
+CLIPS_IN_THE_THIRD = {
+    "bwds": calls_next(calls_next(vjp_of(jnp.sin, clip))),
+    "one bwd with arguments": lambda w: counts_down(2, w),
+    "tangents": jvp_of(lambda x, t: t * jvp_of(lambda x, t: t * clips_tangent(x))(x)),
+    "a tangent in a bwd": calls_next(jvp_of(lambda x, t: t * clips_tangent(x))),
+    "a bwd in a tangent": jvp_of(lambda x, t: t * calls_next(vjp_of(jnp.sin, clip))(x)),
+}
+
+
+@pytest.mark.parametrize("kind", CLIPS_IN_THE_THIRD)
+def test_a_rule_that_only_the_third_derivative_runs(cpu_mesh, kind):
+    f = off(lambda x, w: x * CLIPS_IN_THE_THIRD[kind](w), cpu_mesh, (P("data"), P()))
+
+    def third(x, w):
+        of_w = lambda w: jnp.sum(jnp.sin(f(x, w)))  # noqa: E731
+        for _ in range(2):
+            of_w = functools.partial(lambda g, w: jnp.sum(jnp.sin(jax.grad(g)(w))), of_w)
+        return jax.jit(jax.grad(of_w))(w)
+
+    plain = third(X, W)
+    with shardrules.install(unchecked="check") as handle:
+        same(plain, third(X, W))
+    (site,) = handle.unchecked()
+    assert site.reason == "its derivatives of order 3 are taken by rules of their own"
+
+
+def calls_itself(x, g):
+    return (g * itself(x + 1.57),)
+
+
+itself = jax.custom_vjp(jnp.sin)
+itself.defvjp(lambda x: (jnp.sin(x), x), calls_itself)
+itself_again = jvp_of(lambda x, t: t * itself_again(x + 1.57))
+
+
+@pytest.mark.parametrize("step", [itself, itself_again])
+def test_a_rule_that_calls_itself_is_no_other(cpu_mesh, step):
+    f = off(lambda x, w: x * step(w), cpu_mesh, (P("data"), P()))
+    plain = derivatives(f)(X, W)
+    with shardrules.install(unchecked="check") as handle:
+        same(plain, derivatives(f)(X, W))
+    (site,) = handle.unchecked()
+    assert site.switched, site.reason
+
+
+# Each share is a half, since all is equal along the axis model; but it may be too small.
+TOO_SMALL = {
+    "float16": lambda x: 3e-7 * x * x.astype(jnp.float16).astype(x.dtype),
+    "float16 in a bwd": lambda x: 2e-7 * vjp_of(lambda x: x, through_float16)(x),
+    "exponents": lambda x: 6e-5 * x * jax.lax.reduce_precision(x, 5, 10),
+}
+
+
+def through_float16(g):
+    return g.astype(jnp.float16).astype(g.dtype)
+
+
+@pytest.mark.parametrize("kind", TOO_SMALL)
+def test_a_share_that_is_too_small_for_its_type(cpu_mesh, kind):
+    f = off(lambda x, w: TOO_SMALL[kind](x) * jnp.ones_like(w), cpu_mesh, (P("data"), P()))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(x, W)))))
+    plain = np.asarray(gradient(X))
+    with shardrules.install(unchecked="check") as handle:
+        ours = np.asarray(jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(x, W)))))(X))
+    np.testing.assert_allclose(plain, ours, rtol=1e-4, atol=0)
+    (site,) = handle.unchecked()
+    assert "rounds a cotangent" in site.reason
+
+
 def test_a_bwd_that_reads_what_is_differentiated(cpu_mesh):
     f = off(lambda x, w, v: x * by_perturbed(w, v), cpu_mesh, (P("data"), P(), P()))
     assert all(left(f, X, W, W))
@@ -144,6 +248,36 @@ def test_looking_has_no_effects(cpu_mesh):
         same(plain, run())
 
 
+class Boxed:
+    """A pytree with state of Python's beside its array."""
+
+    def __init__(self, array, counts):
+        self.array, self.counts = array, counts
+
+
+class Counts(list):
+    __hash__ = object.__hash__
+
+
+jax.tree_util.register_pytree_node(
+    Boxed, lambda b: ((b.array,), b.counts), lambda counts, arrays: Boxed(*arrays, counts)
+)
+
+
+def test_looking_has_no_effects_on_arguments(cpu_mesh):
+    def body(x, boxed):
+        boxed.counts[0] += 1
+        return x * boxed.array * boxed.counts[0]
+
+    def run():
+        f, counts = off(body, cpu_mesh, (P("data"), P())), Counts([0])
+        return [jax.jit(lambda x, w: f(x, Boxed(w, counts)))(X, W) for _ in range(2)]
+
+    plain = run()
+    with shardrules.install(unchecked="check"):
+        same(plain, run())
+
+
 @pytest.fixture(autouse=True)
 def primitive_declared():
     with shardrules.rules({"clipping_identity": shardrules.no_communication}):
@@ -157,7 +291,7 @@ def test_a_body_that_advances_an_iterator_is_left(cpu_mesh):
         same(2 * X * W, jax.jit(f)(X, W))
         same(3 * X * W, jax.jit(lambda *args: f(*args))(X, W))
     (site,) = handle.unchecked()
-    assert "its body can advance 'scales'" in site.reason
+    assert "its body can change 'scales', a list_iterator" in site.reason
 
 
 def test_a_bwd_that_clips_a_sum_is_told_once(cpu_mesh):

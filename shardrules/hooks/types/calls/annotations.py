@@ -22,8 +22,8 @@ from shardrules.errors import AnnotationWarning, RuleError
 from shardrules.hooks.state import State
 from shardrules.hooks.types.calls.opaque import Contradiction, OpaqueCall
 from shardrules.jaxprs.fold import Fold
+from shardrules.paths import is_library
 from shardrules.registry.axistypes import AxisType, show_axes
-from shardrules.registry.suggestions import is_library
 
 _OURS = os.path.join(os.path.dirname(sys.modules["shardrules"].__path__[0]), "shardrules", "")
 
@@ -56,7 +56,7 @@ def check_annotations(
         )
     if contradictions:
         opaque.contradictions = tuple(contradictions)
-        pending = state.here.contradictions
+        pending = state.here.body.contradictions
         if pending is None:
             tell(door, state, contradictions)
         else:
@@ -64,7 +64,7 @@ def check_annotations(
 
 
 def note_results(state: State, opaque: OpaqueCall, results: Any) -> None:
-    for contradiction in opaque.contradictions if state.here.contradictions else ():
+    for contradiction in opaque.contradictions if state.here.body.contradictions else ():
         contradiction.values.append(weakref.ref(results[contradiction.output]))
 
 
@@ -120,7 +120,7 @@ class _Sources(Fold[_Source]):
 
 def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:
     """Record that the program casts a value to vary over ``axes``."""
-    for contradiction in state.here.contradictions or ():
+    for contradiction in state.here.body.contradictions or ():
         if any(reference() is value for reference in contradiction.values):
             contradiction.lost -= frozenset(axes)
             contradiction.values.append(weakref.ref(result))

@@ -177,7 +177,7 @@ class MeshKernelHooks(Hooks):
         """Make the kernel, with the check on again if plgpu.kernel turned it off."""
         door, here = self.door, self.state.here
         again = (
-            here.checked
+            here.kernel.checked
             and not door.checking()
             and all(module_of(function) == PALLAS_GPU_CORE for _, function in meshes_and_fns)
         )
@@ -190,7 +190,7 @@ class MeshKernelHooks(Hooks):
         del noted[before:]
 
         def call(*args: Any) -> Any:
-            with self.state.locally(kernel_annotations=notes), checked():
+            with dataclasses.replace(here.kernel, annotations=notes), checked():
                 return kernel(*args)
 
         return call
@@ -200,7 +200,7 @@ class MeshKernelHooks(Hooks):
 
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with hooks.state.locally(checked=hooks.acts):
+            with dataclasses.replace(hooks.state.here.kernel, checked=hooks.acts):
                 return original(self, *args, **kwargs)
 
         return call
@@ -248,7 +248,7 @@ class MeshKernelHooks(Hooks):
         place = self.door.function_place(inner) or place
         binding = _binding(name, functions)
         call = Call(primitive.name, name, place, module_of(inner), binding, primitive)
-        notes = self.state.here.kernel_annotations
+        notes = self.state.here.kernel.annotations
         return OpaqueCall(call, notes if len(notes) == len(_out_avals(params)) else ())
 
     # Rewrite and check.
@@ -297,6 +297,7 @@ class MeshKernelHooks(Hooks):
             layout = self._lay_out(kernel, params, avals)
             if not layout.answer_count:
                 return outputs, effects
+            # Once more: JAX flattens ``out_avals`` here, which can't carry the bind's answer.
             resolution, types = self._resolve(primitive, params, kernel, avals)
             registration = kernel.registration
             rule = "" if registration is None else f", by the rule {registration.rule!r},"

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.protocols import Aval
 from shardrules.errors import RuleError, UnknownKernelError
@@ -85,6 +87,21 @@ class OpaqueCall:
     def governing(self, state: State) -> Scope:
         """Return the scope whose policy and rules the call obeys."""
         return self.scope if self.scope is not None and self.scope.active else state.scope
+
+
+class Results(tuple[Any, ...]):
+    """A call's result avals, among its parameters, with what is known of the call."""
+
+    annotations: tuple[AxisType | None, ...] = ()  # the user's
+    opaque: Any = None  # an OpaqueCall, once the call is bound
+    resolution: Any = None  # a Resolution, of the bind that wrote these types
+
+
+# JAX maps over some result avals once the hooks are gone.
+_tuple: Any = tuple
+jax.tree_util.register_pytree_node(
+    Results, lambda avals: (_tuple(avals), None), lambda _, avals: _tuple(avals)
+)
 
 
 def typed(

@@ -17,16 +17,59 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, union
 from shardrules.door.patching import Patches, TellingTuple
 from shardrules.door.protocols import Aval, Jaxpr, JaxTrace, Params, Primitive, Rest
+from shardrules.hooks.frames import KernelFrame
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
-from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
+from shardrules.hooks.types.calls.opaque import (
+    Call,
+    OpaqueCall,
+    Results,
+    confirm,
+    prove,
+    resolve,
+    typed,
+)
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.owners import module_of
 from shardrules.hooks.types.refs import check_written, written_variables
-from shardrules.registry.axistypes import AxisType
+from shardrules.paths import module_at
+from shardrules.registry.axistypes import AxisType, Resolution
 from shardrules.registry.binding import Declared, binding_of
-from shardrules.registry.suggestions import module_at
+
+
+@dataclasses.dataclass(slots=True)
+class Plan:
+    """How a call is bound."""
+
+    # for each operand, the type to cast it to, or None; None if all have their types already
+    casts: Sequence[AxisType | None] | None
+    params: dict[str, Any]  # its parameters, with its outputs' types
+
+
+def planned(
+    door: Door,
+    kernel: OpaqueCall,
+    inputs: tuple[AxisType, ...],
+    resolution: Resolution,
+    params: dict[str, Any],
+    refuse: Callable[[str], None],
+) -> Plan:
+    """Return the plan of a call of a kernel, from its operands' types and its rule's answer."""
+    casts = None
+    if inputs != resolution.inputs:
+        types = zip(inputs, resolution.inputs)
+        casts = [None if have is want else want for have, want in types]
+    # Written into the call, so that a jaxpr that outlives the hooks keeps its types.
+    out_avals = Results(typed(door, kernel, params["out_avals"], resolution.outputs))
+    out_avals.opaque, out_avals.resolution = kernel, resolution
+    params = {**params, "out_avals": out_avals}
+    types_of_all = (*resolution.inputs, *resolution.outputs)
+    if params["interpret"] is True and any(t.axes for t in types_of_all):
+        aliases = TellingTuple(params["input_output_aliases"])
+        aliases.refuse = functools.partial(refuse, kernel.call.name)
+        params["input_output_aliases"] = aliases
+    return Plan(casts, params)
 
 
 class PallasHooks(Hooks):
@@ -91,74 +134,52 @@ class PallasHooks(Hooks):
 
     # Rewrite and check.
 
-    def kernel_of(self, params: Params) -> OpaqueCall:
-        jaxpr = params["jaxpr"]
-        kernel = self._kernels.get(jaxpr)
+    def kernel_of(self, params: Params, known: OpaqueCall | None = None) -> OpaqueCall:
+        """Return a call's kernel, with its name, scope and rule."""
+        kernel = known or self._kernels.get(params["jaxpr"])
         if kernel is None or not kernel.call.name:
             name, place = kernel_name(params)
-            primitive, outer = self.state.here.outer
+            outer = self.state.here.kernel
             if kernel is not None:
                 kernel.call = kernel.call._replace(name=name, place=place)
-            elif primitive is self.door.pallas_call_p and outer.call.name == name:
+            elif outer.primitive is self.door.pallas_call_p and outer.call.call.name == name:
                 # A jaxpr that a transformation made: it keeps the name and the rule of the bind
                 # that is being transformed. Its outputs differ, so it keeps no annotations.
-                kernel = dataclasses.replace(outer, annotations=())
+                kernel = dataclasses.replace(outer.call, annotations=())
             else:
                 kernel = OpaqueCall(Call("pallas_call", name, place, module_at(place)))
-            self._kernels[jaxpr] = kernel
+            self._kernels[params["jaxpr"]] = kernel
         if kernel.scope is None or kernel.registration is None:
             kernel.settle(self.state)
         if kernel.registration is None and kernel.active(self.state):
             prove(kernel, self.state, "pallas_call", params, 0)
         return kernel
 
-    def _acts(self, jaxpr: Jaxpr) -> bool:
-        """Whether the hooks act on a kernel: here, or because they did when it was bound."""
-        if self.state.active:
-            return True
-        kernel = self._kernels.get(jaxpr)
-        return kernel is not None and kernel.active(self.state)
-
     def _bind(
         self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
-        jaxpr, here = params["jaxpr"], self.state.here
-        if not self._acts(jaxpr):
+        jaxpr = params["jaxpr"]
+        known = self._kernels.get(jaxpr)
+        if not (self.state.active or self._acts(known)):
             return rest(primitive, trace, args, params)
-        first = getattr(self._kernels.get(jaxpr), "scope", None) is None
-        kernel = self.kernel_of(params)
+        first = known is None or known.scope is None
+        kernel = self.kernel_of(params, known)
         if first and not only_touches_refs(jaxpr):
             confirm(kernel, self.state, "pallas_call", params, 0)
-        before = here.outer, here.settled
-        settled: tuple[Any, Any, Any] = (None, None, None)
         if self.door.checking():
             avals = tuple(map(self.door.typeof, args))
-            inputs = self.door.axis_types(avals)
-            count = len(params["out_avals"])
+            inputs, count = self.door.axis_types(avals), len(params["out_avals"])
             resolution = resolve(self.door, self.state, kernel, inputs, count)
             if first and kernel.annotations:
                 check_annotations(self.door, self.state, kernel, resolution.outputs)
-            if inputs != resolution.inputs:
-                types = zip(inputs, resolution.inputs)
-                wants = [None if have is want else want for have, want in types]
-                args = self.door.cast_bound(trace, args, wants)
-            # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
-            params = {
-                **params,
-                "out_avals": typed(self.door, kernel, params["out_avals"], resolution.outputs),
-            }
-            if params["interpret"] is True and any(
-                t.axes for t in (*resolution.inputs, *resolution.outputs)
-            ):
-                aliases = TellingTuple(params["input_output_aliases"])
-                aliases.refuse = functools.partial(self._refuse, kernel.call.name)
-                params["input_output_aliases"] = aliases
-            settled = jaxpr, resolution.inputs, resolution.outputs
-        here.outer, here.settled = (primitive, kernel), settled
-        try:
+            plan = planned(self.door, kernel, inputs, resolution, params, self._refuse)
+            params = plan.params
+            if plan.casts is not None:
+                args = self.door.cast_bound(trace, args, plan.casts)
+        around = self.state.here.kernel
+        frame = KernelFrame(primitive, kernel, around.annotations, around.checked)
+        with frame:
             results = rest(primitive, trace, args, params)
-        finally:
-            here.outer, here.settled = before
         if kernel.contradictions:
             note_results(self.state, kernel, results)
         return results
@@ -173,20 +194,25 @@ class PallasHooks(Hooks):
             outputs, effects = evaluate(*avals, **params)
             if not self.door.checking():
                 return outputs, effects
-            inputs, jaxpr = self.door.axis_types(avals), params["jaxpr"]
-            settled, had, types = self.state.here.settled
-            if settled is jaxpr and had == inputs:
-                kernel = self.state.here.outer[1]
-            elif not self._acts(jaxpr):
-                return outputs, effects
-            else:
-                kernel = self.kernel_of(params)
-                types = resolve(self.door, self.state, kernel, inputs, len(outputs)).outputs
+            inputs, written = self.door.axis_types(avals), params["out_avals"]
+            jaxpr = params["jaxpr"]
+            if type(written) is Results and written.resolution.inputs == inputs:
+                kernel, resolution = written.opaque, written.resolution  # of the bind just before
+            else:  # who retypes a jaxpr doesn't bind
+                known = self._kernels.get(jaxpr)
+                if not self._acts(known):
+                    return outputs, effects
+                kernel = self.kernel_of(params, known)
+                resolution = resolve(self.door, self.state, kernel, inputs, len(outputs))
             if jaxpr.constvars:
-                self._check_refs(kernel, jaxpr, avals, types)
-            return typed(self.door, kernel, outputs, types), effects
+                self._check_refs(kernel, jaxpr, avals, resolution.outputs)
+            return typed(self.door, kernel, outputs, resolution.outputs), effects
 
         return abstract_eval
+
+    def _acts(self, kernel: OpaqueCall | None) -> bool:
+        """Whether the hooks act on a kernel: here, or because they did when it was bound first."""
+        return self.state.active or (kernel is not None and kernel.active(self.state))
 
     def _check_refs(
         self, kernel: OpaqueCall, jaxpr: Jaxpr, avals: Sequence[Aval], types: tuple[AxisType, ...]

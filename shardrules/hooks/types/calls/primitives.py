@@ -14,41 +14,19 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import Aval, JaxTrace, Params, Primitive, Rest
 from shardrules.errors import CotangentError
+from shardrules.hooks.frames import KernelFrame
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.hooks.types.calls.annotations import check_annotations
-from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, resolve, typed
+from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, Results, resolve, typed
 from shardrules.hooks.types.funnel import Funnel, Law
 from shardrules.hooks.types.laws import USERS, Row
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import binding_of
-
-
-class _Results(tuple[Any, ...]):
-    """Result avals with the user's annotations or, once the call is bound, with its OpaqueCall."""
-
-    annotations: tuple[AxisType | None, ...]
-    opaque: OpaqueCall | None
-
-    def __new__(
-        cls, avals: Sequence[Aval], annotations: Any = (), opaque: OpaqueCall | None = None
-    ) -> _Results:
-        results = super().__new__(cls, avals)
-        results.annotations, results.opaque = annotations, opaque
-        return results
-
-
-# JAX maps over a callback's avals once the hooks are gone.
-_tuple: Any = tuple
-jax.tree_util.register_pytree_node(
-    _Results, lambda avals: (_tuple(avals), None), lambda _, avals: _tuple(avals)
-)
 
 
 class _CallKind(NamedTuple):
@@ -160,7 +138,9 @@ class PrimitiveHooks(Hooks):
         kind = self._kinds.get(opaque.call.target)
         if kind is None or kind.results not in params:
             return params
-        return {**params, kind.results: _Results(params[kind.results], opaque=opaque)}
+        results = Results(params[kind.results])
+        results.opaque = opaque
+        return {**params, kind.results: results}
 
     def _result_avals(self, results: Any) -> Any:
         """Accept annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
@@ -171,18 +151,21 @@ class PrimitiveHooks(Hooks):
             result if annotation is None else self.door.unannotated(result)
             for result, annotation in zip(results, annotations)
         ]
-        return _Results(self.door.result_avals(plain), annotations)
+        annotated = Results(self.door.result_avals(plain))
+        annotated.annotations = annotations
+        return annotated
 
     def opaque_call(self, primitive: Primitive, params: Params) -> OpaqueCall:
         kind = self._kinds.get(primitive, _USERS)
         results = params.get(kind.results)
-        if isinstance(results, _Results) and results.opaque is not None:
-            return results.opaque
+        if isinstance(results, Results) and results.opaque is not None:
+            bound: OpaqueCall = results.opaque
+            return bound
         function, names = kind.read(params)
         names = (*names, primitive.name)
-        outer, opaque = self.state.here.outer
-        if outer is primitive and opaque.call.name == names[0]:
-            same: OpaqueCall = dataclasses.replace(opaque, annotations=())
+        outer = self.state.here.kernel
+        if outer.primitive is primitive and outer.call.call.name == names[0]:
+            same: OpaqueCall = dataclasses.replace(outer.call, annotations=())
             return same
         place = self.door.function_place(function)
         module = getattr(function, "__module__", None) or ""
@@ -204,11 +187,13 @@ class PrimitiveHooks(Hooks):
         results = params.get(kind.results)
         if self.door.checking() and (results is None or len(results)):
             args, params = self._ruled(kind, opaque, primitive, trace, args, params)
-        elif isinstance(results, _Results) and results.opaque is None:
+        elif isinstance(results, Results) and results.opaque is None:
             params = {**params, kind.results: tuple(results)}
         else:
             params = self.unchecked(opaque, params)
-        with self.state.locally(outer=(primitive, opaque)):
+        around = self.state.here.kernel
+        frame = KernelFrame(primitive, opaque, around.annotations, around.checked)
+        with frame:
             if kind is _USERS and opaque.scope is not None and _is_lent(opaque):
                 # To JAX 0.4.35 the operands say in which trace.
                 enter = self.door.set_current_trace or contextlib.nullcontext
@@ -250,8 +235,9 @@ class PrimitiveHooks(Hooks):
             check_annotations(self.door, self.state, opaque, resolution.outputs)
         args = self.door.cast_bound(trace, args, resolution.inputs)
         if results is not None:
-            outputs = typed(self.door, opaque, results, resolution.outputs)
-            params = {**params, kind.results: _Results(outputs, opaque=opaque)}
+            written = Results(typed(self.door, opaque, results, resolution.outputs))
+            written.opaque, written.resolution = opaque, resolution
+            params = {**params, kind.results: written}
         return args, params
 
     def _typed(self, primitive: Primitive, evaluate: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,7 +246,7 @@ class PrimitiveHooks(Hooks):
             if not (isinstance(answer, tuple) and len(answer) == 2):
                 return answer  # leave the mismatch to JAX
             outputs, effects = answer
-            if isinstance(outputs, _Results):  # callbacks return theirs, and JAX maps over it
+            if isinstance(outputs, Results):  # callbacks return theirs, and JAX maps over it
                 outputs = tuple(outputs)
             several = primitive.multiple_results
             if not self.door.checking() or isinstance(outputs, (tuple, list)) != several:
@@ -270,7 +256,10 @@ class PrimitiveHooks(Hooks):
             if listed and opaque.active(self.state):
                 if not (self._may_answer(opaque) and self._is_wide(avals, listed)):
                     inputs = self.door.axis_types(avals)
-                    resolution = resolve(self.door, self.state, opaque, inputs, len(listed))
+                    results = params.get(self._kinds[primitive].results)
+                    resolution = results.resolution if type(results) is Results else None
+                    if resolution is None or resolution.inputs != inputs:
+                        resolution = resolve(self.door, self.state, opaque, inputs, len(listed))
                     listed = typed(self.door, opaque, listed, resolution.outputs)
             return (listed if several else listed[0]), effects
 
@@ -294,7 +283,9 @@ class PrimitiveHooks(Hooks):
     # A user's primitive that is bound under a rule of a scope. Its lowering, differentiation and
     # batching run later, when the scope has closed. An equation can't hold a scope, since its
     # parameters are the user's. So another primitive is bound in its place, a carrier, whose rules
-    # are the user's own, run under the scope.
+    # are the user's own, run under the scope. Nothing else of an equation reaches all who read it:
+    # shard_map's check to JAX 0.5.3 (``_check_rep``) sees a primitive and parameters, and JAX's
+    # interpreter of kernels (``pallas/hlo_interpreter.py``) enters no equation's context.
 
     def _carrier(self, primitive: Primitive, scope: Scope) -> Any:
         overlays = tuple(overlay.entries for overlay in scope.overlays)

@@ -5,46 +5,57 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from shardrules import program
 from shardrules.costs import accounts
 from shardrules.costs.advice import is_defensive
 from shardrules.costs.worth import Switched, key
-from shardrules.hooks import retrace
+from shardrules.door.again import Again
+from shardrules.errors import first_line
 from shardrules.hooks.install import held
 from shardrules.hooks.notes import Notes
-from shardrules.hooks.python_state import Kept
 from shardrules.hooks.state import Scope
-from shardrules.watching import compiling
+from shardrules.registry.table import Registry
+from shardrules.unchecked import retrace
+from shardrules.unchecked.python_state import Kept
 
 if TYPE_CHECKING:
-    from shardrules.hooks.sites import UncheckedSite
+    from shardrules.unchecked.sites import UncheckedSite
 
 
-def switched(traced: compiling.Traced, registry: Any, mesh: Any) -> Switched | None:
+def switched(
+    how: Again | None, scope: Scope | None, registry: Registry, mesh: Mapping[str, int] | None
+) -> Switched | str:
     """Compile a program with each check on that can be, as ``install(unchecked="check")`` does.
 
-    None if it can't be traced as it was: something that tracing depends on has changed, or is
-    changed by it and can't be put back.
+    ``how`` and ``scope`` say how it was traced, and in which scope of the hooks.
+
+    Returns why not if it can't be traced as it was: something that tracing depends on has changed,
+    or is changed by it and can't be put back.
     """
-    how, under = traced.again, traced.scope or Scope()
+    under = scope or Scope()
     if how is None:
-        return None
+        return "it is not known how it was traced"
     notes = Notes()
     try:
-        with held() as hooks, compiling.unwatched(), contextlib.ExitStack() as stack:
+        with held() as hooks, contextlib.ExitStack() as stack:
             with hooks.enter(under):
                 same = stack.enter_context(how.entered())
-            if not same or (kept := Kept(how.function)).why:
-                return None
+            if not same:
+                return "a mesh or a setting of JAX that was active then is no longer"
+            if (kept := Kept(how.function)).why:
+                return kept.why
             base = under if under.active else Scope(True, "varying")
             on = dataclasses.replace(base, unchecked="check", casts="cheapest", notes=notes)
             with retrace.unseen(kept), hooks.enter(on):
                 compiled = how.lower().compile()
         judgement = program.judged(program.read(compiled), registry, mesh)
-    except Exception:  # the program's own code, or a backend, may raise anything  # noqa: BLE001
-        return None
+    except Exception as error:  # the program's own code, or a backend, may raise  # noqa: BLE001
+        return first_line(error)
+    if not notes.unchecked:
+        return "its shard_maps were not made inside of the watch"
     account = accounts.of(judgement)
     defensive = (e for e in account if e.judged is not None and is_defensive(e.judged))
     sites: dict[bool, dict[str, str]] = {True: {}, False: {}}

@@ -1,13 +1,15 @@
-"""What the programs of a process return, to compare two runs of one script."""
+"""How a run of a script ended, and what its programs returned, to compare with another run."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardrules.door import compiled
+from shardrules.unchecked.sites import UncheckedCall
 from shardrules.watching import compiling
 
 _RUNS = 2  # of each program: later ones differ by the rounding of earlier ones
@@ -27,6 +29,25 @@ class Result(NamedTuple):
 Results = dict[str, list[tuple[Result | None, ...]]]  # by a program's name, of each run
 
 
+@dataclass
+class Outcome:
+    """How a run of a script ended."""
+
+    code: int = 0  # the exit code, or minus a signal's number
+    raised: str = ""  # the first line of the error that ended it, empty if none did
+    # of unchecked shard_maps, if it retraced them
+    calls: list[UncheckedCall] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)  # by one device in one run of each program
+    results: Results = field(default_factory=dict)  # what its programs returned
+    used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used
+    notes: list[str] = field(default_factory=list)  # a message for each other flag
+
+    @property
+    def failure(self) -> str:
+        ended = f"exit code {self.code}" if self.code > 0 else f"signal {-self.code}"
+        return (self.raised or ended) if self.code else ""
+
+
 def start(results: Results) -> Callable[[], None]:
     """Record what each program's first runs return, until the returned function is called."""
     lock = threading.Lock()
@@ -35,7 +56,7 @@ def start(results: Results) -> Callable[[], None]:
         name = compiled.program_name(executable)
         left = _RUNS
 
-        def see(arrays: Sequence[Any]) -> None:
+        def see(_: object, arrays: Sequence[Any]) -> None:
             nonlocal left
             with lock:
                 left -= 1

@@ -22,10 +22,14 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact, is_transposed, opened
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import ClosedJaxpr
-from shardrules.hooks import retrace
+from shardrules.errors import first_line
+from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
-from shardrules.hooks.python_state import Kept
-from shardrules.hooks.sites import (
+from shardrules.hooks.state import COLLECT, Hooks, Scope, State
+from shardrules.jaxprs.walk import equations, program_text
+from shardrules.unchecked import retrace
+from shardrules.unchecked.python_state import Kept
+from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
     Missing,
     Site,
@@ -34,8 +38,6 @@ from shardrules.hooks.sites import (
     varies,
     why_left,
 )
-from shardrules.hooks.state import COLLECT, Hooks, Scope, State
-from shardrules.jaxprs.walk import equations, program_text
 
 _CHECKS = ("check_vma", "check_rep")
 
@@ -136,7 +138,7 @@ class _Unchecked:
 
     def _inside(self, args: tuple[Any, ...]) -> Any:
         """Call it with its check on, inside a shard_map that is traced so or switched."""
-        met, blamed = self.state.here.met, self.state.here.blamed
+        met, blamed = self.state.here.look.met, self.state.here.look.blamed
         if met is not None and self.site not in met:
             met.append(self.site)
         try:
@@ -158,7 +160,7 @@ class _Unchecked:
                 with self._enter(scope, "on"):
                     return self.on()(*args)
             except Exception as error:  # although the first trace passed  # noqa: BLE001
-                why = f"another trace was refused: {retrace.first_line(error)}"
+                why = f"another trace was refused: {first_line(error)}"
         with self._enter(scope, "off"):
             result = self.off(*args)  # if this raises too, the error is the program's own
         if why:
@@ -174,7 +176,7 @@ class _Unchecked:
 
     def _decide(self, args: tuple[Any, ...], scope: Scope) -> UncheckedSite:
         try:
-            if (kept := Kept(self.body)).why:
+            if (kept := Kept(self.body, args)).why:
                 raise retrace.Unseeable(kept.why)
             off = self._trace_off(args, kept)
             # The key holds all that the decision depends on; derivatives around the call don't.
@@ -185,7 +187,7 @@ class _Unchecked:
             kind = _kind(args)
             call, *inner = self._compare(args, kind, scope.casts, off, kept)
         except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
-            why = f"it can't be looked at: {retrace.first_line(error)}"
+            why = f"it can't be looked at: {first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
         # The reason of the site that fails comes before "waits for" of the others.
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]
@@ -202,7 +204,7 @@ class _Unchecked:
 
     def look(self, args: tuple[Any, ...], kind: str, casts: str) -> list[UncheckedCall]:
         """Trace a call and its derivative with the check off and on; inner calls come after it."""
-        if (kept := Kept(self.body)).why:
+        if (kept := Kept(self.body, args)).why:
             raise retrace.Unseeable(kept.why)
         return self._compare(args, kind, casts, self._trace_off(args, kept), kept)
 
@@ -213,16 +215,8 @@ class _Unchecked:
         stack.enter_context(
             self._enter(self.state.scope, unchecked, derivatives_count=0, **changes)
         )
-        stack.enter_context(
-            self.state.locally(
-                transposing=False,
-                bwds=None,
-                summed=None,
-                shares=None,
-                primals_over=(frozenset(), frozenset()),
-                widened=frozenset(),
-            )
-        )
+        stack.enter_context(BwdFrame())
+        stack.enter_context(TransposeFrame())
         return stack
 
     def _trace_off(self, args: tuple[Any, ...], kept: Kept) -> _Off:
@@ -239,13 +233,20 @@ class _Unchecked:
 
         return any(has_rule(self.door, eqn) for eqn in equations(opened(closed)))
 
+    def _rules(self) -> Any:
+        from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks  # it imports jax
+        from shardrules.hooks.cotangents.steps import CustomRules
+
+        return CustomRules(self.door, self.state.of(CustomVjpHooks).rule_of)
+
     def _compare(
         self, args: tuple[Any, ...], kind: str, casts: str, off: _Off, kept: Kept
     ) -> list[UncheckedCall]:
         called, undifferentiated = off.called, off.undifferentiated
         first = next((d.closed for d in off.derivatives), None)
         before = tuple(retrace.sums(called if undifferentiated else first))
-        bwds: set[str] = set()
+        ran: set[Any] = set()  # the bwds that were looked at
+        first_on: Any = None  # the derivative of order 1
         doubts: list[str] = []
         with retrace.unseen(kept):
             on = forward = self._trace_on(args, None, casts)
@@ -258,9 +259,10 @@ class _Unchecked:
                     on = then
                 if then.error is not None:
                     break
-                if derivative.order > 1 and self._has_rules(then.closed) and then.notes.bwds - bwds:
+                ran |= then.notes.rules
+                if derivative.order > 1 and self._rules().new(then.closed, first_on, ran):
                     doubts.append("its derivatives of order 3 are taken by rules of their own")
-                bwds |= then.notes.bwds
+                first_on = then.closed
         culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
 
@@ -320,9 +322,10 @@ class _Unchecked:
         notes, closed, failed = Notes(), None, None
         met: list[Site] = []
         gradients: list[None] = []
+        blamed: list[tuple[Exception, Site]] = []
         with (
             self._looking("on", active=True, policy=COLLECT, notes=notes, casts=casts),
-            self.state.locally(met=met, blamed=[]),
+            dataclasses.replace(self.state.here.look, met=met, blamed=blamed),
             self.state.recording_gradients(gradients),
         ):
             try:
@@ -330,7 +333,6 @@ class _Unchecked:
                 closed = retrace.traced(self.on(), args, *some)
             except Exception as error:  # it becomes the reason why the check stays off  # noqa: BLE001
                 failed = error
-            blamed = self.state.here.blamed
         culprit = next((site for error, site in blamed if error is failed), None)
         return _On(closed, notes, bool(gradients), failed, culprit, met)
 

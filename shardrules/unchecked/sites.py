@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardrules.hooks import retrace
+from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
 

@@ -14,10 +14,11 @@ import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardrules.hooks.retrace import sent_bytes
-from shardrules.hooks.sites import COMPUTES_ELSE, Site, UncheckedCall, UncheckedSite, costliest
-from shardrules.report.grouping import alike, counted, size
+from shardrules.report.grouping import alike
 from shardrules.report.text import table
+from shardrules.unchecked.retrace import sent_bytes
+from shardrules.unchecked.sites import COMPUTES_ELSE, Site, UncheckedCall, UncheckedSite, costliest
+from shardrules.units import counted, size
 
 SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
     "switch it now",
@@ -35,8 +36,10 @@ _SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
     "  with the check on, the gradient of a replicated value is summed over the mesh axes already: "
     "differentiate with respect to shardrules.vary(w, 'data'), naming each axis of the psum or "
-    "pmean that follows, which keeps each device's own gradient; or move that pmean into the "
-    "function that is differentiated (to leave it out alone gives the sum, not the mean)",
+    "pmean that follows, which keeps each device's own gradient; or return the pmean of the loss "
+    "from the function that is differentiated, and leave out what averages its gradients "
+    "afterwards: the pmean of whole ones, the division by an axis size of sharded ones (to leave "
+    "the pmean out alone gives the sum, not the mean)",
     "  a psum in what is differentiated passes its cotangent on once, and not once for each "
     "device: compare the values of a step before and after",
 )
@@ -122,9 +125,11 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
         shown.append((more, sum(off for _, off, _ in rest), sum(on for *_, on in rest)))
     shown.append(("all programs", sum(before.values()), sum(after.values())))
     cells = [(name, size(off), size(on)) for name, off, on in shown]
+    same = "the patch saves no bytes here: what is gained is that JAX checks these shard_maps"
     return [
         table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
         "",
+        *([same] if sum(before.values()) == sum(after.values()) else []),
         "(bytes: what one device sends for the collectives of each program that the script "
         "compiled, run once; a while loop without a known count is one trip. The script ran "
         "again with the patch, in a process of its own, to measure this)",
@@ -159,7 +164,7 @@ def _details(row: SiteRow) -> list[str]:
     if doubts:
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
-        lines.append(f"  its derivative was not compared, since JAX takes none of it: {why}")
+        lines.append(f"  only its values were compared, since nothing can differentiate it: {why}")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
 
 

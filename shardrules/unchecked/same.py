@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardrules.arguments import checked
-from shardrules.checks.rulecheck import is_float
-from shardrules.door.jaxprs import opened
+from shardrules.door.jaxprs import is_float, opened
 from shardrules.errors import ShardrulesError
-from shardrules.hooks import retrace
 from shardrules.hooks.install import held, install
 from shardrules.hooks.notes import Notes
-from shardrules.hooks.sites import UncheckedSite, costliest
 from shardrules.jaxprs.walk import equations
+from shardrules.unchecked import retrace
+from shardrules.unchecked.sites import UncheckedSite, costliest
 
 
 @checked

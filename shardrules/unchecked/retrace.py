@@ -16,10 +16,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, name_of, opened
+from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, is_inexact, name_of, opened
 from shardrules.door.protocols import ClosedJaxpr, Eqn
-from shardrules.hooks.python_state import Kept
+from shardrules.errors import first_line
 from shardrules.jaxprs.walk import Inside, equations, visited
+from shardrules.unchecked.python_state import Kept
 
 
 class TracedOutput(NamedTuple):
@@ -72,15 +73,7 @@ def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the positions of the leaves that are of a float type."""
     import jax
 
-    return tuple(n for n, leaf in enumerate(jax.tree_util.tree_leaves(args)) if _is_float(leaf))
-
-
-def _is_float(x: Any) -> bool:
-    import jax
-    import numpy as np
-
-    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
-    return is_array and bool(jax.numpy.issubdtype(x.dtype, np.inexact))
+    return tuple(n for n, leaf in enumerate(jax.tree_util.tree_leaves(args)) if is_inexact(leaf))
 
 
 def traced(f: Any, args: tuple[Any, ...], chosen: Sequence[int] = (), order: int = 0) -> Any:
@@ -99,7 +92,7 @@ def traced(f: Any, args: tuple[Any, ...], chosen: Sequence[int] = (), order: int
         return f(*jax.tree_util.tree_unflatten(tree, given))
 
     def cotangent(x: Any) -> Any:
-        return jax.numpy.ones_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+        return jax.numpy.ones_like(x) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0)
 
     def differentiated(function: Any) -> Any:
         def run(*some: Any) -> Any:
@@ -222,10 +215,6 @@ def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
         if eqn.primitive.name not in CASTS | {"convert_element_type"}
         for var in eqn.outvars
     )
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 # JAX's words for an output whose spec says less than its type, to JAX 0.5.3 and from 0.6.

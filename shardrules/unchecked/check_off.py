@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 
 from shardrules.door import internals
+from shardrules.door.imported import WhenImported
 from shardrules.door.patching import Patches
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.install import Handle, held, install, state, touched
-from shardrules.hooks.sites import UncheckedCall
 from shardrules.hooks.state import Unchecked
-from shardrules.hooks.unchecked import UncheckedHooks
-from shardrules.watching.compiling import WhenImported
+from shardrules.unchecked.hooks import UncheckedHooks
+from shardrules.unchecked.sites import UncheckedCall
 
 _lock = threading.RLock()
 

@@ -1,0 +1,141 @@
+"""What becomes of values: a computation's instructions with their fusions dissolved.
+
+A fusion's instructions stand where it runs, each run for itself, and an element of a tuple is what
+was put into it. It is made when someone asks for it, once for a computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardrules.hlo.reader import module as hm
+
+BARRIERS = frozenset(["optimization-barrier", "opt-barrier"])
+_DEPTH = 4  # of fusions in fusions: those deeper stay, as each may hold the same one twice
+
+
+def of(module: hm.Module, name: str) -> Flat:
+    """Give the nodes of a computation."""
+    if name not in module.flows:
+        module.flows[name] = Flat(module, module.computations[name])
+    flat: Flat = module.flows[name]
+    return flat
+
+
+def made_by(node: Node, through: frozenset[str] | set[str]) -> Node:
+    while node.opcode in through and node.operands:
+        node = node.operands[0]
+    return node
+
+
+class Node:
+    """What one instruction makes."""
+
+    __slots__ = tuple("elements fused home index instruction opcode operands shape users".split())
+
+    def __init__(
+        self,
+        home: hm.Computation,
+        instruction: hm.Instruction,
+        operands: list[Node],
+        fused: bool = False,
+        opcode: str = "",
+    ):
+        self.home = home  # the computation that runs it, outside of all fusions
+        self.instruction = instruction
+        self.opcode = opcode or instruction.opcode  # ``return`` for what takes a computation's root
+        self.shape = instruction.shape
+        self.fused = fused  # a fusion holds it
+        self.operands = operands  # of a return, the elements of the root's tuple
+        self.users: list[Node] = []  # what takes it, each once; of a tuple, what takes all of it
+        self.elements: dict[int, Node] = {}  # what takes one element of a tuple, by its number
+        self.index = -1  # the number of the element that it takes
+
+    @property
+    def takers(self) -> list[Node]:
+        return [*self.users, *self.elements.values()]
+
+    def enlist(self) -> None:
+        """Make it a user of its operands; a tuple once something takes all of it."""
+        for operand in dict.fromkeys(self.operands):
+            if operand.opcode == "tuple" and not operand.users:
+                operand.enlist()
+            operand.users.append(self)
+
+
+class Flat:
+    """One computation's nodes, operands first."""
+
+    def __init__(self, module: hm.Module, computation: hm.Computation):
+        self._module = module
+        self._home = computation
+        self.nodes: list[Node] = []
+        # By an instruction's position; of a fusion, what its root makes.
+        self.at = self._dissolved(computation, [])
+        self.root = root = self.at[computation.root]
+        returned = root.operands if root.opcode == "tuple" else [root]
+        self.end = self._new(root.instruction, returned, opcode="return")
+        for node in self.nodes:
+            if node.opcode not in ("tuple", "get-tuple-element"):
+                node.enlist()
+
+    @property
+    def parameter(self) -> Node:
+        """Give the only parameter of a loop's body or condition."""
+        return self.at[[i.opcode for i in self._home.instructions].index("parameter")]
+
+    def _new(
+        self,
+        instruction: hm.Instruction,
+        operands: list[Node],
+        fused: bool = False,
+        opcode: str = "",
+    ) -> Node:
+        self.nodes.append(Node(self._home, instruction, operands, fused, opcode))
+        return self.nodes[-1]
+
+    def _dissolved(
+        self, computation: hm.Computation, given: list[Node], depth: int = 0
+    ) -> list[Node]:
+        """List a computation's nodes by position; ``given`` is what its fusion takes."""
+        fused = depth > 0
+        nodes: list[Node] = []
+        for i in computation.instructions:
+            operands = [nodes[o] for o in i.operands]
+            if fused and i.opcode == "parameter":
+                known = int(i.literal) < len(given)
+                node = given[int(i.literal)] if known else self._new(i, [], True, "unknown")
+            elif i.opcode == "fusion" and len(i.calls) == 1 and depth < _DEPTH:
+                called = self._module.computations[i.calls[0]]
+                node = self._dissolved(called, operands, depth + 1)[called.root]
+            elif i.opcode == "get-tuple-element":
+                index = int(i.attribute("index") or -1)
+                node = self._element(i, operands[0], index, i.shape, fused)
+            elif i.opcode in BARRIERS and operands and operands[0].shape.elements:
+                node = self._held(i, operands[0], operands[0].shape.elements, fused)
+            else:
+                node = self._new(i, operands, fused)
+            nodes.append(node)
+        return nodes
+
+    def _element(
+        self, instruction: hm.Instruction, whole: Node, index: int, shape: hm.Shape, fused: bool
+    ) -> Node:
+        if whole.opcode == "tuple" and 0 <= index < len(whole.operands):
+            return whole.operands[index]
+        if index not in whole.elements:
+            element = self._new(instruction, [whole], fused, "get-tuple-element")
+            element.index, element.shape = index, shape
+            whole.elements[index] = element
+        return whole.elements[index]
+
+    def _held(
+        self, barrier: hm.Instruction, whole: Node, shapes: Sequence[hm.Shape], fused: bool
+    ) -> Node:
+        """Hold each element of a tuple by a barrier of its own."""
+        held = []
+        for index, shape in enumerate(shapes):
+            element = self._element(barrier, whole, index, shape, fused)
+            held.append(self._new(barrier, [element], fused))
+            held[-1].shape = shape
+        return self._new(barrier, held, fused, "tuple")

@@ -1,0 +1,408 @@
+"""The Python state that a function can reach, put back after the function was traced to look at it.
+
+A body may advance a counter, append to a list, or draw from a generator of its own while it is
+traced. Traces that the program doesn't ask for must not be seen by it, so what they changed is put
+back: variables, attributes, containers and generators of random numbers.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import dis
+import functools
+import io
+import itertools
+import queue
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+_MOST_OBJECTS = 50_000
+_MOST_BYTES = 1 << 28  # of arrays
+_OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes"}) | frozenset(
+    name for name in sys.stdlib_module_names if name != "__main__"
+)
+_ABSENT = object()
+_HOLDERS = frozenset({"types", "argparse", "collections", "functools"})
+_STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
+Undo = Callable[[], object]  # puts back what changed
+
+
+class Kept:
+    """The state that some functions can reach, as it is now.
+
+    Attributes:
+      why: what can't be put back, if something is reached that can't; else empty.
+    """
+
+    def __init__(self, *roots: Any):
+        self.why = ""
+        self._undo: list[Undo] = []
+        self._bytes = 0  # of the arrays that are kept
+        self._seen: dict[int, Any] = {}  # holds what it has seen, so that ids stay unique
+        self._named: set[str] = set()  # the names in the code of the functions
+        self._variables: set[tuple[int, str]] = set()  # modules, by id, and names: those kept
+        self._home = ""  # the package of the first function
+        self._draws = False  # whether a function draws from the generators of all
+        self._stuck: list[tuple[str, str]] = []  # names and kinds of what can't be put back
+        self._left: collections.deque[tuple[Any, str]] = collections.deque()
+        self._add(roots)
+        while self._left and not self.why:
+            value, name = self._left.popleft()
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._visit(value, name)
+                if len(self._seen) > _MOST_OBJECTS:
+                    self.why = f"its body reaches more than {_MOST_OBJECTS:,} objects"
+        self._left.clear()
+        # Where other threads run, they would draw the same numbers twice from generators of all.
+        if _alone():
+            self._undo += _global_generators()
+        elif self._draws:
+            self.why = "its body can draw random numbers that other threads draw, too"
+        for name, kind in self._stuck:
+            if not name or name in self._named:
+                held = f"{name!r}, a {kind}" if name else f"a {kind}"
+                self.why = f"its body can change {held}, which can't be put back"
+
+    def put_back(self) -> None:
+        """Put back what changed since."""
+        for undo in self._undo:
+            undo()
+
+    def _add(self, values: Iterable[Any], name: str = "") -> None:
+        """Visit values later, each under the name by which code reaches it; empty if unknown."""
+        self._left += ((value, name) for value in values if type(value) not in _STATELESS)
+
+    def _add_items(self, items: Iterable[tuple[Any, Any]]) -> None:
+        for name, value in items:
+            self._add((value,), name if type(name) is str else "")
+
+    # A lazy object (pydantic's stand-in for a schema, a proxy of an import) may raise, or load what
+    # it stands for, when it is asked for an attribute or its __class__. So its type decides here.
+
+    def _visit(self, value: Any, name: str) -> None:
+        import numpy as np  # a script may set variables first that numpy reads when it is imported
+
+        kind = type(value)
+        if issubclass(kind, types.FunctionType):
+            if not _is_others(value.__module__):
+                self._function(value)
+        elif issubclass(kind, types.MethodType):
+            self._add((value.__self__, value.__func__), name)
+        elif issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
+            if not issubclass(type(value.__self__), (types.ModuleType, type)):
+                self._add((value.__self__,), name)
+        elif issubclass(kind, functools.partial):
+            self._add((value.func, *value.args, *value.keywords.values()))
+        elif issubclass(kind, types.CellType):
+            self._cell(value, name)
+        elif (generator := _generator(value)) is not None:
+            self._undo.append(generator)
+            self._stuck.append(("spawn", "random generator's count of children"))
+        elif issubclass(kind, np.random.SeedSequence):
+            self._stuck.append(("spawn", "seed's count of children"))
+        elif issubclass(kind, np.ndarray):
+            if value.flags.writeable:
+                self._array(value, name)
+        elif issubclass(kind, (list, dict, set, collections.deque, bytearray)):
+            self._undo.append(_container(value))
+            self._add(
+                itertools.chain(value, value.values() if issubclass(kind, dict) else ()), name
+            )
+        elif issubclass(kind, (tuple, frozenset)):
+            self._add(value, name)
+        elif issubclass(kind, array.array):
+            self._undo.append(_array(value, value[:], slice(None)))
+        elif issubclass(kind, (io.StringIO, io.BytesIO)):
+            self._undo.append(_stream(value))
+        elif issubclass(kind, contextvars.ContextVar):
+            self._context(value, name)
+        elif issubclass(kind, weakref.ref):
+            self._add((value(),), name)
+        elif _is_stuck(kind):
+            self._stuck.append((name, kind.__name__))
+        elif issubclass(kind, threading.local):
+            self._attributes(value.__dict__)
+        elif issubclass(kind, type):
+            if not _is_others(value.__module__):
+                self._class(value)
+        elif not issubclass(kind, types.ModuleType):
+            self._instance(value)
+
+    def _function(self, function: types.FunctionType) -> None:
+        names, variables = _names(function.__code__), function.__globals__
+        self._named |= names
+        self._add_items(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        self._add((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        self._attributes(function.__dict__)
+        self._module(variables, names)
+        held = map(_contents, function.__closure__ or ())
+        modules = [value for value in held if issubclass(type(value), types.ModuleType)]
+        modules += [variables[name] for name in names & variables.keys()]
+        # A function of the body's own package may import others when it is called; those of other
+        # packages do so to print, mostly.
+        home = (function.__module__ or "").partition(".")[0]
+        self._home = self._home or home
+        if home == self._home:
+            modules += [sys.modules[name] for name in names & sys.modules.keys()]
+        for module in modules:
+            if issubclass(type(module), types.ModuleType):
+                self._inside(module, names)
+                self._draws |= _draws(function.__code__, module)
+
+    def _inside(self, module: types.ModuleType, names: set[str]) -> None:
+        """Keep the variables that code names in a module, and in modules inside of it."""
+        variables = vars(module)
+        if not _is_others(module.__name__) and self._module(variables, names):
+            for name in names & variables.keys():
+                if issubclass(type(variables[name]), types.ModuleType):
+                    self._inside(variables[name], names)
+
+    def _module(self, variables: dict[str, Any], names: set[str]) -> bool:
+        """Keep variables by their names; return whether some were not kept before."""
+        new = {name for name in names if (id(variables), name) not in self._variables}
+        self._variables |= {(id(variables), name) for name in new}
+        self._undo.append(_variables(variables, new))
+        self._add_items((name, variables[name]) for name in new & variables.keys())
+        return bool(new)
+
+    def _cell(self, cell: types.CellType, name: str) -> None:
+        before = _contents(cell)
+
+        def undo() -> None:
+            if before is not _ABSENT:
+                cell.cell_contents = before
+            elif _contents(cell) is not _ABSENT:
+                del cell.cell_contents
+
+        self._undo.append(undo)
+        if before is not _ABSENT:
+            self._add((before,), name)
+
+    def _context(self, value: contextvars.ContextVar[Any], name: str) -> None:
+        try:
+            before = value.get()
+        except LookupError:
+            self._stuck.append((name, "context variable without a value"))
+            return
+        self._undo.append(lambda: None if value.get() is before else value.set(before))
+        self._add((before,), name)
+
+    def _array(self, value: Any, name: str) -> None:
+        if (nbytes := value.nbytes) + self._bytes > _MOST_BYTES:
+            self._stuck.append((name, f"numpy array of {nbytes:,} bytes"))
+            return
+        self._bytes += nbytes
+        self._undo.append(_array(value, value.copy(), ...))
+        if value.dtype == object:
+            self._add(value.flat, name)
+
+    def _class(self, kind: type) -> None:
+        self._add(kind.__bases__)
+        self._undo.append(_class_attributes(kind))
+        for name, value in [*vars(kind).items()]:
+            held = "__func__" if type(value) in (classmethod, staticmethod) else "fget"
+            self._add((_read(value, held, value),), name)
+            if not name.startswith("__") and not callable(value) and type(value) is not property:
+                self._undo.append(_attribute(kind, name, value))
+
+    def _attributes(self, attributes: dict[str, Any]) -> None:
+        self._undo.append(_container(attributes))
+        self._add_items(attributes.items())
+
+    def _instance(self, value: Any) -> None:
+        """Keep the attributes of an object; of JAX's, look into functions that it wraps alone."""
+        kind = type(value)
+        attributes = _read(value, "__dict__")
+        if type(wrapped := _read(value, "__wrapped__")) is types.FunctionType:
+            self._add((wrapped,))  # of a jitted function
+        if (clear := _read(value, "cache_clear")) is not None and kind is _LRU:
+            self._undo.append(_cache(value.cache_info, clear))
+        # Of the standard library, only plain holders of data: pools and queues are for threads.
+        if _is_others(kind.__module__) and kind.__module__ not in _HOLDERS:
+            if kind.__name__.startswith("custom_"):
+                self._add((attributes or {}).values())
+            return
+        if type(attributes) is dict:
+            self._attributes(attributes)
+        self._add((kind,))
+        for name in (n for k in kind.__mro__ for n in _slots(k)):
+            if (held := _read(value, name, _ABSENT)) is not _ABSENT:
+                self._undo.append(_attribute(value, name, held))
+                self._add((held,), name)
+
+
+_LRU = type(functools.lru_cache(object))
+
+
+def _alone() -> bool:
+    """Whether no other thread of Python's runs."""
+    # A thread that Python didn't start is listed once it has asked for its name (a callback that
+    # logs, in a thread of XLA's); to Python 3.11 it stays listed.
+    dummy: Any = getattr(threading, "_DummyThread", ())
+    here = threading.current_thread()
+    return all(isinstance(thread, dummy) or thread is here for thread in threading.enumerate())
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return _ABSENT
+
+
+def _is_others(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _OTHERS
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Return the names that code and the functions in it use."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(code.co_freevars, *inner)
+
+
+def _is_stuck(kind: type) -> bool:
+    """Whether an object of this type is an iterator or a queue; files are read on."""
+    iterators = collections.abc.Iterator, queue.SimpleQueue, queue.Queue
+    return issubclass(kind, iterators) and not hasattr(kind, "fileno")
+
+
+def _draws(code: types.CodeType, module: types.ModuleType) -> bool:
+    """Whether code that uses a module may draw from the generators of Python or NumPy."""
+    if module.__name__ in ("random", "numpy.random"):
+        return True
+    if module.__name__ != "numpy" or "random" not in _names(code):
+        return False
+    codes = [code, *(const for const in code.co_consts if isinstance(const, types.CodeType))]
+    return any(
+        then.argval == "random" and first.argval in ("np", "numpy")
+        for each in codes
+        for first, then in itertools.pairwise(dis.get_instructions(each))
+    )
+
+
+def _slots(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _variables(variables: dict[str, Any], names: Iterable[str]) -> Undo:
+    before = {name: variables.get(name, _ABSENT) for name in names}
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is _ABSENT:
+                # An import sets the name of a submodule once only, so it has to stay.
+                if not isinstance(variables.get(name), types.ModuleType):
+                    variables.pop(name, None)
+            elif variables.get(name, _ABSENT) is not value:
+                variables[name] = value
+
+    return undo
+
+
+def _read(value: Any, name: str, otherwise: Any = None) -> Any:
+    """Read an attribute of an object, past what its class does for those that it lacks."""
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:  # a property's own, too  # noqa: BLE001
+        return otherwise
+
+
+def _attribute(owner: Any, name: str, before: Any) -> Undo:
+    def undo() -> None:
+        now = vars(owner).get(name) if isinstance(owner, type) else _read(owner, name, _ABSENT)
+        if now is not before:
+            setattr(owner, name, before)
+
+    return undo
+
+
+def _container(value: Any) -> Undo:
+    before = value.copy()
+
+    def undo() -> None:
+        now = value.items() if isinstance(value, dict) else value
+        then = before.items() if isinstance(value, dict) else before
+        if len(now) != len(then) or not all(map(_is_same, now, then)):
+            value.clear()
+            getattr(value, "extend" if hasattr(value, "extend") else "update")(before)
+
+    return undo
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2:  # an item of a dict
+        return a[0] is b[0] and a[1] is b[1]
+    return a is b or (type(a) is int and a == b)
+
+
+def _class_attributes(kind: type) -> Undo:
+    before = set(vars(kind))
+
+    def undo() -> None:
+        for name in set(vars(kind)) - before:
+            if not name.startswith("__"):
+                delattr(kind, name)
+
+    return undo
+
+
+def _array(value: Any, before: Any, every: Any) -> Undo:
+    def undo() -> None:
+        if value.tobytes() != before.tobytes():
+            value[every] = before
+
+    return undo
+
+
+def _stream(value: Any) -> Undo:
+    text, position = value.getvalue(), value.tell()
+
+    def undo() -> None:
+        if value.getvalue() != text:
+            value.seek(0)
+            value.truncate()
+            value.write(text)
+        value.seek(position)
+
+    return undo
+
+
+def _cache(info: Callable[[], Any], clear: Undo) -> Undo:
+    """Empty a cache that was empty before; what one holds already is of the program's own calls."""
+    before = info()
+    return lambda: clear() if not before.currsize and info() != before else None
+
+
+def _generator(value: Any) -> Undo | None:
+    import numpy as np
+
+    if issubclass(type(value), np.random.Generator):
+        value = value.bit_generator
+    if issubclass(type(value), np.random.BitGenerator):
+        return _state(lambda: value.state, functools.partial(setattr, value, "state"))
+    if issubclass(type(value), np.random.RandomState):
+        return _state(value.get_state, value.set_state)
+    if issubclass(type(value), random.Random):
+        return _state(value.getstate, value.setstate)
+    return None
+
+
+def _global_generators() -> Iterator[Undo]:
+    import numpy as np
+
+    yield _state(random.getstate, random.setstate)
+    yield _state(np.random.get_state, np.random.set_state)
+
+
+def _state(get: Callable[[], Any], put: Callable[[Any], Any]) -> Undo:
+    before = get()
+    return lambda: put(before)

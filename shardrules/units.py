@@ -1,0 +1,58 @@
+"""Numbers with their units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardrules.arguments import checked
+
+_EXACT = 10_000  # bytes below which no unit is shorter than the number
+
+
+@checked
+def size(count: float) -> str:
+    """Write bytes with a unit: all digits below 10,000 B, then three, in powers of 1000."""
+    if count < _EXACT:
+        return f"{round(count)} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB", "TB"):
+        value /= 1000
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+    return f"{value:.0f} TB"
+
+
+def sizes(counts: Sequence[int]) -> str:
+    """Write the bytes of one, or of each of several with their sum where they differ."""
+    low, high = min(counts), max(counts)
+    if len(counts) == 1:
+        return size(low)
+    if low == high:
+        return f"{size(low)} each"
+    return f"{size(low)} to {size(high)} each, {size(sum(counts))} in all"
+
+
+def counted(count: int, noun: str, of: int | None = None) -> str:
+    """Write a number and its noun: ``1 constant``; with ``of`` also a verb: ``1 of 3 lines is``."""
+    if of is None:
+        return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} of {counted(of, noun)} {'is' if count == 1 else 'are'}"
+
+
+def percent(part: float, whole: float) -> str:
+    """Write a share: three digits at most, and 0% only of nothing."""
+    share = part / whole if whole else 0.0
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"
+
+
+def duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,91 @@
+"""How often a process's programs ran, and which programs' results they took as arguments."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from shardrules.door import compiled
+
+
+class RunRecord:
+    """The runs of one executable."""
+
+    def __init__(self, kept: Sequence[int] | None = None):
+        self.runs = 0
+        # What made an argument, as which result, and which parameter of the HLO it is.
+        self.took: collections.Counter[tuple[RunRecord, int, int]] = collections.Counter()
+        self._kept = kept  # the arguments that are parameters; None for all
+
+    def take(self, maker: RunRecord, result: int, argument: int) -> None:
+        if self._kept is None:
+            self.took[maker, result, argument] += 1
+        elif argument in self._kept:
+            self.took[maker, result, self._kept.index(argument)] += 1
+
+
+class Runs:
+    """Follows programs over several devices; the others keep JAX's fast path."""
+
+    def __init__(self) -> None:
+        self.records: list[RunRecord] = []
+        self._host = RunRecord()
+        self._made: dict[int, tuple[weakref.ref[Any], RunRecord, int]] = {}
+
+    def follow(self, executable: Any) -> RunRecord | None:
+        """Count an executable's runs from now on; None if it runs on one device."""
+        if compiled.local_device_count(executable) < 2:
+            return None
+        record = RunRecord(compiled.kept_arguments(executable))
+        self.records.append(record)
+        compiled.after_each_run(executable, functools.partial(self._ran, record))
+        return record
+
+    def counts(self) -> list[int]:
+        """Give how often each executable ran by now, in the order in which they were followed."""
+        return [record.runs for record in self.records]
+
+    def read(self, array: Any) -> None:
+        """Note that the host reads an array."""
+        self._take(self._host, array, 0)
+
+    def fed(self, same: Collection[RunRecord]) -> dict[tuple[int, int], tuple[int, int]]:
+        """Give runs and first runs of one program's executables, by a result and a parameter.
+
+        The result is that parameter of the next run, and is used elsewhere once at most after each
+        row of runs.
+        """
+        runs = sum(record.runs for record in same)
+        fed: collections.Counter[tuple[int, int]] = collections.Counter()
+        used: collections.Counter[int] = collections.Counter()
+        for record in (*self.records, self._host):
+            for (maker, result, parameter), count in record.took.items():
+                if maker in same and record in same:
+                    fed[result, parameter] += count
+                elif maker in same:
+                    used[result] += count
+        first = {place: runs - count for place, count in fed.items()}
+        return {place: (runs, n) for place, n in first.items() if n > 0 and used[place[0]] <= n}
+
+    def _take(self, record: RunRecord, array: Any, argument: int) -> None:
+        ref, maker, result = self._made.get(id(array), (None, None, 0))
+        if ref is not None and maker is not None and ref() is array:
+            record.take(maker, result, argument)
+
+    def _ran(self, record: RunRecord, arguments: Sequence[Any], results: Sequence[Any]) -> None:
+        for number, array in enumerate(arguments):
+            self._take(record, array, number)
+        record.runs += 1
+        for number, array in enumerate(results):
+            key = id(array)
+            self._made[key] = (weakref.ref(array, self._forgets(key)), record, number)
+
+    def _forgets(self, key: int) -> Any:
+        def forget(ref: Any) -> None:
+            if key in self._made and self._made[key][0] is ref:
+                del self._made[key]
+
+        return forget

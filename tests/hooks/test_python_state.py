@@ -1,0 +1,290 @@
+"""What a function changes is put back after it was traced to look at it, or it isn't looked at.
+
+Each kind here makes a function that returns another value at each call, by state of its own.
+"""
+
+import argparse
+import array
+import collections
+import concurrent.futures
+import contextvars
+import dataclasses
+import functools
+import io
+import itertools
+import queue
+import random
+import sys
+import threading
+import types
+import weakref
+
+import numpy as np
+import pytest
+
+from shardrules.unchecked.python_state import Kept
+
+
+class Counts:
+    made = 0
+
+    def __init__(self, value=0):
+        self.n = value
+
+    def __call__(self):
+        self.n += 1
+        return self.n
+
+
+def of_an_attribute(owner):
+    def draw():
+        owner.n += 1
+        return owner.n
+
+    return draw
+
+
+def of_an_item(owner, key=0):
+    def draw():
+        owner[key] += 1
+        return int(owner[key])
+
+    return draw
+
+
+def in_thread():
+    owner = threading.local()
+    owner.n = 0
+    return of_an_attribute(owner)
+
+
+def in_slots():
+    @dataclasses.dataclass(slots=True)
+    class Slots:
+        n: int = 0
+
+    return of_an_attribute(Slots())
+
+
+def in_context():
+    variable = contextvars.ContextVar("variable", default=0)
+
+    def draw():
+        variable.set(variable.get() + 1)
+        return variable.get()
+
+    return draw
+
+
+def in_a_stream():
+    stream = io.StringIO()
+
+    def draw():
+        stream.write("x")
+        return stream.tell()
+
+    return draw
+
+
+def in_a_new_attribute():
+    class New:
+        pass
+
+    def draw():
+        New.n = getattr(New, "n", 0) + 1
+        return New.n
+
+    return draw
+
+
+def in_a_new_variable():
+    globals().pop("_new", None)
+
+    def draw():
+        global _new
+        _new = globals().get("_new", 0) + 1
+        return _new
+
+    return draw
+
+
+def in_a_submodule():
+    package, inner = types.ModuleType("counting"), types.ModuleType("counting.inner")
+    package.inner, inner.n = inner, 0
+    sys.modules["counting"], sys.modules["counting.inner"] = package, inner
+
+    def draw():
+        import counting
+
+        counting.inner.n += 1
+        return counting.inner.n
+
+    return draw
+
+
+def in_a_cache():
+    asked, Counts.made = Counts(), 0
+
+    @functools.lru_cache
+    def cached(n):
+        Counts.made += 1
+        return Counts.made
+
+    return lambda: cached(asked())
+
+
+def behind_a_reference():
+    owner = Counts()
+    reference = weakref.ref(owner)
+    keep = [owner]
+    return lambda: (len(keep), of_an_attribute(reference())())[1]
+
+
+def behind_many_objects():
+    many = [*({} for _ in range(30_000)), [Counts()]]
+    return lambda: many[-1][0]()
+
+
+PUT_BACK = {
+    "attribute": lambda: of_an_attribute(Counts()),
+    "called object": Counts,
+    "simple namespace": lambda: of_an_attribute(types.SimpleNamespace(n=0)),
+    "arguments": lambda: of_an_attribute(argparse.Namespace(n=0)),
+    "slots": in_slots,
+    "thread": in_thread,
+    "context": in_context,
+    "stream": in_a_stream,
+    "array": lambda: of_an_item(array.array("i", [0])),
+    "numpy array": lambda: of_an_item(np.zeros(1)),
+    "large numpy array": lambda: of_an_item(np.zeros(300_000)),
+    "objects in numpy": lambda: of_an_item(np.array([0, None], object)),
+    "user dict": lambda: of_an_item(collections.UserDict(n=0), "n"),
+    "new class attribute": in_a_new_attribute,
+    "new variable": in_a_new_variable,
+    "submodule": in_a_submodule,
+    "cache": in_a_cache,
+    "weak reference": behind_a_reference,
+    "deque's method": lambda: collections.deque(range(9)).popleft,
+    "generator's method": lambda: np.random.default_rng(0).normal,
+    "python's generator": lambda: random.Random(0).random,
+    "many objects": behind_many_objects,
+}
+
+
+@pytest.mark.parametrize("kind", PUT_BACK)
+def test_what_a_function_changes_is_put_back(kind):
+    draw = PUT_BACK[kind]()
+    expected = [draw() for _ in range(3)]
+    draw = PUT_BACK[kind]()
+    kept = Kept(lambda: draw())
+    assert not kept.why
+    assert [draw(), draw()] == expected[:2]
+    kept.put_back()
+    assert [draw() for _ in range(3)] == expected
+
+
+def by_default(numbers=itertools.count()):
+    return next(numbers)
+
+
+def of_function():
+    return next(of_function.numbers)
+
+
+of_function.numbers = itertools.count()
+
+
+class OfClass:
+    numbers = itertools.count()
+
+
+def yields():
+    yield from range(9)
+
+
+def draws_children():
+    seed = np.random.SeedSequence(0)
+    return lambda: seed.spawn(1)[0].generate_state(1)
+
+
+def draws_generators():
+    generator = np.random.default_rng(0)
+    return lambda: generator.spawn(1)[0].integers(100)
+
+
+def in_empty_context():
+    variable = contextvars.ContextVar("variable")
+    return lambda: variable.set(variable.get(0) + 1)
+
+
+def of_items(items, key=0):
+    return lambda: next(items[key])
+
+
+LEFT = {
+    "list": lambda: of_items([itertools.count()]),
+    "dict": lambda: of_items({"n": itertools.count()}, "n"),
+    "tuple": lambda: of_items((yields(),)),
+    "default": lambda: by_default,
+    "function's attribute": lambda: of_function,
+    "class's attribute": lambda: lambda: next(OfClass.numbers),
+    "method": lambda: itertools.count().__next__,
+    "partial": lambda: functools.partial(next, itertools.count()),
+    "queue": lambda: queue.Queue().get,
+    "simple queue": lambda: queue.SimpleQueue().get,
+    "seed's children": draws_children,
+    "generator's children": draws_generators,
+    "context without a value": in_empty_context,
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_cannot_be_put_back_is_said(kind):
+    draw = LEFT[kind]()
+    assert "which can't be put back" in Kept(lambda: draw()).why
+
+
+def test_too_much_to_keep_is_said(monkeypatch):
+    monkeypatch.setattr("shardrules.unchecked.python_state._MOST_OBJECTS", 10)
+    many = [[] for _ in range(20)]
+    assert "reaches more than 10 objects" in Kept(lambda: many).why
+    monkeypatch.setattr("shardrules.unchecked.python_state._MOST_BYTES", 10)
+    large = np.zeros(9)
+    assert "can change 'large', a numpy array of 72 bytes" in Kept(lambda: large.sum()).why
+
+
+def test_an_iterator_that_no_code_names_is_no_reason():
+    owner = types.SimpleNamespace(batches=iter([1]), n=0)
+    assert not Kept(of_an_attribute(owner)).why
+
+
+def test_a_pool_of_threads_is_not_touched():
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        owner = types.SimpleNamespace(pool=pool, tasks=queue.Queue(), n=0)
+        kept = Kept(of_an_attribute(owner))
+        owner.tasks.put(1)
+        pool.submit(int).result()
+        threads = len(pool._threads)
+        kept.put_back()
+        assert (owner.tasks.qsize(), len(pool._threads)) == (1, threads)
+
+
+def test_draws_of_all_beside_another_thread():
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert "other threads draw" in Kept(lambda: np.random.normal()).why
+        assert not Kept(lambda: np.zeros(3)).why
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_submodule_that_is_imported_stays():
+    package = types.ModuleType("lazily")
+    sys.modules["lazily"] = package
+    kept = Kept(lambda: package.inner)
+    package.inner = types.ModuleType("lazily.inner")
+    kept.put_back()
+    assert package.inner.__name__ == "lazily.inner"

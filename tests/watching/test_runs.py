@@ -1,0 +1,241 @@
+"""Loops on the host: what each call sums up, and what each step reads; followed, and near misses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+from shardrules.report import several
+from shardrules.watching import reads, runs
+
+STEPS, CALLS = 2, 4
+D = P("data")
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def varying(w):
+    return shardrules.vary(w, "data")
+
+
+class Loop:
+    """Trains with accumulated gradients, each way with its own total."""
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+        keys = jax.random.split(jax.random.key(0), CALLS + 1)
+        self.w = self.put(jax.random.normal(keys[0], (64, 64)), P())
+        self.xs = [self.put(jax.random.normal(k, (32, 64)), D) for k in keys[1:]]
+
+    def put(self, x, spec):
+        return jax.device_put(x, NamedSharding(self.mesh, spec))
+
+    def mapped(self, f, specs, out):
+        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+    def run(self, accumulate, update, total, each=lambda total: None):
+        # Without an update of the shardings, JAX would compile each once more.
+        accumulate, update = jax.jit(accumulate), jax.jit(update)
+        w = self.w
+        for _ in range(STEPS):
+            g = total
+            for x in self.xs:
+                g = accumulate(g, w, x)
+                each(g)
+            w = update(w, g)
+        return w
+
+    # -- each call sums up ---------------------------------------------------------------------
+
+    def under_jit(self, **how):
+        def accumulate(g, w, x):
+            return g + jax.grad(loss)(w, x)
+
+        return self.run(accumulate, lambda w, g: w - g, self.put(jnp.zeros((64, 64)), P()), **how)
+
+    def in_a_shard_map(self):
+        def accumulate(g, w, x):
+            return g + lax.pmean(jax.grad(loss)(w, x), "data")
+
+        f = self.mapped(accumulate, (P(), P(), D), P())
+        return self.run(f, lambda w, g: w - g, self.put(jnp.zeros((64, 64)), P()))
+
+    # -- as the advice has it ------------------------------------------------------------------
+
+    def shards_under_jit(self):
+        def accumulate(g, w, x):
+            own = jax.vmap(jax.grad(loss), (None, 0))(w, x.reshape(4, -1, *x.shape[1:]))
+            return g + lax.with_sharding_constraint(own, NamedSharding(self.mesh, D))
+
+        return self.run(accumulate, lambda w, g: w - g.mean(0), self.put(jnp.zeros((4, 64, 64)), D))
+
+    def shards_in_a_shard_map(self):
+        accumulate = self.mapped(lambda g, w, x: g + jax.grad(loss)(w, x)[None], (D, P(), D), D)
+        update = self.mapped(lambda w, g: w - lax.pmean(g[0], "data"), (P(), D), P())
+        return self.run(accumulate, update, self.put(jnp.zeros((4, 64, 64)), D))
+
+    # -- near misses ---------------------------------------------------------------------------
+
+    def trained_in_each_call(self):
+        """The next call reads the sum: it is the weights."""
+        return self.run(lambda g, w, x: g + jax.grad(loss)(g, x), lambda w, g: g, self.w)
+
+    def decayed(self):
+        f = lambda g, w, x: 0.9 * g + jax.grad(loss)(w, x)  # noqa: E731
+        return self.run(f, lambda w, g: w - g, self.put(jnp.zeros((64, 64)), P()))
+
+    def clipped(self):
+        def accumulate(g, w, x):
+            own = jax.grad(loss)(w, x)
+            return g + own / jnp.sqrt((own * own).sum())
+
+        return self.run(accumulate, lambda w, g: w - g, self.put(jnp.zeros((64, 64)), P()))
+
+    def ranked(self):
+        """What scales the sum differs by device, and would differ by call."""
+
+        def accumulate(g, w, x):
+            own = lax.psum(jax.grad(loss)(w, x), "data")
+            return g + own[None] * (1 + lax.axis_index("data"))
+
+        f = self.mapped(accumulate, (D, P(), D), D)
+        return self.run(f, lambda w, g: w - g.mean(0), self.put(jnp.zeros((4, 64, 64)), D))
+
+    def looked_at(self):
+        """Another program takes the total after each call."""
+        norm = jax.jit(lambda g: jnp.sum(g * g))
+        return self.under_jit(each=norm)
+
+    def coupled(self):
+        """Each example's gradient depends on the mean of all."""
+
+        def normed(w, x):
+            h = x @ w
+            return jnp.mean((h - h.mean(0)) ** 4)
+
+        f = lambda g, w, x: g + jax.grad(normed)(w, x)  # noqa: E731
+        return self.run(f, lambda w, g: w - g, self.put(jnp.zeros((64, 64)), P()))
+
+
+def watched(mesh, name):
+    """Return the weights, the contents of all programs and what each program's runs sent."""
+    with shardrules.watch() as seen:
+        seen.runs = runs.Runs()
+        w = getattr(Loop(mesh), name)()
+        w.block_until_ready()
+    sent = sum(
+        p._record.runs * p.content.account.total.wire_bytes for p in seen if p._record is not None
+    )
+    found = {(p.name, h.kind): h for p in seen for h in p.content.hints}
+    return np.asarray(w), found, sent
+
+
+PAIRS = [("under_jit", "shards_under_jit"), ("in_a_shard_map", "shards_in_a_shard_map")]
+
+
+@pytest.mark.parametrize("before, after", PAIRS)
+def test_each_call_sums_up_what_one_sum_after_the_loop_would(cpu_mesh, before, after):
+    one, found, sent = watched(cpu_mesh, before)
+    (hint,) = found.values()
+    assert hint.kind == "each call"
+    assert f"{STEPS * CALLS} calls sum up 16384 B each" in hint.advice
+    assert f"sum that up {STEPS} times" in hint.advice
+    other, left, then = watched(cpu_mesh, after)
+    assert "each call" not in [kind for _, kind in left]
+    # What is said of one call holds for all calls together.
+    assert STEPS * CALLS * (hint.sent_before - hint.sent_after) == sent - then > 0
+    np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.one_lane
+@pytest.mark.parametrize(
+    "name", "trained_in_each_call decayed clipped ranked looked_at coupled".split()
+)
+def test_sums_that_each_call_needs(cpu_mesh, name):
+    _, found, _ = watched(cpu_mesh, name)
+    assert "each call" not in [kind for _, kind in found]
+
+
+def test_a_program_with_the_same_text_has_one_row_of_runs(cpu_mesh):
+    """P() and P(None, None) are two executables, each of which the other one's result feeds."""
+    followed, one, other = runs.Runs(), runs.RunRecord(), runs.RunRecord()
+    followed.records += [one, other]
+    arrays = [jnp.zeros(1) for _ in range(5)]
+    for k, record in enumerate([one, other, other, one]):
+        followed._ran(record, [arrays[k]], [arrays[k + 1]])
+    assert followed.fed([one, other]) == {(0, 0): (4, 1)}
+    assert followed.fed([other]) == {(0, 0): (2, 1)}
+    followed.read(arrays[2])
+    followed.read(arrays[3])
+    assert followed.fed([one, other]) == {}  # the host reads it between
+
+
+# -- what each step reads -------------------------------------------------------------------------
+
+
+def read_in(mesh, loop):
+    """Run a loop over steps and return its findings on the host, and its notes."""
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    w, x = put(jnp.ones((8, 8)), P()), put(jnp.ones((8, 8)), D)
+    followed = runs.Runs()
+    with shardrules.watch() as seen, reads.Reads(followed) as read:
+        seen.runs = followed
+        loop(jax.jit(lambda w: (w - 0.1 * jax.grad(loss)(w, x), loss(w, x))), w)
+    return read.findings(), read.notes()
+
+
+def each(step, w):
+    for _ in range(9):
+        w, value = step(w)
+        float(value)
+
+
+def both(step, w):
+    for _ in range(9):
+        w, value = step(w)
+        print(float(value), float(value + 1))
+
+
+def sometimes(step, w):
+    for n in range(40):
+        w, value = step(w)
+        if n % 4 == 0:
+            float(value)
+
+
+def afterwards(step, w):
+    values = []
+    for _ in range(12):
+        w, value = step(w)
+        values.append(value)
+    print(max(float(value) for value in values))
+
+
+def got(step, w):
+    for _ in range(9):
+        w, value = step(w)
+        jax.device_get(value)
+
+
+@pytest.mark.parametrize("loop, times", [(each, 9), (both, 18)])
+def test_a_line_that_reads_after_each_run_is_a_finding(cpu_mesh, loop, times):
+    found, notes = read_in(cpu_mesh, loop)
+    ((line, said),) = found.items()
+    assert "test_runs.py:" in line and notes == []
+    assert f" read an array (float32[]) on the host {times} times, after each run" in said
+    programs = several.gather([], [])
+    results = programs.with_reads(found, ())
+    assert results.findings == 1 and not results.clean and "1 finding" in results.about
+    allowed = programs.with_reads(found, [(f"read at {line}", "it is logged")])
+    assert allowed.findings == 0 and allowed.clean
+
+
+@pytest.mark.parametrize("loop", [sometimes, afterwards, got])
+def test_lines_that_read_less_often_or_on_purpose(cpu_mesh, loop):
+    assert read_in(cpu_mesh, loop) == ({}, [])

@@ -133,8 +133,8 @@ class Content:
     @property
     def costliest(self) -> str:
         """Name the finding or hint that saves most; empty if there is none."""
-        changes: list[Finding | Hint] = [*self.findings, *self.hints]
-        changes.sort(key=lambda one: self._rank([one]))
+        every: list[Finding | Hint] = [*self.findings, *self.hints]
+        changes = sorted(every, key=lambda one: self._rank([one]))
         if not changes or not self.findings:
             return self.cheaper
         entry, kind = changes[0].entry, changes[0].kind

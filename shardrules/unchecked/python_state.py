@@ -7,6 +7,7 @@ back: variables, attributes, containers and generators of random numbers.
 
 from __future__ import annotations
 
+import _thread
 import array
 import collections
 import contextvars
@@ -49,6 +50,7 @@ class Kept:
         self._named: set[str] = set()  # the names in the code of the functions
         self._variables: set[tuple[int, str]] = set()  # modules, by id, and names: those kept
         self._home = ""  # the package of the first function
+        self._own: set[str] = set()  # of the names, those in functions of that package
         self._draws = False  # whether a function draws from the generators of all
         self._stuck: list[tuple[str, str]] = []  # names and kinds of what can't be put back
         self._left: collections.deque[tuple[Any, str]] = collections.deque()
@@ -67,7 +69,7 @@ class Kept:
         elif self._draws:
             self.why = "its body can draw random numbers that other threads draw, too"
         for name, kind in self._stuck:
-            if not name or name in self._named:
+            if not name or name in (self._own if name == "spawn" else self._named):
                 held = f"{name!r}, a {kind}" if name else f"a {kind}"
                 self.why = f"its body can change {held}, which can't be put back"
 
@@ -128,7 +130,7 @@ class Kept:
             self._add((value(),), name)
         elif _is_stuck(kind):
             self._stuck.append((name, kind.__name__))
-        elif issubclass(kind, threading.local):
+        elif issubclass(kind, _LOCAL):
             self._attributes(value.__dict__)
         elif issubclass(kind, type):
             if not _is_others(value.__module__):
@@ -151,6 +153,7 @@ class Kept:
         home = (function.__module__ or "").partition(".")[0]
         self._home = self._home or home
         if home == self._home:
+            self._own |= names
             modules += [sys.modules[name] for name in names & sys.modules.keys()]
         for module in modules:
             if issubclass(type(module), types.ModuleType):
@@ -240,6 +243,7 @@ class Kept:
 
 
 _LRU = type(functools.lru_cache(object))
+_LOCAL = _thread._local  # of the program's; the hooks keep their own in state.py
 
 
 def _alone() -> bool:

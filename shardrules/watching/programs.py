@@ -177,7 +177,8 @@ class WatchedProgram:
         # JAX compiles one program for each way in which its shardings are written.
         same = [p for p in self._owner if p._record and p.name == self.name]
         text = self.text if len(same) > 1 else ""
-        return runs.fed([p._record for p in same if p._record and (p is self or p.text == text)])
+        records = (p._record for p in same if p is self or p.text == text)
+        return runs.fed([record for record in records if record is not None])
 
     def _proven_kernels(self) -> frozenset[str]:
         """Return the names of Pallas kernels all of whose jaxprs prove no communication."""

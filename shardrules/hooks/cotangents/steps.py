@@ -35,6 +35,7 @@ _IDENTITIES = CASTS | {MARK}
 _PLAIN = {type(None), bool, int, float, str}  # of most parameters; none holds a function
 # What is followed into its jaxprs; what else holds some is one step.
 _FOLLOWED = frozenset((*CALLS, "scan", "cond"))
+_TRANSPOSE_CALLS = ("linear_call", "custom_transpose_call")
 
 
 def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
@@ -58,7 +59,7 @@ def has_rule(door: Door, eqn: Eqn) -> bool:
         return not places.owns(door.function_place(rule))
     return (
         name.startswith("custom_vjp_call")
-        or name in ("linear_call", "custom_transpose_call", "reduce_precision")
+        or name in ("reduce_precision", *_TRANSPOSE_CALLS)
         or hijax_object(door, eqn.primitive, eqn.params) is not None
         or not transposed_by_jax(eqn.primitive)
     )
@@ -78,7 +79,8 @@ class CustomRules:
     def left(self, closed: Any) -> collections.Counter[Any]:
         """Count the rules that are left in a program."""
         eqns = equations(opened(closed))
-        return collections.Counter(self._key(eqn, 2) for eqn in eqns if has_rule(self.door, eqn))
+        keys = (self._key(eqn, 2) for eqn in eqns if has_rule(self.door, eqn))
+        return collections.Counter(key for key in keys if key is not None)
 
     def new(self, closed: Any, before: Any, ran: Container[Any]) -> bool:
         """Whether a derivative leaves rules that are neither those that ran nor those before it.
@@ -96,11 +98,10 @@ class CustomRules:
     def _key(self, eqn: Any, depth: int) -> Any:
         name = name_of(eqn)
         if name.startswith("custom_vjp_call"):
-            return hashable(self._bwd_of(eqn.params.get("bwd")))
-        if name == "reduce_precision":
-            return name, rounded_to(eqn)
+            bwd = self._bwd_of(eqn.params.get("bwd"))
+            return None if bwd is None else hashable(bwd)
         if not name.startswith("custom_jvp_call"):
-            return object()
+            return None  # a transpose: each derivative looks at those that it has
         rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("jvp_jaxpr_thunk"))
         zeros = [not is_inexact(atom.aval) for atom in eqn.invars[eqn.params["num_consts"] :]]
         try:
@@ -117,7 +118,7 @@ def hashable(rule: Any) -> Any:
         hash(rule)
     except TypeError:
         return object()
-    return object() if rule is None else rule
+    return rule
 
 
 class Shares(Reach):

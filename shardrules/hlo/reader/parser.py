@@ -56,6 +56,8 @@ _CALL_KEYS = (
     "condition body true_computation false_computation branch_computations calls to_apply "
     "called_computations select scatter".split()
 )
+# A label, an opcode, a shape, operands, calls, a start, an inner span, an end.
+_Fields = tuple[str, str, hm.Shape, tuple[int, ...], tuple[str, ...], int, tuple[int, int], int]
 _LITERAL = ("parameter", "constant")  # their parentheses hold no operands
 _NUMBERS = {str(number): number for number in range(1000)}  # of most parameters
 _MAX_DEPTH = 100  # nesting of operands
@@ -275,23 +277,13 @@ class _Reader:
                 fields = label, opcode, shape, operands, calls, text, start, inner
                 append(_make(hm.Instruction, (*fields, inner[1] + 1, position - 1)))
             else:  # it is ROOT, is wrong, or calls in another way
-                add(label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
+                add((label, opcode, shape, operands, calls, start, inner, position - 1), is_root)
                 count = len(instructions)
         return self._finish(opening), position + 1
 
-    def _add(
-        self,
-        label: str,
-        opcode: str,
-        shape: hm.Shape,
-        operands: tuple[int, ...],
-        calls: tuple[str, ...],
-        start: int,
-        inner: tuple[int, int],
-        end: int,
-        is_root: object,  # true, or what marks it
-    ) -> None:
-        """Add an instruction; the arguments are the fields of ``Instruction``."""
+    def _add(self, given: _Fields, is_root: object) -> None:
+        """Add an instruction; ``is_root`` is true of the root, or what marks it."""
+        label, opcode, shape, operands, calls, start, inner, end = given
         if opcode == "parameter":
             self._parameter(start, inner)
         for called in calls:
@@ -391,7 +383,7 @@ class _Reader:
             spans = list(attributes.iter_attributes(text, end, len(text)))
             calls = self._calls(spans)
             end = spans[-1][2] if spans else end
-        self._add(label, opcode[1], shape, operands, calls, start, inner, end, is_root)
+        self._add((label, opcode[1], shape, operands, calls, start, inner, end), is_root)
         return end
 
     def _calls(self, spans: Iterable[tuple[str, int, int]]) -> tuple[str, ...]:

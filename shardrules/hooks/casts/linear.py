@@ -23,7 +23,7 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
 from shardrules.door.protocols import Aval, Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.linearity import precision, rounded_to, strings
-from shardrules.hooks.cotangents.steps import why_not_linear
+from shardrules.hooks.cotangents.steps import absent_tangents, why_not_linear
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.types.identities import MARK
 from shardrules.jaxprs.fold import Fold
@@ -75,9 +75,7 @@ class Value:
 
     @property
     def precision(self) -> tuple[int, int]:
-        if not is_inexact(self.aval):  # float0
-            return 0, 0
-        return precision(self.aval.dtype)
+        return precision(self.aval.dtype) if is_inexact(self.aval) else (0, 0)  # float0
 
 
 @dataclasses.dataclass(eq=False)
@@ -290,9 +288,7 @@ class Graph(Fold["Value | None"]):
             elif taker is not None:
                 self.steps.append(Step([], [taker], self._axes(atom)))
 
-    def _loop(
-        self, eqn: Eqn, inside: Where, inputs: Values, results: Callable[[Any], list[Value | None]]
-    ) -> None:
+    def _loop(self, eqn: Eqn, inside: Where, inputs: Values, results: Callable[..., Any]) -> None:
         params, inner = eqn.params, opened(eqn.params["jaxpr"])
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]
@@ -495,13 +491,6 @@ class Graph(Fold["Value | None"]):
 
 def bytes_of(aval: Aval) -> int:
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
-
-
-def absent_tangents(eqn: Eqn) -> Sequence[bool]:
-    """Return which tangents of a custom_vjp's linear part are zero; JAX 0.6.0 takes all of them."""
-    none_zero = [False] * (len(eqn.invars) - eqn.params["num_res"])
-    zeros: Sequence[bool] = eqn.params.get("in_zeros", none_zero)
-    return zeros
 
 
 class _Tangents(Reach):

@@ -28,19 +28,11 @@ from shardrules.hooks.casts.cheapest import (
     in_the_way,
 )
 from shardrules.hooks.casts.cuts import Limits
-from shardrules.hooks.casts.linear import (
-    NONE,
-    Axes,
-    BwdSums,
-    Graph,
-    Unplaceable,
-    absent_tangents,
-    bytes_of,
-)
+from shardrules.hooks.casts.linear import NONE, Axes, BwdSums, Graph, Unplaceable, bytes_of
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.communication import moved_by_kernels
 from shardrules.hooks.cotangents.linearity import linearity
-from shardrules.hooks.cotangents.steps import Shares
+from shardrules.hooks.cotangents.steps import Shares, absent_tangents
 from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK

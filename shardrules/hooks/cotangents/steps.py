@@ -65,6 +65,13 @@ def has_rule(door: Door, eqn: Eqn) -> bool:
     )
 
 
+def absent_tangents(eqn: Eqn) -> Sequence[bool]:
+    """Return which tangents of a custom_vjp's linear part are zero; JAX 0.6.0 takes all of them."""
+    none_zero = [False] * (len(eqn.invars) - eqn.params["num_res"])
+    zeros: Sequence[bool] = eqn.params.get("in_zeros", none_zero)
+    return zeros
+
+
 class CustomRules:
     """The custom rules that a program calls and that no derivative of it has run yet, by keys.
 

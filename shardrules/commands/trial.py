@@ -101,7 +101,7 @@ def _in_foreground() -> bool:
 
 def child(path: str) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
-    from shardrules.door.imported import WhenImported
+    from shardrules.door.patching import WhenImported
     from shardrules.unchecked import check_off, results
     from shardrules.watching import programs
 

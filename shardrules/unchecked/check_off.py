@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from shardrules.door import internals
-from shardrules.door.imported import WhenImported
-from shardrules.door.patching import Patches
+from shardrules.door.patching import Patches, WhenImported
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.install import Handle, held, install, state, touched
 from shardrules.hooks.state import Unchecked

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shardrules.door import again, compiled, seams, watching
-from shardrules.door.imported import WhenImported
 from shardrules.door.jaxprs import opened
+from shardrules.door.patching import WhenImported
 from shardrules.door.places import leave_out_frames
 from shardrules.errors import UnsupportedJaxError
 from shardrules.jaxprs.walk import equations

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules import fitting
 from shardrules.arguments import checked
-from shardrules.costs.advice import advice
 from shardrules.door import compiled
 from shardrules.door.jaxprs import kernel_name
 from shardrules.door.watching import cast_listeners
@@ -135,6 +134,7 @@ class WatchedProgram:
         """Collect the content of its report; raises as ``annotated_text``."""
         from shardrules import report
         from shardrules.costs import findings
+        from shardrules.costs.advice import advice
         from shardrules.watching.profiles import profile
 
         timings = self._owner.timings.get(profile.body(self.text)) if self._owner.timings else None

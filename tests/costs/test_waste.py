@@ -375,8 +375,8 @@ def test_near_misses(cpu_mesh, name):
 def test_predicates_that_are_moved_as_integers(cpu_mesh):
     """XLA for TPU and GPU moves the predicates by itself."""
     args = [X]
-    before = lambda x: x * gather((x > 0).astype(jnp.int32)).sum()  # noqa: E731
-    after = lambda x: x * gather(x > 0).astype(jnp.int32).sum()  # noqa: E731
+    before = lambda x: x * ranked(gather((x > 0).astype(jnp.int32)))  # noqa: E731
+    after = lambda x: x * ranked(gather(x > 0).astype(jnp.int32))  # noqa: E731
     f, g = (program(cpu_mesh, body, args) for body in (before, after))
     given = structs(cpu_mesh, args)
     (found,) = follow(("cpu", cpu_mesh), f, g, given, "narrow first", (24576, 6144))
@@ -386,8 +386,8 @@ def test_predicates_that_are_moved_as_integers(cpu_mesh):
 def test_integers_of_64_bits(cpu_mesh):
     with jax.enable_x64(True):
         args = [INDICES, X]
-        before = lambda i, x: x * gather(i.astype(jnp.int64)).sum()  # noqa: E731
-        after = lambda i, x: x * gather(i).astype(jnp.int64).sum()  # noqa: E731
+        before = lambda i, x: x * ranked(gather(i.astype(jnp.int64)))  # noqa: E731
+        after = lambda i, x: x * ranked(gather(i).astype(jnp.int64))  # noqa: E731
         f, g = (program(cpu_mesh, body, args) for body in (before, after))
         given = structs(cpu_mesh, args)
         follow(("cpu", cpu_mesh), f, g, given, "narrow first", (384, 192))

@@ -61,7 +61,7 @@ ENTRY = f"""{T.parameter(T.BOTH)}
 def test_hints_for_a_loop_that_calls_twice():
     loop = LOOP.replace("LAST", f"f{DEPTH - 1}").replace("REDUCED", T.all_reduce("%used"))
     module = hlo.parse(T.module(ENTRY, doubled("fusion", "kind=kLoop, calls") + loop))
-    (hint,) = waste.hints(hlo.judge(module))
+    (hint,) = waste.hints(hlo.judge(module, mesh=T.MESH))
     assert hint.kind == "repeated"
 
 

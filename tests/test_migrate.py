@@ -335,7 +335,7 @@ def test_an_install_with_other_arguments_is_named(tmp_path, monkeypatch, argumen
 @pytest.mark.parametrize(("after", "is_said"), [(64, True), (60, False)])
 def test_a_patch_that_saves_no_bytes_says_so(tmp_path, after, is_said):
     site = call(tmp_path / "file.py", "x = shard_map(f, check_vma=False)\n")
-    rows = [migration.Row(site, (), migration.SWITCH)]
+    rows = [migration.SiteRow(site, (), migration.SWITCH)]
     said = migration.written(rows, before={"jit_step": 64}, after={"jit_step": after})
     assert ("saves no bytes" in said) is is_said
 

@@ -69,7 +69,7 @@ def forget_positions(monkeypatch):
 def first_iteration_only(monkeypatch):
     """Judge a loop's result by its first iteration."""
     monkeypatch.setattr(
-        control._Loop,
+        control._LoopEvaluation,
         "unrolled",
         lambda self, carry, trips: self.proof.evaluate(self.body, (carry,), self.guard),
     )
@@ -87,12 +87,12 @@ def floor_for_truncation(monkeypatch):
 
 def settle_at_once(monkeypatch):
     """Take what iterations make anew for what the loop began with."""
-    original = control._Loop.ages.func
+    original = control._LoopEvaluation.ages.func
 
     def ages(self):
         return {k: (0, collectives) for k, (_, collectives) in original(self).items()}
 
-    monkeypatch.setattr(control._Loop, "ages", property(ages))
+    monkeypatch.setattr(control._LoopEvaluation, "ages", property(ages))
 
 
 def all_branches_are_one(monkeypatch):

@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser(given[0] if given else "").parse_args(given)
         if "format" in vars(arguments):
             flags.settle_format(arguments, arguments.formats)
-        return arguments.run(arguments)
+        status: int = arguments.run(arguments)
+        return status
     except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNUSABLE
@@ -87,7 +88,7 @@ def _parser(given: str) -> Any:
         """A parser without the process's absl flags, whose errors are ShardrulesErrors."""
 
         def __init__(self, **options: Any):
-            super().__init__(
+            super().__init__(  # type: ignore[no-untyped-call]  # absl has no types
                 inherited_absl_flags=None,  # no command takes --flagfile or --undefok
                 allow_abbrev=False,
                 add_help=False,  # absl's help adds a flag that lists all flags of the process

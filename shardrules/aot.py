@@ -171,7 +171,7 @@ def _require(platform: str) -> None:
         )
 
 
-def _describe(platform: str, topology_name: str, **options) -> tuple[Any, ...]:
+def _describe(platform: str, topology_name: str, **options: Any) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     describe = functools.partial(

@@ -151,7 +151,10 @@ def output_shapes(module: hlo.Module) -> list[str]:
 
 
 def judge_logical(
-    program: Any, args: tuple, kwargs: dict, mesh: Mapping[str, int] | None = None
+    program: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mapping[str, int] | None = None,
 ) -> hlo.Judgement:
     """Read a function, a Lowered, or HLO text before XLA's passes; its verdicts mean nothing."""
     args, kwargs = called_with(program, args, kwargs)
@@ -225,7 +228,9 @@ def _text(text: str) -> str:
     return text
 
 
-def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Program:
+def read(
+    program: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Program:
     """Return a program's compiled HLO; errors say what to pass instead."""
     args, kwargs = called_with(program, args, kwargs)
     if isinstance(program, (bytes, bytearray, memoryview)):
@@ -268,8 +273,8 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
 
 
 def called_with(
-    program: Any, args: tuple, kwargs: Mapping[str, Any] | None
-) -> tuple[tuple, dict[str, Any]]:
+    program: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what a program is called with, of which ``args=`` and ``kwargs=`` may hold a part.
 
     An assertion has keywords of its own (``mesh=``), so that a program's argument of such a name
@@ -330,7 +335,7 @@ def _is_exported(program: Any) -> bool:
     return hasattr(program, "mlir_module_serialized") and hasattr(program, "call")
 
 
-def _refuse(program: Any, args: tuple, kwargs: dict) -> None:
+def _refuse(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if arguments were given with what takes none."""
     if args or kwargs:
         raise ShardrulesError(
@@ -340,7 +345,7 @@ def _refuse(program: Any, args: tuple, kwargs: dict) -> None:
         )
 
 
-def lower(program: Any, args: tuple, kwargs: dict) -> Any:
+def lower(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Lower a function or an exported program with its arguments."""
     import jax
 

@@ -101,8 +101,8 @@ def account(
 
 def _judged(
     program: Any,
-    args: tuple,
-    kwargs: dict,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     level: str,
     registry: Registry | None,
     mesh: Mapping[str, int] | None,
@@ -412,7 +412,13 @@ def assert_budget(
     return judgement
 
 
-def _no_budget(path, given, now, findings_now, judgement) -> CollectiveAssertionError:
+def _no_budget(
+    path: pathlib.Path,
+    given: str,
+    now: budgets.Budget,
+    findings_now: list[findings.Finding],
+    judgement: hlo.Judgement,
+) -> CollectiveAssertionError:
     now.allow = dict.fromkeys(map(findings.allowance, findings_now), "...")
     how = "write it with pytest --update-budgets"
     if findings_now:
@@ -424,7 +430,9 @@ def _no_budget(path, given, now, findings_now, judgement) -> CollectiveAssertion
     return CollectiveAssertionError(text, judgement=judgement, path=path)
 
 
-def _not_allowed(path, given, bad, judgement) -> CollectiveAssertionError:
+def _not_allowed(
+    path: pathlib.Path, given: str, bad: list[findings.Finding], judgement: hlo.Judgement
+) -> CollectiveAssertionError:
     names = dict.fromkeys(map(findings.allowance, bad))
     until = "; until then nothing is written there" if updates.wanted else ""
     return CollectiveAssertionError(

@@ -34,7 +34,7 @@ ARROWS = {
         "door jaxprs errors registry hooks.frames hooks.notes hooks.state hooks.types".split()
     ),
     "hooks.cotangents": set(
-        "door jaxprs errors paths registry hooks.notes hooks.state hooks.types hooks.retyping".split()
+        "door jaxprs errors paths registry hooks.frames hooks.notes hooks.state hooks.types hooks.retyping".split()
     ),
     "hooks.casts": set(
         "door jaxprs errors registry hooks.notes hooks.state hooks.types hooks.retyping hooks.cotangents".split()
@@ -66,7 +66,7 @@ ARROWS = {
         "unchecked.retrace unchecked.python_state unchecked.sites".split()
     ),
     "unchecked.switched": set(
-        "program costs door registry hooks unchecked.python_state unchecked.retrace unchecked.sites".split()
+        "program costs door errors registry hooks unchecked.python_state unchecked.retrace unchecked.sites".split()
     ),
     "unchecked.check_off": set("door errors hooks unchecked.hooks unchecked.sites".split()),
     "unchecked": set(
@@ -222,8 +222,33 @@ def map_of(text):
     return paths
 
 
+# Names that two classes share: two public ones of different modules, or a public one and a row of
+# the hooks' table.
+SHARED = {
+    "Blocker": "hlo.Blocker and pallas.Blocker are both public",
+    "Program": "a program of any form, and one whose cheaper collectives are looked for",
+    "Row": "report.Row is public; the hooks' says which law a primitive has",
+    "Site": "a shard_map whose check is off, and a collective that could be cheaper",
+}
+
+
+def shared_names(sources):
+    """Yield each class name that two of the sources define, a leading underscore left out."""
+    homes = {}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(path)
+    yield from ((name, paths) for name, paths in homes.items() if len(paths) > 1)
+
+
+def shared_in_package():
+    """From each class name that two files of the package share to these files."""
+    return dict(shared_names({str(p.relative_to(PACKAGE)): p.read_text() for p in FILES}))
+
+
 def main():
-    """Print each part's arrows, and the files on a circle."""
+    """Print each part's arrows, the files on a circle, and the classes that share a name."""
     wrong = []
     for part, ones in part_arrows().items():
         print(f"{part:12} -> {', '.join(sorted(ones)) or '(nothing)'}")
@@ -233,7 +258,10 @@ def main():
         print(f"not allowed: {one}")
     around = circles(file_arrows())
     print("in a circle: " + ", ".join(around) if around else "no circle")
-    return 1 if wrong or around else 0
+    shared = {name: paths for name, paths in shared_in_package().items() if name not in SHARED}
+    for name, paths in shared.items():
+        print(f"one name for two classes: {name} in {' and '.join(paths)}")
+    return 1 if wrong or around or shared else 0
 
 
 if __name__ == "__main__":

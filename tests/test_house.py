@@ -15,11 +15,14 @@ from house import (
     FILES,
     PACKAGE,
     ROOT,
+    SHARED,
     circles,
     file_arrows,
     imports,
     map_of,
     part_of,
+    shared_in_package,
+    shared_names,
     wrong_arrows,
     wrong_arrows_of,
 )
@@ -78,6 +81,17 @@ def test_there_is_no_circle():
 
 def test_the_test_of_circles_can_fail():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
+
+
+def test_one_name_is_one_class():
+    """A noun means one thing; ``house.SHARED`` says where two classes have to share one."""
+    assert set(shared_in_package()) == set(SHARED)
+
+
+def test_the_test_of_names_can_fail():
+    one, other = "class Step: ...", "def f():\n    class _Step: ..."
+    assert dict(shared_names({"a.py": one, "b.py": other})) == {"Step": ["a.py", "b.py"]}
+    assert dict(shared_names({"a.py": one, "b.py": "class Steps: ...\nStep = 1"})) == {}
 
 
 def wrong_map(text):

@@ -15,7 +15,7 @@ import pytest
 
 from shardrules.commands import trial
 from shardrules.unchecked import migration, results, tried
-from shardrules.unchecked.sites import Call, Site
+from shardrules.unchecked.sites import Site, UncheckedCall
 
 pytestmark = pytest.mark.one_lane
 
@@ -181,7 +181,7 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     monkeypatch.chdir(tmp_path)
     site = call(pathlib.Path("file.py"), "x = shard_map(f, check_vma=False)\n")
     # By a derivative that the script never takes, it would send more.
-    found = [migration.Row(site, (), migration.MORE)]
+    found = [migration.SiteRow(site, (), migration.MORE)]
     rows, outcome = tried.tried(
         found,
         results.Outcome(sent={"jit_f": 10}),
@@ -202,7 +202,7 @@ def test_what_the_patched_script_returns_decides(tmp_path, monkeypatch, off, ver
         return {"jit_f": [(None, results.Result("float32", (1,), value, (value,)))]}
 
     rows, _ = tried.tried(
-        [migration.Row(site, (), migration.SWITCH)],
+        [migration.SiteRow(site, (), migration.SWITCH)],
         results.Outcome(results=returned(1.0)),
         lambda some: migration.edited(some, "file.py"),
         lambda _: results.Outcome(results=returned(1.0 + off)),
@@ -306,7 +306,7 @@ def test_hooks_are_installed_once_and_where_the_environment_is_set(
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("file.py")
     site = call(path, before + "x = shard_map(f, check_vma=False)\n")
-    patch, left = patched([migration.Row(site, (), migration.SWITCH)], str(path))
+    patch, left = patched([migration.SiteRow(site, (), migration.SWITCH)], str(path))
     assert left == []
     pathlib.Path("on.patch").write_text(patch)
     subprocess.run(["patch", "-p1", "-i", "on.patch"], check=True)
@@ -323,7 +323,7 @@ def test_an_install_with_other_arguments_is_named(tmp_path, monkeypatch, argumen
     text = (
         f"import shardrules\nshardrules.install({arguments})\nx = shard_map(f, check_vma=False)\n"
     )
-    row = migration.Row(call(pathlib.Path("file.py"), text), (), migration.SWITCH)
+    row = migration.SiteRow(call(pathlib.Path("file.py"), text), (), migration.SWITCH)
     patch, left = patched([row], "file.py")
     assert "+shardrules.install()" in patch
     assert left == [
@@ -335,7 +335,7 @@ def test_an_install_with_other_arguments_is_named(tmp_path, monkeypatch, argumen
 @pytest.mark.parametrize(("after", "is_said"), [(64, True), (60, False)])
 def test_a_patch_that_saves_no_bytes_says_so(tmp_path, after, is_said):
     site = call(tmp_path / "file.py", "x = shard_map(f, check_vma=False)\n")
-    rows = [migration.Row(site, (), migration.SWITCH)]
+    rows = [migration.SiteRow(site, (), migration.SWITCH)]
     said = migration.written(rows, before={"jit_step": 64}, after={"jit_step": after})
     assert ("saves no bytes" in said) is is_said
 
@@ -344,7 +344,7 @@ def test_rules_are_to_be_written_by_hand_where_the_script_installs_already(tmp_p
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("file.py")
     text = "import shardrules\nshardrules.install()\nx = shard_map(f, check_vma=False)\n"
-    row = migration.Row(call(path, text), (), migration.SWITCH)
+    row = migration.SiteRow(call(path, text), (), migration.SWITCH)
     line = "shardrules.register('k', shardrules.no_communication)"
     patch, left = patched([row], str(path), [line])
     assert line not in patch and left == [f"file.py: write {line} there"]
@@ -383,7 +383,7 @@ def test_only_a_literal_in_the_call_itself_is_changed(tmp_path, monkeypatch, tex
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("file.py")
     site = call(path, "import os\n" + text)
-    row = migration.Row(site, (), migration.SWITCH)
+    row = migration.SiteRow(site, (), migration.SWITCH)
     patch, left = patched([row], str(path))
     if changed is None:
         assert patch == "" and "no check_vma=False" in left[0]
@@ -415,7 +415,7 @@ def test_the_reason_for_which_the_check_was_off_goes_with_it(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("file.py")
     site = call(path, f"f = 1\n\nx = {text}\n")
-    patch, _ = patched([migration.Row(site, (), migration.SWITCH)], "other.py")
+    patch, _ = patched([migration.SiteRow(site, (), migration.SWITCH)], "other.py")
     pathlib.Path("on.patch").write_text(patch)
     subprocess.run(["patch", "-p1", "-i", "on.patch"], check=True)
     after = path.read_text()
@@ -430,13 +430,13 @@ def test_the_reason_for_which_the_check_was_off_goes_with_it(tmp_path, monkeypat
 def test_what_was_looked_at_together_is_switched_together_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     site = call(pathlib.Path("one.py"), "x = shard_map(f, check_vma=False)\n")
-    good = migration.Row(site, (), migration.SWITCH)
-    same_line = migration.Row(dataclasses.replace(site, function="other"), (), migration.RULE)
+    good = migration.SiteRow(site, (), migration.SWITCH)
+    same_line = migration.SiteRow(dataclasses.replace(site, function="other"), (), migration.RULE)
     patch, left = patched([good, same_line], "one.py")
     assert patch == "" and "together with one.py:1 (other)" in left[0]
     inner = call(pathlib.Path("two.py"), "x = shard_map(f, **off)\n")
-    within = Call(inner, site, "", (), (), "", "", False, None, None)
-    rows = [good, migration.Row(inner, (within,), migration.SWITCH)]
+    within = UncheckedCall(inner, site, "", (), (), "", "", False, None, None)
+    rows = [good, migration.SiteRow(inner, (within,), migration.SWITCH)]
     patch, left = patched(rows, "one.py")
     assert patch == "" and len(left) == 2 and "together with two.py:1 (f)" in left[0]
     assert patched([good], "one.py")[0]
@@ -446,11 +446,11 @@ def test_what_is_not_below_this_folder_or_installs_already_is_left(tmp_path, mon
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     elsewhere = call(tmp_path / "other.py", "x = shard_map(f, check_vma=False)\n")
-    rows = [migration.Row(elsewhere, (), migration.SWITCH)]
+    rows = [migration.SiteRow(elsewhere, (), migration.SWITCH)]
     assert patched(rows, "script.py")[0] == ""
     path = pathlib.Path("script.py")
     text = "import shardrules\nshardrules.install()\nx = shard_map(f, check_vma=False)\n"
-    patch, _ = patched([migration.Row(call(path, text), (), migration.SWITCH)], str(path))
+    patch, _ = patched([migration.SiteRow(call(path, text), (), migration.SWITCH)], str(path))
     assert "install" not in "".join(line for line in patch.splitlines() if line[0] == "+")
     blocked = [row._replace(verdict=migration.RULE) for row in rows]
     assert patched(blocked, str(path)) == ("", [])

@@ -117,7 +117,9 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
         raise _fail(path, f"it is not TOML: {error}") from error
 
 
-def _tables(path: pathlib.Path, content: dict[str, Any], name: str) -> list[tuple[str, dict]]:
+def _tables(
+    path: pathlib.Path, content: dict[str, Any], name: str
+) -> list[tuple[str, dict[str, Any]]]:
     tables = content.get(name, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _fail(path, f"{name!r} is not a list of tables; each begins with [[{name}]]")

@@ -56,12 +56,12 @@ def assert_donated(
     shared: list[list[int]] = []
     if source.compiled is not None:
         if (made := compiled.argument_leaves(source.compiled)) is not None:
-            arguments = [donation.Argument(*leaf) for leaf in made]
+            arguments = [donation.ArgumentBuffer(*leaf) for leaf in made]
             args, kwargs = programs.called_with(program, args, kwargs)
             if args or kwargs:
                 shared = compiled.shared_buffers(source.compiled, args, kwargs)
         if (outputs := compiled.placed_results(source.compiled)) is not None:
-            results = [donation.Result(o.path, o.shape, o.sharding) for o in outputs]
+            results = [donation.ResultBuffer(o.path, o.shape, o.sharding) for o in outputs]
     if arguments is None and not paths:
         raise ShardrulesError(
             "text does not say which arguments were meant to be donated; pass paths=['state'], the "

@@ -85,7 +85,9 @@ def assert_offloaded(
     return result
 
 
-def _traced(program: Any, args: tuple, kwargs: dict, names: Any) -> list[NamedValue]:
+def _traced(
+    program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Any
+) -> list[NamedValue]:
     if not programs.is_function(program):
         if names is None:
             return []

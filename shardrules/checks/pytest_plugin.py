@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from shardrules.checks import updates
 __all__: list[str] = []
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardrules")
     group.addoption(
         "--shardrules",
@@ -46,7 +48,7 @@ def pytest_addoption(parser):
     )
 
 
-def pytest_configure(config):
+def pytest_configure(config: pytest.Config) -> None:
     forced = config.getoption("--update-budgets-in-ci")
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
     if config.getoption("--update-budgets") and not forced and in_ci:
@@ -78,12 +80,12 @@ def pytest_configure(config):
             config.pluginmanager.register(getattr(watched, plugin)(config), f"shardrules.{plugin}")
 
 
-def pytest_unconfigure(config):
+def pytest_unconfigure(config: pytest.Config) -> None:
     updates.wanted = False  # a process may run pytest twice
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, None]:
     """Hold back what a test writes until it has passed, with its fixtures."""
     if updates.wanted:
         _failed.clear()
@@ -97,14 +99,16 @@ _failed: list[str] = []
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, None]:
     report = (yield).get_result()
     if report.failed or hasattr(report, "wasxfail"):
         _failed.append(report.nodeid)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session):
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Send what a worker says to the process that prints the summary (pytest-xdist)."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
@@ -112,12 +116,12 @@ def pytest_sessionfinish(session):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
+def pytest_testnodedown(node: Any, error: Any) -> None:
     sent = getattr(node, "workeroutput", {}).get("shardrules_budgets", ())
     updates.said.update(dict.fromkeys(sent))
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     from shardrules.paths import here
 
     for line in updates.said:

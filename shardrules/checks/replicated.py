@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardrules import hlo
@@ -140,7 +141,7 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
     for path, leaf in leaves:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             continue
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         argument = path[1]  # the first entry selects args or kwargs
         number = argument.idx if hasattr(argument, "idx") else repr(argument.key)

@@ -108,7 +108,9 @@ def check_rule(
 class _RuledOp:
     """An op with its arguments on a mesh; ``types`` are its outputs' varying axes by the rule."""
 
-    def __init__(self, op: Callable, mesh: Any, values: list[Any], in_specs: Any, out_specs: Any):
+    def __init__(
+        self, op: Callable[..., Any], mesh: Any, values: list[Any], in_specs: Any, out_specs: Any
+    ):
         self._op, self._mesh, self._values, self._in_specs = op, mesh, values, in_specs
         # A mesh of explicit axes wants its arguments placed.
         self._placed = [
@@ -138,13 +140,16 @@ class _RuledOp:
         self._out_specs = jax.tree_util.tree_unflatten(tree, specs)
         return ()
 
-    def _mapped(self, f: Callable, out_specs: Any, check: bool) -> Callable:
-        return hooks.shard_map(f, self._mesh, self._in_specs, out_specs, check=check)
+    def _mapped(self, f: Callable[..., Any], out_specs: Any, check: bool) -> Callable[..., Any]:
+        mapped: Callable[..., Any] = hooks.shard_map(
+            f, self._mesh, self._in_specs, out_specs, check=check
+        )
+        return mapped
 
-    def _stacked(self) -> Callable:
+    def _stacked(self) -> Callable[..., Any]:
         """Return the op as a function that stacks the outputs of all devices, unchecked."""
 
-        def stacked(*blocks):
+        def stacked(*blocks: Any) -> list[Any]:
             return [leaf[None] for leaf in jax.tree_util.tree_leaves(self._op(*blocks))]
 
         return self._mapped(stacked, PartitionSpec(tuple(self._mesh.axis_names)), check=False)
@@ -185,7 +190,7 @@ class _RuledOp:
         check_well_formed(run, blocks, self._stacked(), self._placed)
 
     def check_results(
-        self, reference: Callable | None, gradients: bool, seed: int, rtol: float
+        self, reference: Callable[..., Any] | None, gradients: bool, seed: int, rtol: float
     ) -> None:
         """Compare outputs and gradients with the check on, with it off, and on one device."""
         on, off = (self._mapped(self._op, self._out_specs, check) for check in (True, False))
@@ -217,7 +222,7 @@ class _RuledOp:
                     raise
                 warnings.warn(f"right with the check on only: {error}", stacklevel=4)
 
-    def _block_by_block(self, shapes: Any) -> Callable:
+    def _block_by_block(self, shapes: Any) -> Callable[..., Any]:
         """Return the op as a function of the global arrays that runs on one block after another."""
         specs = jax.tree_util.tree_leaves(
             self._out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -226,7 +231,7 @@ class _RuledOp:
         inputs = self._places(self._in_specs, self._values)
         outputs = self._places(specs * len(leaves) if len(specs) == 1 else specs, leaves)
 
-        def reference(*arguments):
+        def reference(*arguments: Any) -> Any:
             results = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
             for device in reversed(list(self._mesh.devices.flat)):  # of equal blocks the first
                 try:
@@ -249,10 +254,12 @@ def _floats(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(number for number, leaf in enumerate(values) if is_float(leaf))
 
 
-def _with_gradients(f: Callable, weights: Iterable[Any], floats: tuple[int, ...]) -> Callable:
+def _with_gradients(
+    f: Callable[..., Any], weights: Iterable[Any], floats: tuple[int, ...]
+) -> Callable[..., Any]:
     """Return a function that gives f's outputs and the gradients of a loss by its float inputs."""
 
-    def loss(*arguments):
+    def loss(*arguments: Any) -> tuple[Any, list[Any]]:
         leaves = jax.tree_util.tree_leaves(f(*arguments))
         terms = [
             ((leaf * weight).sum() + (leaf**2).sum() / 2).astype("float32")
@@ -261,7 +268,7 @@ def _with_gradients(f: Callable, weights: Iterable[Any], floats: tuple[int, ...]
         ]
         return sum(terms, jnp.float32(0)), leaves
 
-    def run(*arguments):
+    def run(*arguments: Any) -> tuple[list[Any], Any]:
         if not floats:
             return loss(*arguments)[1], ()
         grads, leaves = jax.grad(loss, argnums=floats, has_aux=True)(*arguments)
@@ -298,7 +305,7 @@ def _draw(args: Sequence[Any], seed: int) -> list[Any]:
             )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             # A sharded array's type may name explicit axes, and then it can't be cut into blocks.
-            is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             drawn.append(leaf if is_key else jnp.asarray(jax.device_get(leaf)))
         elif jnp.issubdtype(leaf.dtype, jnp.floating):
             drawn.append(jax.random.normal(key, leaf.shape, "float32").astype(leaf.dtype))
@@ -357,7 +364,9 @@ def _compare(what: str, results: dict[str, Any], ways: tuple[str, str], rtol: fl
 _FAULTS = "races, memory that is read before it is written, or reads out of bounds"
 
 
-def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, values: Any) -> None:
+def check_well_formed(
+    run: Callable[..., Any], blocks: Sequence[Any], whole: Callable[..., Any], values: Any
+) -> None:
     """Raise on races, uninitialized memory and reads out of bounds, in JAX's TPU interpreter."""
     try:
         jaxpr, f, args = jax.make_jaxpr(run)(*blocks).jaxpr, run, blocks
@@ -375,7 +384,7 @@ def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, val
         text = f"one of the kernels {_list(kernels)} is not well formed: {why}"
         return RuleCheckError(text, kernels=tuple(kernels), **data)
 
-    results: dict[str, list] = {}
+    results: dict[str, list[Any]] = {}
     fills: tuple[Literal["nan", "zero"], ...] = ("nan", "zero")
     for fill in fills:
         try:
@@ -424,7 +433,7 @@ def _is_for_gpus(params: Mapping[str, Any]) -> bool:
     return any("triton" in module or "mosaic_gpu" in module for module in modules)
 
 
-def _list(kernels) -> str:
+def _list(kernels: Iterable[str]) -> str:
     return ", ".join(map(repr, kernels))
 
 
@@ -434,7 +443,7 @@ def _first(error: Exception) -> str:
     return (relevant or lines or [type(error).__name__])[-1].strip()[:300]
 
 
-def _warn(kernels, why: str) -> None:
+def _warn(kernels: Iterable[str], why: str) -> None:
     warnings.warn(
         f"check_rule could not look for {_FAULTS} in {_list(kernels)}: {why}", stacklevel=5
     )

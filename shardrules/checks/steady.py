@@ -219,7 +219,7 @@ def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
     text = compiled.executable_text(executable)
     if kept is None or text is None:
         return ["the program does not say why"] * len(arguments)
-    leaves = donation.read(hlo.parse(text), [donation.Argument(*leaf) for leaf in kept])
+    leaves = donation.read(hlo.parse(text), [donation.ArgumentBuffer(*leaf) for leaf in kept])
     words = {
         "pruned": "pruned, since the program never reads it\n    to do: "
         + donation.ADVICE["unused"],

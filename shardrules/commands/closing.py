@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shardrules.commands import flags
-from shardrules.commands.script import Ended, Target
+from shardrules.commands.script import Ended, Script
 
 if TYPE_CHECKING:
     from shardrules.report.several import Several
@@ -73,7 +73,7 @@ def processes() -> str:
     return f"the script made {made} {'process' if made == 1 else 'processes'} {_PROCESSES}"
 
 
-def behind(target: Target, ours: Collection[str], command: str) -> str:
+def behind(target: Script, ours: Collection[str], command: str) -> str:
     """Point at flags of ours that stand behind a script which doesn't know them; empty for none."""
     words = [word.partition("=")[0] for word in target.argv[1:]]
     given = [w for w in dict.fromkeys(words) if w.startswith("--") and w in ours]

@@ -8,6 +8,7 @@ files), the report says what each change saved, in milliseconds.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from shardrules import report
 from shardrules.commands import flags, reading, rules
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     return flags.FOUND if changes else flags.CLEAN
 
 
-def _of_profiles(given: tuple[str, str], arguments: argparse.Namespace) -> tuple[str, list]:
+def _of_profiles(given: tuple[str, str], arguments: argparse.Namespace) -> tuple[str, list[Any]]:
     for name in given:
         if not profile.is_profile(name):
             raise ShardrulesError(

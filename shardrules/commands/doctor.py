@@ -10,7 +10,7 @@ import collections
 import importlib.metadata
 import platform
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import shardrules
 from shardrules import aot, registry
@@ -22,7 +22,7 @@ from shardrules.hooks.install import install, state
 
 ARGUMENTS = flags.RULES
 _OURS = "shardrules' table"  # the prefix of ``where`` for rules that this package ships
-_ABSENT = {  # absent devices to try each compiler with
+_ABSENT: dict[str, tuple[str, Callable[[], object]]] = {  # absent devices to try each compiler with
     "tpu": ("v5e:2x4", lambda: aot.tpu("v5e:2x4")),
     "gpu": ("8 h100", lambda: aot.gpu("h100", 8)),
 }

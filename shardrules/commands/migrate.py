@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from shardrules.commands import closing, flags, rules, script, trial
 from shardrules.errors import ShardrulesError
 from shardrules.unchecked import migration
-from shardrules.unchecked.migration import BY_HAND, SWITCH, UNTRIED, Edits, Row
+from shardrules.unchecked.migration import BY_HAND, SWITCH, UNTRIED, Edits, SiteRow
 from shardrules.unchecked.results import Outcome
 from shardrules.unchecked.tried import tried
 from shardrules.units import counted
@@ -58,7 +58,7 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
     flags.say(*before.notes)
     lines = [rules.to_write(flag) for flag in before.used]
 
-    def edit(rows: Sequence[Row]) -> Edits:
+    def edit(rows: Sequence[SiteRow]) -> Edits:
         return migration.edited(rows, file, lines)
 
     def again(patch: Edits) -> Outcome:

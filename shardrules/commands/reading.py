@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardrules import hlo, program
@@ -150,14 +150,16 @@ def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
         f"left out: {', '.join(left_out)}"
     )
     note = note if left_out else ""
-    dumped, kept = (
-        {match[1] for match in map(_DUMPED.fullmatch, some) if match}
-        for some in (names, files.values())
-    )
-    if dumped - kept:
-        missing = few(sorted(dumped - kept), _NAMES)
+    without = _modules(names) - _modules(files.values())
+    if without:
+        missing = few(sorted(without), _NAMES)
         note += f"; without such a text (was it dumped with {_HOW}?): {missing}"
     return [str(folder / name) for name in files.values()], note
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    """Return the modules of which files were dumped, by the files' names."""
+    return {match[1] for match in map(_DUMPED.fullmatch, names) if match}
 
 
 def _begins_as_hlo(path: pathlib.Path) -> bool:

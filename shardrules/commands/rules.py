@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -91,9 +92,10 @@ class Rules:
         return self._record(registry.default.find(name))
 
     def find_by_op_name(self, op_name: str) -> registry.Registration | None:
-        patterns = [
-            e.name for flag, es in self._given.items() if flag.startswith(_RULE_FLAG) for e in es
-        ]
+        patterns: list[str] = []
+        for flag, entries in self._given.items():
+            if flag.startswith(_RULE_FLAG):
+                patterns += [entry.name for entry in entries]
         return self._record(registry.default.find_by_op_name(op_name, functions=patterns))
 
     def _record(self, entry: registry.Registration | None) -> registry.Registration | None:
@@ -103,14 +105,15 @@ class Rules:
 
     def unused(self, judgements: Iterable[hlo.Judgement]) -> list[str]:
         """List a message for each flag whose rules matched no kernel."""
-        calls = [call for judgement in judgements for call in judgement.opaque]
+        calls = [*itertools.chain.from_iterable(judgement.opaque for judgement in judgements)]
         # A call that tells no kernel's name is known by its op_name.
         kernels = [call.kernel or call.where.partition(" (")[0] or call.target for call in calls]
-        return [
-            unmatched(flag, entries[0].name, list(dict.fromkeys(filter(None, kernels))))
-            for flag, entries in self._given.items()
-            if entries and not any(entry in self._used for entry in entries)
-        ]
+        named = list(dict.fromkeys(filter(None, kernels)))
+        messages = []
+        for flag, entries in self._given.items():
+            if entries and not any(entry in self._used for entry in entries):
+                messages.append(unmatched(flag, entries[0].name, named))
+        return messages
 
 
 def unmatched(flag: str, name: str, kernels: Sequence[str]) -> str:

@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         began = time.strftime("%Y-%m-%d %H:%M")
         misplaced = closing.behind(target, ARGUMENTS, "run")
         read = contexts.enter_context(reads.Reads(seen.runs))
-        report = _Report(seen, read, arguments, keep, title, began, misplaced)
+        report = _RunReport(seen, read, arguments, keep, title, began, misplaced)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
             unchecked: Unchecked = "check" if arguments.check else "leave"
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @dataclasses.dataclass
-class _Report:
+class _RunReport:
     """The report of what a script compiled; ``handles`` are of the hooks, if these are used."""
 
     seen: Watched

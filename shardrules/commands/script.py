@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 from shardrules.errors import ShardrulesError
 
 
-class Target(NamedTuple):
+class Script(NamedTuple):
     code: types.CodeType  # its compiled source
     file: str  # its absolute path
     spec: importlib.machinery.ModuleSpec | None  # a module's spec, None for a script
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
     how: str = ""  # "it raised ValueError"; empty where the code is 0
 
 
-def find(arguments: argparse.Namespace) -> Target:
+def find(arguments: argparse.Namespace) -> Script:
     """Read and compile the script or module that the arguments name."""
     if arguments.module:
         name, *rest = arguments.module
@@ -60,10 +60,10 @@ def find(arguments: argparse.Namespace) -> Target:
         raise ShardrulesError(f"can't read the script {given}: {error.strerror}{hint}") from error
     except (SyntaxError, ValueError) as error:  # up to Python 3.11.3, null bytes raise ValueError
         raise ShardrulesError(f"{path} is not a Python script: {error}") from error
-    return Target(code, path, None, [given, *rest], os.path.dirname(os.path.realpath(path)))
+    return Script(code, path, None, [given, *rest], os.path.dirname(os.path.realpath(path)))
 
 
-def _module(name: str, rest: list[str]) -> Target:
+def _module(name: str, rest: list[str]) -> Script:
     _search_first(os.getcwd())
     try:
         spec = importlib.util.find_spec(name)
@@ -81,7 +81,7 @@ def _module(name: str, rest: list[str]) -> Target:
             f"can't find the module {name}, or there is nothing in it to run; -m takes a module's "
             "name, such as package.train, as python -m does"
         )
-    return Target(code, spec.origin, spec, [spec.origin, *rest], os.getcwd())
+    return Script(code, spec.origin, spec, [spec.origin, *rest], os.getcwd())
 
 
 def _search_first(folder: str) -> None:
@@ -90,7 +90,7 @@ def _search_first(folder: str) -> None:
 
 
 def run(
-    target: Target, around: contextlib.AbstractContextManager, end: Callable[[Ended], int]
+    target: Script, around: contextlib.AbstractContextManager[object], end: Callable[[Ended], int]
 ) -> int:
     """Run the script as ``__main__`` inside ``around``, call ``end``, and return the exit code."""
     # ``end`` takes how the script ended. It also runs before ``os._exit`` and SIGTERM end the
@@ -131,7 +131,7 @@ def run(
         finally:
             at_once(status or report_code)
 
-    os._exit = exit_now  # type: ignore[assignment]
+    os._exit = exit_now
     # Batch schedulers end a job by SIGTERM; a script that handles it itself replaces this.
     handled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if handled:

@@ -56,7 +56,7 @@ def run(
     return outcome
 
 
-def _wait(process: subprocess.Popen, look: bool) -> None:
+def _wait(process: subprocess.Popen[Any], look: bool) -> None:
     """Wait for a process, and forward SIGTERM and a SIGINT that the terminal didn't send it."""
     forward = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
     before = {signal.SIGTERM: forward}
@@ -101,7 +101,7 @@ def _in_foreground() -> bool:
 
 def child(path: str) -> int:
     # Import neither jax nor numpy here: the script may set environment variables that they read.
-    from shardrules.door.imported import WhenImported
+    from shardrules.door.patching import WhenImported
     from shardrules.unchecked import check_off, results
     from shardrules.watching import programs
 

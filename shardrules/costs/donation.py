@@ -37,7 +37,7 @@ ADVICE = {
 }
 
 
-class Argument(NamedTuple):
+class ArgumentBuffer(NamedTuple):
     """A leaf of a program's arguments, as JAX describes it."""
 
     path: str  # the parameter's name and the keys below it, ``"state['m']"``
@@ -47,7 +47,7 @@ class Argument(NamedTuple):
     sharding: str  # as HLO prints it; empty where it isn't known
 
 
-class Result(NamedTuple):
+class ResultBuffer(NamedTuple):
     """A leaf of a program's outputs: path, whole shape and sharding, as for Argument."""
 
     path: str
@@ -88,8 +88,8 @@ def _places(shape: hlo.Shape, place: tuple[int, ...] = ()) -> Iterator[tuple[int
 
 def read(
     module: hlo.Module,
-    arguments: Sequence[Argument] | None = None,
-    results: Sequence[Result] | None = None,
+    arguments: Sequence[ArgumentBuffer] | None = None,
+    results: Sequence[ResultBuffer] | None = None,
 ) -> list[Leaf]:
     """List the leaves of a program's arguments, with what became of each one's memory."""
     # ``arguments`` holds pruned leaves too; it is None, as ``results``, where only text is known.
@@ -103,7 +103,7 @@ def read(
     if results is not None and len(results) == len(outputs):
         named = [result._replace(path=result.path or "(all of it)") for result in results]
     else:
-        named = [Result(f"{n}", "", "") for n in range(len(outputs))]
+        named = [ResultBuffer(f"{n}", "", "") for n in range(len(outputs))]
     only_text = arguments is None
     if arguments is None:
         arguments = _from_text(module, inputs, skip_in, {*aliased, *donors})
@@ -165,14 +165,14 @@ def _table(
 
 def _from_text(
     module: hlo.Module, inputs: Sequence[hlo.Shape], skip: int, given: set[int]
-) -> list[Argument]:
+) -> list[ArgumentBuffer]:
     """Make arguments of the entry's parameters; JAX's names for them stand in their metadata."""
     parameters = module.entry.parameters
     names = [module.metadata(parameter).op_name for parameter in parameters]
     if len(names) != len(inputs):  # they come as one tuple
         names = [""] * len(inputs)
     return [
-        Argument(names[n] or f"parameter {n}", n in given, True, str(inputs[n]), "")
+        ArgumentBuffer(names[n] or f"parameter {n}", n in given, True, str(inputs[n]), "")
         for n in range(skip, len(inputs))
     ]
 
@@ -215,9 +215,9 @@ def _leading_tokens(shapes: Sequence[hlo.Shape]) -> int:
 
 
 def _why(
-    argument: Argument,
+    argument: ArgumentBuffer,
     shape: hlo.Shape,
-    named: Sequence[Result],
+    named: Sequence[ResultBuffer],
     outputs: Sequence[hlo.Shape],
     taken: dict[int, str],
     device_count: int,

@@ -111,7 +111,12 @@ def _sums(module: hlo.Module) -> dict[str, _Sum]:
     return sums
 
 
-def _sum(module, computation, instruction: hlo.Instruction, sums: dict[str, _Sum]) -> _Sum:
+def _sum(
+    module: hlo.Module,
+    computation: hlo.Computation,
+    instruction: hlo.Instruction,
+    sums: dict[str, _Sum],
+) -> _Sum:
     opcode, calls = instruction.opcode, instruction.calls
     if opcode in walk.NO_WORK or opcode.endswith("-done"):
         return _Sum()

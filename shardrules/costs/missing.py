@@ -37,13 +37,13 @@ def find(judgement: hlo.Judgement) -> list[outputs.Unequal]:
     found = []
     for number, why, output in broken:
         if output.kind == "differs" and output.axes and _PARAMETER.match(why.cause):
-            search = search or _Search(judgement)
+            search = search or _GradientSearch(judgement)
             output = search.named(number, why.cause, output)
         found.append(output)
     return found
 
 
-class _Search:
+class _GradientSearch:
     """Follows outputs back to the gradients that they are made of."""
 
     def __init__(self, judgement: hlo.Judgement):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shardrules.door import seams
+from shardrules.door.protocols import Jaxpr
 
 _last = threading.local()  # the jaxpr that this thread traced last, and how
 
@@ -67,7 +68,7 @@ def _meshes() -> tuple[Any, Any]:
     return tuple(None if m is None or m.empty else m for m in (physical, concrete))  # type: ignore[return-value]
 
 
-def of(jaxpr: Any) -> Again | None:
+def of(jaxpr: Jaxpr) -> Again | None:
     """Say how a jaxpr that is lowered now was traced, None if this thread traced another since."""
     again = getattr(_last, "again", None) if getattr(_last, "jaxpr", None) is jaxpr else None
     vars(_last).clear()

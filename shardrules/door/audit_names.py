@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from shardrules.door.protocols import Aval, Primitive
+
 # From a module to its family. A module may also hold primitives that it imports: the first wins.
 FAMILIES = {
     f"jax._src.{module}": family
@@ -50,7 +52,7 @@ class Primitives(dict[Any, "str | None"]):
         self._kind = kind
         self._read: set[str] = set()
 
-    def __missing__(self, primitive: Any) -> str | None:
+    def __missing__(self, primitive: Primitive) -> str | None:
         # Who holds a primitive has imported its module.
         for name in [n for n in FAMILIES if n in sys.modules and n not in self._read]:
             for value in list(vars(sys.modules[name]).values()):
@@ -60,7 +62,7 @@ class Primitives(dict[Any, "str | None"]):
         return self.get(primitive)
 
 
-def key_kind(aval: Any) -> str | None:
+def key_kind(aval: Aval) -> str | None:
     """Return what kind of generator random keys are of; None if these are no keys."""
     generator = getattr(getattr(aval, "dtype", None), "_impl", None)
     if generator is None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from shardrules.door.protocols import Aval, ClosedJaxpr
 from shardrules.errors import ProfileError, ShardrulesError
 
 
@@ -163,7 +164,7 @@ def output_paths(compiled: Any) -> list[str]:
     return [path for path, _ in leaves]
 
 
-def result_paths(closed_jaxpr: Any) -> tuple[str, ...] | None:
+def result_paths(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...] | None:
     """Return the path of each result of a traced function, None if JAX kept none."""
     info = getattr(getattr(closed_jaxpr, "jaxpr", closed_jaxpr), "debug_info", None)
     paths = getattr(info, "result_paths", None)
@@ -195,16 +196,16 @@ def unoptimized_text(lowered: Any) -> str:
     """Return the HLO of a lowered program before any of XLA's passes, with source lines."""
     # Before JAX 0.4.36 it holds neither these nor the op_names that tell the phase.
     try:
-        return lowered.as_text(dialect="hlo", debug_info=True)
+        return str(lowered.as_text(dialect="hlo", debug_info=True))
     except TypeError:  # debug_info is new in JAX 0.4.36
-        return lowered.as_text(dialect="hlo")
+        return str(lowered.as_text(dialect="hlo"))
 
 
-def _array_shape(aval: Any) -> tuple[int, ...]:
+def _array_shape(aval: Aval) -> tuple[int, ...]:
     """Return the shape of an argument's array; a key's data has more dimensions."""
     import jax
 
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return tuple(aval.shape)
 
@@ -218,7 +219,7 @@ def hlo_text(module_proto: bytes) -> str:
     if kind is None:
         raise ProfileError("this jaxlib has no HloModule to read a program with")
     try:
-        return kind.from_serialized_hlo_module_proto(module_proto).to_string()
+        return str(kind.from_serialized_hlo_module_proto(module_proto).to_string())
     except Exception as error:  # jaxlib's own, of no class that it names
         raise ProfileError(f"jaxlib can't read a program of it: {error}") from error
 
@@ -246,7 +247,7 @@ Leaf = tuple[str, bool, bool, str, str]
 _PREFIXES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c"}
 
 
-def _shape(aval: Any) -> str:
+def _shape(aval: Aval) -> str:
     """Write an array's type as HLO does: ``"f32[8,16]"``."""
     name, bits, rest = re.findall(r"^([a-z]+)(\d*)(.*)$", str(aval.dtype))[0]
     kind = "pred" if name == "bool" else f"{_PREFIXES.get(name, name)}{bits}{rest.replace('_', '')}"
@@ -309,7 +310,7 @@ def executable_text(executable: Any) -> str | None:
         (module,) = executable.xla_executable.hlo_modules()
     except Exception:  # whatever the backend's C API reports; or there are several  # noqa: BLE001
         return None
-    return module.to_string()
+    return str(module.to_string())
 
 
 class Placed(NamedTuple):
@@ -370,7 +371,7 @@ def placed_results(compiled: Any) -> list[Placed] | None:
     ]
 
 
-def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict) -> list[list[int]]:
+def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[int]]:
     """List sets of positions of argument leaves that share memory."""
     import jax
 
@@ -386,7 +387,7 @@ def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict) -> list[lis
     return [numbers for numbers in at.values() if len(numbers) > 1]
 
 
-def _dynamic(tree: Any, args: Sequence[Any], kwargs: dict) -> list[Any] | None:
+def _dynamic(tree: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
     """Flatten the arguments that a program was traced for, without the static ones."""
     import jax
 
@@ -428,7 +429,7 @@ def kept_arguments(executable: Any) -> list[int] | None:
 See = Callable[[Sequence[Any], Sequence[Any]], None]
 
 
-class _Run:
+class _Execution:
     """An executable's call, after which ``see`` is called with its arguments and results."""
 
     def __init__(self, call: Any, see: See):
@@ -448,4 +449,4 @@ def after_each_run(executable: Any, see: See) -> None:
     """Call ``see`` with what each run of an executable takes and returns; of pmap's own, never."""
     # JAX calls an executable of another class than its own without its fast path, so it sees all.
     if hasattr(executable, "_unsafe_call"):
-        executable._unsafe_call = _Run(executable.unsafe_call, see)
+        executable._unsafe_call = _Execution(executable.unsafe_call, see)

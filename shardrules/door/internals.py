@@ -14,13 +14,14 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
 from shardrules.door.audit_names import Primitives
 from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.patching import MeshKey
+from shardrules.door.protocols import Aval, JaxMesh
 from shardrules.door.symbols import SYMBOLS
 from shardrules.errors import RuleError, UnsupportedJaxError
 from shardrules.paths import is_library
@@ -30,7 +31,7 @@ _INVARIANT = AxisType()
 
 
 @functools.lru_cache(maxsize=64)
-def _manual_axes(mesh: Any) -> tuple[str, ...]:
+def _manual_axes(mesh: JaxMesh) -> tuple[str, ...]:
     manual = frozenset(mesh.manual_axes)
     return tuple(a for a in mesh.axis_names if a in manual)
 
@@ -93,7 +94,7 @@ class Door:
     def axis_types(self, avals: Iterable[Any]) -> tuple[AxisType, ...]:
         return tuple(map(self.axis_type, avals))
 
-    def axes_of(self, aval: Any) -> frozenset[str] | None:
+    def axes_of(self, aval: Aval) -> frozenset[str] | None:
         """Return the axes over which an aval differs; None on a JAX whose avals have no types."""
         have = self.axis_type(aval)
         return have.varying | have.unreduced if self.typed else None
@@ -106,7 +107,7 @@ class Door:
                 version=self.version,
             )
 
-    def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
+    def with_axis_type(self, aval: Aval, axis_type: AxisType) -> Any:
         """Return ``aval`` with another axis type, or as it is if it can't carry one."""
         if not self.typed or self.axis_type(aval) == axis_type:
             return aval
@@ -131,10 +132,10 @@ class Door:
             changes["sharding"] = aval.sharding.update(spec=spec)
         return aval.update(**changes)
 
-    def cotangent_type(self, primal: Any) -> AxisType:
+    def cotangent_type(self, primal: Aval) -> AxisType:
         return self.axis_type(self.cotangent_aval(primal))
 
-    def cotangent_aval(self, primal: Any) -> Any:
+    def cotangent_aval(self, primal: Aval) -> Any:
         for name in ("to_ct_aval", "to_cotangent_aval", "to_tangent_aval"):
             if hasattr(primal, name):
                 return getattr(primal, name)()
@@ -155,7 +156,7 @@ class Door:
     def unannotated(self, shape: Any) -> Any:
         return shape.update(**{"vma" if self.ManualAxisType is None else "manual_axis_type": None})
 
-    def can_cast(self, aval: Any) -> bool:
+    def can_cast(self, aval: Aval) -> bool:
         """Whether a value of this aval can be cast: an array, that is, not a ref or a token."""
         return isinstance(aval, self.ShapedArray)
 
@@ -172,7 +173,7 @@ class Door:
         return {axis: shape[axis] for axis in self.manual_axes()}
 
     @contextlib.contextmanager
-    def over_axes(self, axes: tuple[str, ...]):
+    def over_axes(self, axes: tuple[str, ...]) -> Iterator[None]:
         """Let ``manual_axes`` return ``axes`` on a JAX whose avals have no mesh."""
         before = getattr(self._here, "axes", ())
         self._here.axes = axes
@@ -190,7 +191,7 @@ class Door:
             return ""
         return "unchecked" if self.manual_axes() else "outside"
 
-    def unchecked(self):
+    def unchecked(self) -> Any:
         return self.check_vma(False) if self.typed else contextlib.nullcontext()
 
     def cast(self, value: Any, want: AxisType) -> Any:
@@ -332,14 +333,15 @@ class Door:
                 import jax
 
                 run = jax.jit(self.jaxpr_as_fun(self.close_jaxpr(whole)), inline=True)
-                return run(*constants, *arrays)
+                results: list[Any] = run(*constants, *arrays)
+                return results
             tracers = [trace.to_jaxpr_tracer(x, source) for x in (*constants, *arrays)]
             results = self.inline_jaxpr(trace, source, whole, (), *tracers)
             return [trace.to_jaxpr_tracer(x, source) for x in results]
 
         return jaxpr, constants, put
 
-    def jaxpr_of(self, function: Any, avals: Sequence[Any]) -> Any:
+    def jaxpr_of(self, function: Any, avals: Sequence[Aval]) -> Any:
         """Return the jaxpr of a function from arrays of these types to a list."""
         import jax
 
@@ -391,14 +393,14 @@ def _body_tracer(function: Any) -> types.CodeType:
     raise LookupError(f"{function.__module__}.{function.__name__} has no _create_jaxpr inside")
 
 
-def _run_scoped(fun, enter, scope, see, *args, **kwargs):
+def _run_scoped(fun: Any, enter: Any, scope: Any, see: Any, *args: Any, **kwargs: Any) -> Any:
     with enter(scope):
         if see is not None:
             see(*args)
         return fun(*args, **kwargs)
 
 
-def _yield_scoped(enter, scope, see, *args, **kwargs):
+def _yield_scoped(enter: Any, scope: Any, see: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     # JAX to 0.4.36 writes its transformations as generators.
     with enter(scope):
         if see is not None:

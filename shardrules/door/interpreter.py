@@ -35,16 +35,18 @@ def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[str], str]]:
         )
         original = module.RaceDetectionState
         forced = pltpu.force_tpu_interpret_mode(params)
-        reset = pltpu.reset_tpu_interpret_mode_state
+        reset: Callable[[], None] = pltpu.reset_tpu_interpret_mode_state
     except (ImportError, AttributeError, TypeError) as error:
         raise UnsupportedJaxError(
             f"this JAX can't look for races and uninitialised memory in a kernel ({error}); "
             "run the test on JAX 0.8.3 or later"
         ) from error
-    states: list = []
+    states: list[Any] = []
     printed = io.StringIO()
 
-    def recording(*args, **kwargs):  # each kernel's state takes the place of the one before
+    def recording(
+        *args: Any, **kwargs: Any
+    ) -> Any:  # each kernel's state takes the place of the one before
         states.append(original(*args, **kwargs))
         return states[-1]
 

@@ -6,8 +6,9 @@ The lists hold every name that a primitive has had from JAX 0.4.28 to 0.12.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, overload
 
+from shardrules.door.protocols import Aval, ClosedJaxpr, Eqn, Jaxpr, Params, Var
 from shardrules.registry.axistypes import AxisType
 
 # Casts, by the state that they cast to; all of them name mesh axes and move nothing along them.
@@ -56,7 +57,7 @@ CUSTOM_CALLS = {
 }
 
 
-def only_touches_refs(jaxpr: Any) -> bool:
+def only_touches_refs(jaxpr: Jaxpr) -> bool:
     return _OF_REFS.issuperset([type(effect).__name__ for effect in jaxpr.effects])
 
 
@@ -73,26 +74,30 @@ def gained(types: Iterable[AxisType], before: Iterable[AxisType]) -> frozenset[s
     return frozenset().union(*(new.varying - old.varying for new, old in zip(types, before)))
 
 
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+def scan_counts(params: Params) -> tuple[int, int]:
     if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
         constants, carry, _ = map(len, params["ft_in"].unpack())
         return constants, carry
     return params["num_consts"], params["num_carry"]
 
 
+@overload
+def opened(value: Jaxpr | ClosedJaxpr) -> Jaxpr: ...
+@overload
+def opened(value: Any) -> Any: ...
 def opened(value: Any) -> Any:
     """Return a jaxpr without its constants; None if ``value`` is not a jaxpr."""
     value = getattr(value, "jaxpr", value)
     return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
 
 
-def name_of(eqn: Any) -> str:
+def name_of(eqn: Eqn) -> str:
     """Return an equation's primitive's name; from JAX 0.12 a linear one's may be wrapped."""
     name: str = eqn.primitive.name
     return name if name[:9] != "vjp_node[" else name[9:].removesuffix("]")
 
 
-def is_inexact(aval: Any) -> bool:
+def is_inexact(aval: object) -> bool:
     """Whether a value has a cotangent of its own dtype: floats and complex numbers."""
     import jax
 
@@ -107,7 +112,7 @@ def is_float(value: Any) -> bool:
     return bool(jax.numpy.issubdtype(getattr(value, "dtype", bool), jax.numpy.floating))
 
 
-def read(env: dict[Any, Any], atom: Any) -> Any:
+def value_of(env: dict[Any, Any], atom: Var) -> Any:
     """Return what a variable has become; a literal stays."""
     return atom if hasattr(atom, "val") else env.get(atom, atom)
 
@@ -122,18 +127,19 @@ def renamed_effects(effects: Iterable[Any], env: dict[Any, Any]) -> set[Any]:
     }
 
 
-def variable(like: Any, aval: Any) -> Any:
+def variable(like: Any, aval: Aval) -> Any:
     kind = type(like)
     suffixed = hasattr(like, "suffix") and kind.__name__ != "DropVar"  # JAX 0.6.0
     return kind("", aval) if suffixed else kind(aval)
 
 
-def callable_of(function: Any) -> Callable:
+def callable_of(function: Any) -> Callable[..., Any]:
     """Return what can be called with arrays; a WrappedFun can't."""
-    return getattr(function, "call_wrapped", function)
+    called: Callable[..., Any] = getattr(function, "call_wrapped", function)
+    return called
 
 
-def named_axes(params: dict[str, Any]) -> frozenset[str]:
+def named_axes(params: Params) -> frozenset[str]:
     """Return the mesh axes that a cast's or a collective's parameters name."""
     named: set[str] = set()
     for key in ("axes", "axis_name", "axis", "collective_axes"):
@@ -143,33 +149,33 @@ def named_axes(params: dict[str, Any]) -> frozenset[str]:
     return frozenset(named)
 
 
-def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+def inner_jaxprs(params: Params) -> Iterator[Jaxpr]:
     for value in params.values():
         for entry in value if isinstance(value, (tuple, list)) else (value,):
             if (inner := opened(entry)) is not None:
                 yield inner
 
 
-def is_transposed(eqn: Any) -> bool:
+def is_transposed(eqn: Eqn) -> bool:
     # Inner equations carry no marks; up to JAX 0.6 only named scopes do.
     return _is_under(eqn, ("transpose",))
 
 
-def is_differentiated(eqn: Any) -> bool:
+def is_differentiated(eqn: Eqn) -> bool:
     return _is_under(eqn, ("jvp", "transpose"))
 
 
-def _is_under(eqn: Any, transforms: tuple[str, ...]) -> bool:
+def _is_under(eqn: Eqn, transforms: tuple[str, ...]) -> bool:
     marks = eqn.source_info.name_stack.stack
     return any(type(m).__name__ == "Transform" and m.name in transforms for m in marks)
 
 
-def is_in(eqn: Any, scope: str) -> bool:
+def is_in(eqn: Eqn, scope: str) -> bool:
     """Whether an equation, or the one it is the transpose of, is in a name scope."""
     return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)
 
 
-def kernel_name(params: dict[str, Any]) -> tuple[str, str]:
+def kernel_name(params: Params) -> tuple[str, str]:
     """Return the name and ``file:line`` of a Pallas kernel."""
     jaxpr = params["jaxpr"] if "jaxpr" in params else params["jaxprs"][0]
     info = getattr(jaxpr, "debug_info", None)

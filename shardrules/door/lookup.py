@@ -94,7 +94,9 @@ def unsupported(version: str, what: str, **data: Any) -> UnsupportedJaxError:
     )
 
 
-def find(version: str, symbols: tuple[Symbol, ...]) -> tuple[dict, dict]:
+def find(
+    version: str, symbols: tuple[Symbol, ...]
+) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:
     """Look up all symbols; return them (None: this version has it not) and their owners."""
     values: dict[str, Any] = {symbol.key: None for symbol in symbols}
     owners: dict[str, tuple[Any, str]] = {}

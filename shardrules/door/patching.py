@@ -1,10 +1,14 @@
-"""What this package puts into JAX: replaced functions, tuples that refuse, an own trace key."""
+"""What this package puts into JAX: replaced functions, tuples that refuse, an own trace key.
+
+And into Python: what is done once a module is imported.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _ABSENT = object()
@@ -13,7 +17,7 @@ _ABSENT = object()
 class Patches:
     """Replaced attributes and table entries; undoing puts exactly the old state back."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Callable[[], None]]] = []
         self._caches: list[Any] = []
 
@@ -24,7 +28,7 @@ class Patches:
         self._undo.append((owner, name, functools.partial(*undo)))
         setattr(owner, name, value)
 
-    def entry(self, table: dict, key: Any, value: Any) -> None:
+    def entry(self, table: dict[Any, Any], key: Any, value: Any) -> None:
         old = table.get(key, _ABSENT)
         undo: Any = (table.pop, key) if old is _ABSENT else (table.__setitem__, key, old)
         self._undo.append((table, key, functools.partial(*undo)))
@@ -57,7 +61,7 @@ class ModuleProxy:
         return getattr(self._module, name)
 
 
-class TellingTuple(tuple):
+class TellingTuple(tuple[Any, ...]):
     """A tuple that calls ``refuse`` before it is read.
 
     The hooks drop types from an interpreted kernel's loops, where JAX mixes them. Without the
@@ -67,16 +71,16 @@ class TellingTuple(tuple):
 
     refuse: Callable[[], None]  # raises where it may not be read
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         self.refuse()
         return super().__iter__()
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         self.refuse()
         return len(self) > 0
 
 
-class _Mark(tuple):
+class _KeyEntry(tuple[Any, ...]):
     """Our entry among the meshes that are part of the trace key."""
 
 
@@ -98,7 +102,7 @@ class MeshKey:
             jax.clear_caches()
 
     @contextlib.contextmanager
-    def __call__(self, value: Any):
+    def __call__(self, value: Any) -> Iterator[None]:
         """Put ``value`` into this thread's trace key."""
         state = getattr(self._config, "mesh_context_manager", None)
         if state is not None:
@@ -109,8 +113,54 @@ class MeshKey:
             update = self._config.update_thread_local_jit_state
             write = lambda meshes: update(mesh_context_manager=meshes)  # noqa: E731
         meshes = tuple(before or ())
-        write((*(m for m in meshes if not isinstance(m, _Mark)), _Mark((value,))))
+        write((*(m for m in meshes if not isinstance(m, _KeyEntry)), _KeyEntry((value,))))
         try:
             yield
         finally:
             write(meshes)
+
+
+class WhenImported:
+    """Calls ``action`` with the module of a name, now or after its import, until ``stop``."""
+
+    def __init__(self, name: str, action: Callable[[Any], None]):
+        self._name = name
+        self._action = action
+        if name in sys.modules:
+            action(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Find the module as the finders behind do, and make its loader call the action."""
+        if name != self._name:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another may wait for the module
+        others = (f for f in behind if hasattr(f, "find_spec"))
+        spec = next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self._loaded)  # type: ignore[assignment]
+        return spec
+
+    def _loaded(self, module: Any) -> None:
+        if self in sys.meta_path:
+            self._action(module)
+
+
+class _Loader:
+    """Wraps a module's loader, and calls ``loaded`` after the module's code has run."""
+
+    def __init__(self, loader: Any, loaded: Callable[[Any], None]):
+        self._loader = loader
+        self._loaded = loaded
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._loaded(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

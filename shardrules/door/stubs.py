@@ -87,7 +87,7 @@ def _register(target: str, platform: str = "CUDA") -> None:
         "compiled, not run; load the library that holds it in a new process"
     ).encode()
 
-    def stub(frame):
+    def stub(frame: Any) -> Any:
         extension, api = frame.contents.extension, frame.contents.api.contents
         if extension and extension.contents.type == _METADATA:
             version = extension.contents.metadata.contents.version

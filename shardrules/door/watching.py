@@ -92,7 +92,8 @@ def on_reads(read: Callable[[Any], None]) -> Callable[[], None]:
 
 
 def _listeners() -> list[Listener]:
-    return vars(_thread).setdefault("listeners", [])
+    own: list[Listener] = vars(_thread).setdefault("listeners", [])
+    return own
 
 
 def _install() -> None:
@@ -121,7 +122,7 @@ def forget_fast_paths() -> None:
             cache.clear()  # which clear_all leaves, to 0.4.35
 
 
-def _call(original: Any, *args, **params) -> Any:
+def _call(original: Any, *args: Any, **params: Any) -> Any:
     listeners = _listeners()
     if not listeners:
         return original(*args, **params)
@@ -158,7 +159,7 @@ def _reporting(name: str, arguments: list[Argument], is_jax_s: bool = False) -> 
         listener.returned(name, arguments, *returned)
 
 
-def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
+def _compiled_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     import jax
 
     listeners = _listeners()
@@ -193,7 +194,7 @@ def _argument(path: str, value: Any, donated: bool) -> Argument:
     )
 
 
-def _compile(original: Any, *args, **kwargs) -> Any:
+def _compile(original: Any, *args: Any, **kwargs: Any) -> Any:
     for listener in _listeners():
         module: Any = args[1] if len(args) > 1 else kwargs.get("computation")
         try:
@@ -211,7 +212,7 @@ def _read(original: Any, self: Any) -> Any:
     return original(self)
 
 
-def _read_by_numpy(original: Any, *args, how: str, **kwargs) -> Any:
+def _read_by_numpy(original: Any, *args: Any, how: str, **kwargs: Any) -> Any:
     import jax
 
     if args and _listeners() and isinstance(args[0], jax.Array) and not _explicit():

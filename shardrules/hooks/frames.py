@@ -15,7 +15,7 @@ from shardrules.registry.axistypes import AxisType
 Axes = frozenset[str]
 
 
-class Frame:
+class WingFrame:
     """Base of all frames: a context in which it is the one of its wing in this thread."""
 
     # Not frozen: that costs a call for each field, and a kernel's call enters one.
@@ -33,7 +33,7 @@ class Frame:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class KernelFrame(Frame):
+class KernelFrame(WingFrame):
     """The opaque call that is being made or bound."""
 
     wing: ClassVar[str] = "kernel"
@@ -46,7 +46,7 @@ class KernelFrame(Frame):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class BodyFrame(Frame):
+class BodyFrame(WingFrame):
     """The shard_map whose body is traced: what its errors and warnings will name."""
 
     wing: ClassVar[str] = "body"
@@ -56,7 +56,7 @@ class BodyFrame(Frame):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class BwdFrame(Frame):
+class BwdFrame(WingFrame):
     """The custom_vjp whose fwd or bwd runs."""
 
     wing: ClassVar[str] = "bwd"
@@ -68,7 +68,7 @@ class BwdFrame(Frame):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class TransposeFrame(Frame):
+class TransposeFrame(WingFrame):
     """The linear program that is being transposed."""
 
     wing: ClassVar[str] = "transpose"
@@ -80,7 +80,7 @@ class TransposeFrame(Frame):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class BranchFrame(Frame):
+class BranchFrame(WingFrame):
     """The cond that is being transposed."""
 
     wing: ClassVar[str] = "branch"
@@ -89,7 +89,7 @@ class BranchFrame(Frame):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class LookFrame(Frame):
+class LookFrame(WingFrame):
     """What is recorded of a trace."""
 
     wing: ClassVar[str] = "look"

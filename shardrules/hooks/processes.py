@@ -12,10 +12,11 @@ from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.door import internals
+from shardrules.door.internals import Door
 from shardrules.errors import MissingProcessError, RulesDifferError, ShardrulesError
 from shardrules.hooks.install import state as hook_state
 from shardrules.registry import fingerprint
-from shardrules.registry.fingerprint import Entry
+from shardrules.registry.fingerprint import ComparedRule
 from shardrules.unchecked.hooks import UncheckedHooks
 
 _ROOT = "shardrules/same_rules"
@@ -70,7 +71,7 @@ def assert_same_rules(*, timeout_s: float = 60.0) -> None:
             _compare(job, _listed(door), float(timeout_s))
 
 
-def _listed(door: Any) -> list[Entry]:
+def _listed(door: Door) -> list[ComparedRule]:
     """Return everything that can make a program's trace differ from another process's."""
     import shardrules
 
@@ -87,15 +88,15 @@ def _listed(door: Any) -> list[Entry]:
             check = f"off ({decision.reason})" if decision.reason else "on"
             sites.setdefault(f"{place} {decision.arguments}".strip(), set()).add(check)
     return [
-        Entry("version of", "shardrules", shardrules.__version__),
-        Entry("version of", "jax", door.version),
-        Entry("options of", "install", options),
-        *(Entry("check of", site, ", ".join(sorted(sites[site]))) for site in sorted(sites)),
+        ComparedRule("version of", "shardrules", shardrules.__version__),
+        ComparedRule("version of", "jax", door.version),
+        ComparedRule("options of", "install", options),
+        *(ComparedRule("check of", site, ", ".join(sorted(sites[site]))) for site in sorted(sites)),
         *fingerprint.entries(state.registry),
     ]
 
 
-def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
+def _compare(job: Any, mine: list[ComparedRule], timeout_s: float) -> None:
     """Meet the other processes; raise if one is missing, or differs."""
     # Each process stores a digest, and its whole list only where digests differ.
     client, me = job.client, str(job.process_id)
@@ -117,9 +118,9 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
         return
     client.key_value_set(lists + me, json.dumps([dataclasses.astuple(e) for e in mine]))
 
-    def read(process: int) -> list[Entry]:
+    def read(process: int) -> list[ComparedRule]:
         text = client.blocking_key_value_get(f"{lists}{process}", max(1, int(1000 * timeout_s)))
-        return [Entry(*fields) for fields in json.loads(text)]
+        return [ComparedRule(*fields) for fields in json.loads(text)]
 
     # The rules that most processes hold are compared with those of the rest.
     (_, most), *rest = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))

@@ -20,7 +20,7 @@ from shardrules.registry.axistypes import show_axes
 from shardrules.registry.builtin import no_communication
 
 
-class Body(NamedTuple):
+class SelftestBody(NamedTuple):
     name: str  # what messages call it
     # of ``x``, which varies over data and model, and ``w``, which varies over model; both have
     # shape (2, 2) in it
@@ -30,7 +30,7 @@ class Body(NamedTuple):
     sums: tuple[str, ...] | None = None
 
 
-def bodies() -> Iterator[Body]:
+def bodies() -> Iterator[SelftestBody]:
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -40,7 +40,7 @@ def bodies() -> Iterator[Body]:
     both, shape = "data model", jax.ShapeDtypeStruct((2, 2), "float32")
 
     @no_communication
-    def shardrules_selftest(x_ref, w_ref, o_ref):
+    def shardrules_selftest(x_ref: Any, w_ref: Any, o_ref: Any) -> None:
         o_ref[...] = x_ref[...] * w_ref[...]
 
     kernel = pallas.pallas_call(shardrules_selftest, out_shape=shape)
@@ -51,37 +51,41 @@ def bodies() -> Iterator[Body]:
         lambda kept, g: (kernel(g, kept[1]), kernel(g, kept[0])),
     )
 
-    def scan(x, w):
+    def scan(x: jax.Array, w: jax.Array) -> Any:
         return lax.scan(lambda c, _: (c + x * w, None), jnp.zeros(x.shape), length=2)[0]
 
-    def cond(x, w):
+    def cond(x: jax.Array, w: jax.Array) -> Any:
         return lax.cond(x.sum() > 0, lambda w: w * 2, lambda w: w * 3, w)
 
-    def replayed(x, w):
+    def replayed(x: jax.Array, w: jax.Array) -> Any:
         return core.jaxpr_as_fun(jax.make_jaxpr(lambda y: y * w)(w))(x)[0]
 
-    def stored(x, w):
-        def store(ref):
+    def stored(x: jax.Array, w: jax.Array) -> Any:
+        def store(ref: Any) -> None:
             ref[...] = x
 
         return pallas.run_state(store)(w)
 
-    yield Body("psum", lambda x, w: lax.psum(x, "data"), "model")
-    yield Body("pmean", lambda x, w: lax.pmean(x, "data"), "model")
-    yield Body("pmax", lambda x, w: lax.pmax(x, ("data", "model")), "")
-    yield Body("all_gather", lambda x, w: lax.all_gather(x, "data"), both)
-    yield Body("ppermute", lambda x, w: lax.ppermute(x, "data", [(0, 1), (1, 0)]), both)
-    yield Body("axis_index", lambda x, w: jnp.zeros(x.shape) + lax.axis_index("data"), "data")
-    yield Body("argsort", lambda x, w: jnp.argsort(x), both)
-    yield Body("product", lambda x, w: x * w, both, ("data",))
-    yield Body("cond", cond, both, ("data",))
-    yield Body("scan", scan, both, ("data",))
-    yield Body("pallas_call", kernel, both)
-    yield Body("custom_vjp", op, both, ("data",))
-    yield Body("ffi_call", lambda x, w: jax.ffi.ffi_call("shardrules_selftest", shape)(x), both)
-    yield Body("jvp", lambda x, w: jax.jvp(lambda w: w * 2, (w,), (x,))[0], both)
-    yield Body("jaxpr of w on x", replayed, both)
-    yield Body("run_state", stored, both)
+    yield SelftestBody("psum", lambda x, w: lax.psum(x, "data"), "model")
+    yield SelftestBody("pmean", lambda x, w: lax.pmean(x, "data"), "model")
+    yield SelftestBody("pmax", lambda x, w: lax.pmax(x, ("data", "model")), "")
+    yield SelftestBody("all_gather", lambda x, w: lax.all_gather(x, "data"), both)
+    yield SelftestBody("ppermute", lambda x, w: lax.ppermute(x, "data", [(0, 1), (1, 0)]), both)
+    yield SelftestBody(
+        "axis_index", lambda x, w: jnp.zeros(x.shape) + lax.axis_index("data"), "data"
+    )
+    yield SelftestBody("argsort", lambda x, w: jnp.argsort(x), both)
+    yield SelftestBody("product", lambda x, w: x * w, both, ("data",))
+    yield SelftestBody("cond", cond, both, ("data",))
+    yield SelftestBody("scan", scan, both, ("data",))
+    yield SelftestBody("pallas_call", kernel, both)
+    yield SelftestBody("custom_vjp", op, both, ("data",))
+    yield SelftestBody(
+        "ffi_call", lambda x, w: jax.ffi.ffi_call("shardrules_selftest", shape)(x), both
+    )
+    yield SelftestBody("jvp", lambda x, w: jax.jvp(lambda w: w * 2, (w,), (x,))[0], both)
+    yield SelftestBody("jaxpr of w on x", replayed, both)
+    yield SelftestBody("run_state", stored, both)
 
 
 def differences(state: State) -> list[str]:
@@ -102,14 +106,14 @@ def _differences(state: State) -> Iterator[str]:
             yield f"{body.name}: {difference}"
 
 
-def _difference(body: Body) -> str:
+def _difference(body: SelftestBody) -> str:
     import jax
     from jax.sharding import PartitionSpec as P
 
     door = internals.load()
     results: list[frozenset[str]] = []
 
-    def traced(x, w):
+    def traced(x: jax.Array, w: jax.Array) -> Any:
         result = body.function(x, w)
         results.append(door.axis_type(door.typeof(result)).varying)
         return result

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, get_args
 
 from shardrules.door import watching
 from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Primitive
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.frames import here
 from shardrules.hooks.notes import Claims, NotedSum, Notes, Placement
@@ -117,10 +118,11 @@ class State:
             return base
         if local.under[0] is not overlays or local.under[1] is not base:
             local.under = overlays, base, dataclasses.replace(base, overlays=overlays)
-        return local.under[2]
+        both: Scope = local.under[2]
+        return both
 
     @contextlib.contextmanager
-    def enter(self, scope: Scope):
+    def enter(self, scope: Scope) -> Iterator[None]:
         """Run this thread under ``scope``, with its own entries in JAX's caches."""
         if scope is self.scope:  # the usual case: a single scope for the whole process
             yield
@@ -133,7 +135,7 @@ class State:
         finally:
             here.scope = before
 
-    def _keyed(self):
+    def _keyed(self) -> Any:
         """Return a context manager that makes this thread's scope part of JAX's trace key."""
         if self._trace_key is None:
             return contextlib.nullcontext()
@@ -157,7 +159,7 @@ class State:
             notes.sums.append(NotedSum(tuple(sorted(axes)), value.shape, value.dtype, at, why))
 
     @contextlib.contextmanager
-    def recording_gradients(self, gradients: list[None]):
+    def recording_gradients(self, gradients: list[None]) -> Iterator[None]:
         """Add to ``gradients`` if something inside is differentiated in reverse."""
         outer = self.here.look.gradients
         with dataclasses.replace(self.here.look, gradients=gradients):
@@ -172,7 +174,7 @@ class State:
     def widening(self, axes: frozenset[str], trees: Callable[[], Any]) -> Callable[[], Any]:
         """Return a custom_vjp's trees for primals that were cast to vary over ``axes`` too."""
 
-        def widened_trees():
+        def widened_trees() -> Any:
             frame = self.here.bwd
             with dataclasses.replace(frame, widened=frame.widened | axes):
                 return trees()
@@ -192,7 +194,7 @@ class State:
         if self._trace_key is not None:
             self._trace_key.set_global(self._key(self.everywhere))
 
-    def _key(self, scope: Scope):
+    def _key(self, scope: Scope) -> _Key | None:
         # None while nothing is installed: JAX's caches are then those of plain JAX.
         if not scope.active and scope.claims is None:
             return None
@@ -212,7 +214,7 @@ class Hooks:
     def install(self, patches: Patches) -> None:
         """Replace functions of JAX, if any; ``patches`` can undo that."""
 
-    def law(self, primitive: Any, row: Any) -> Any:
+    def law(self, primitive: Primitive, row: Any) -> Any:
         """Return the law of a primitive whose row names one of ``laws``."""
         raise NotImplementedError
 

@@ -24,7 +24,7 @@ from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.install import held, hold_for_ops, state
 from shardrules.hooks.notes import Claims
 from shardrules.hooks.types.identities import mark, uncast
-from shardrules.registry.axistypes import one_by_one, show_axes
+from shardrules.registry.axistypes import AxisType, one_by_one, show_axes
 from shardrules.registry.binding import caller_place
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -81,7 +81,7 @@ def vary(x: Any, *axes: str) -> Any:
         return x
     missing = []
 
-    def cast(leaf):
+    def cast(leaf: Any) -> Any:
         if isinstance(leaf, door.SymbolicZero):
             return leaf
         have = _whole(door, "vary", leaf, named)
@@ -139,7 +139,7 @@ def place_casts(f: _F) -> _F:
             return f(*args, **kwargs)
         hold_for_ops()
 
-        def marked(leaf):
+        def marked(leaf: Any) -> Any:
             return mark(leaf) if isinstance(leaf, jax.Array) and is_inexact(leaf) else leaf
 
         return f(*jax.tree_util.tree_map(marked, args), **jax.tree_util.tree_map(marked, kwargs))
@@ -181,7 +181,7 @@ def already_summed(ct: Any, *axes: str) -> Any:
     claims = state().scope.claims
     where = caller_place()
 
-    def claim(leaf):
+    def claim(leaf: Any) -> Any:
         if isinstance(leaf, door.SymbolicZero) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
             return leaf
         over = named & _whole(door, "already_summed", leaf, named).varying
@@ -242,7 +242,7 @@ def _axes(door: Door, call: str, axes: tuple[Any, ...]) -> frozenset[str]:
     return frozenset(axes)
 
 
-def _whole(door: Door, what: str, leaf: Any, axes: frozenset[str]):
+def _whole(door: Door, what: str, leaf: Any, axes: frozenset[str]) -> AxisType:
     """Return a value's axis type; refuse one that is still to be reduced over ``axes``."""
     have = door.axis_type(door.typeof(leaf))
     if have.unreduced & axes:
@@ -260,7 +260,7 @@ def _compare(claims: Claims, leaf: Any, axes: tuple[str, ...], where: str) -> No
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
     same = (jax.lax.pmax(bits, axes) == jax.lax.pmin(bits, axes)).all()
 
-    def note(same):
+    def note(same: Any) -> None:
         if not same:
             claims.wrong.add((where, axes))
 

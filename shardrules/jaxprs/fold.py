@@ -27,6 +27,7 @@ from shardrules.door.jaxprs import (
     opened,
     scan_counts,
 )
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.errors import ShardrulesError
 
 V = TypeVar("V")
@@ -59,7 +60,7 @@ class Fold(Generic[V]):
         """Return the value of a constant that stands in the jaxpr."""
         raise NotImplementedError
 
-    def constant(self, var: Any) -> V:
+    def constant(self, var: Var) -> V:
         """Return the value of a constant that the jaxpr closes over."""
         raise NotImplementedError
 
@@ -75,29 +76,29 @@ class Fold(Generic[V]):
         """Return the value of what a predicate or a position of value ``by`` chooses."""
         raise NotImplementedError
 
-    def other(self, eqn: Any, name: str, operands: list[V]) -> Sequence[V]:
+    def other(self, eqn: Eqn, name: str, operands: list[V]) -> Sequence[V]:
         """Return what an equation that holds no jaxpr and takes no ref makes.
 
         Look it up by its primitive; one that is not known gets the safe answer.
         """
         raise NotImplementedError
 
-    def on_refs(self, eqn: Any, name: str, operands: list[Any]) -> Sequence[Any]:
+    def on_refs(self, eqn: Eqn, name: str, operands: list[Any]) -> Sequence[Any]:
         """Return what an equation reads from refs, and ``store`` what it may write to them."""
         results, joined = self.anything(eqn, operands)
         return self.one_step(eqn, operands, joined) if results is None else results
 
-    def finished(self, jaxpr: Any, read: Callable[[Any], Any]) -> None:
+    def finished(self, jaxpr: Jaxpr, read: Callable[[Any], V]) -> None:
         """Take notes of a jaxpr that was read; ``read`` gives an atom's value."""
 
     def __init__(self) -> None:
-        self.around: list[Any] = []  # the equations whose jaxprs are being read
+        self.around: list[Eqn] = []  # the equations whose jaxprs are being read
         self.place: tuple[Any, ...] = ()  # the same, as a key: one jaxpr may stand in several
         self._cells: dict[tuple[Any, ...], Cell[V]] = {}
         self._changed = False  # whether a cell did, in this pass
         self._count = 0
 
-    def run(self, jaxpr: Any, given: Sequence[V]) -> list[V]:
+    def run(self, jaxpr: Jaxpr, given: Sequence[V]) -> list[V]:
         """Return the values of a jaxpr's outputs, for these values of its inputs.
 
         Raises:
@@ -113,13 +114,13 @@ class Fold(Generic[V]):
             if not self._changed:  # a ref may be read, in a loop, before it is written
                 return [self.content(result) for result in results]
 
-    def jaxpr(self, jaxpr: Any, given: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+    def jaxpr(self, jaxpr: Jaxpr, given: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
         """Return what a jaxpr returns in this pass; refs are ``Cell``s."""
         env = dict(zip(jaxpr.invars, given))
         if consts:
             env.update(zip(jaxpr.constvars, consts))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Var) -> Any:
             if hasattr(atom, "val"):
                 return self.literal(atom.val)
             value = env.get(atom, _UNSEEN)
@@ -138,7 +139,7 @@ class Fold(Generic[V]):
         self.finished(jaxpr, read)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         """Return what an equation makes of its operands."""
         name = name_of(eqn)
         nested = _NESTED.get(name)
@@ -149,7 +150,7 @@ class Fold(Generic[V]):
                 return self.on_refs(eqn, name, operands)
         return self.other(eqn, name, operands)
 
-    def one_step(self, eqn: Any, operands: list[Any], joined: V) -> list[V]:
+    def one_step(self, eqn: Eqn, operands: list[Any], joined: V) -> list[V]:
         """Return that an equation makes ``joined`` in all results, and stores it to its refs."""
         if name_of(eqn) not in READS:
             for operand in operands:
@@ -160,7 +161,8 @@ class Fold(Generic[V]):
     # Cells.
 
     def content(self, value: Any) -> V:
-        return value.value if isinstance(value, Cell) else value
+        content: V = value.value if isinstance(value, Cell) else value
+        return content
 
     def store(self, cell: Cell[V], value: V) -> None:
         joined = self.join((cell.value, value))
@@ -202,7 +204,7 @@ class Fold(Generic[V]):
     # What is nested.
 
     def inside(
-        self, eqn: Any, jaxpr: Any, given: Sequence[Any], consts: Sequence[Any] = (), at: int = 0
+        self, eqn: Eqn, jaxpr: Jaxpr, given: Sequence[Any], consts: Sequence[Any] = (), at: int = 0
     ) -> list[Any]:
         """Return what a jaxpr of an equation returns."""
         outside = self.place
@@ -213,7 +215,7 @@ class Fold(Generic[V]):
         self.place = outside
         return results
 
-    def anything(self, eqn: Any, operands: list[Any]) -> tuple[list[Any] | None, V]:
+    def anything(self, eqn: Eqn, operands: list[Any]) -> tuple[list[Any] | None, V]:
         """Read the jaxprs of an equation of which only its parameters are known.
 
         Returns what the one jaxpr that takes all operands returns, or None; and the join of its
@@ -237,20 +239,20 @@ class Fold(Generic[V]):
                 break
         return None, joined
 
-    def _call(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _call(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
         return self.inside(eqn, eqn.params[_CALLS[name_of(eqn)]], operands)
 
-    def _barrier(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _barrier(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
         return operands
 
-    def _cond(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _cond(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
         chosen, *given = operands
         branches = eqn.params["branches"]
         results = [self.inside(eqn, branch, given, at=at) for at, branch in enumerate(branches)]
         self._choose(chosen, (value for value in given if isinstance(value, Cell)))
         return self._choose(chosen, map(self._either, zip(*results)))
 
-    def _scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _scan(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
         constants, carries = scan_counts(eqn.params)
         first, carry = operands[:constants], operands[constants : constants + carries]
         slices = operands[constants + carries :]
@@ -261,7 +263,7 @@ class Fold(Generic[V]):
                 return [*carry, *results[carries:]]
             carry = joined
 
-    def _while(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _while(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
         params = eqn.params
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         tested, first = operands[:of_cond], operands[of_cond : of_cond + of_body]
@@ -276,15 +278,15 @@ class Fold(Generic[V]):
                 return carry
             carry = joined
 
-    def _new_ref(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _new_ref(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
         return [self._cell(eqn, 0, self.join(map(self.content, operands)))]
 
-    def _run_scoped(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _run_scoped(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
         body = opened(eqn.params["jaxpr"])
         refs = [self._cell(eqn, n, self.bottom) for n in range(len(body.invars))]
         return self.inside(eqn, body, refs, operands)
 
-    def _pallas_call(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def _pallas_call(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if not self.reads_kernels or any(isinstance(value, Cell) for value in operands):
             return self.other(eqn, name_of(eqn), operands)
         mapping, body = eqn.params["grid_mapping"], opened(eqn.params["jaxpr"])
@@ -304,7 +306,7 @@ class Fold(Generic[V]):
 
 
 _CALLS = CALLS | CUSTOM_CALLS
-_NESTED: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
+_NESTED: dict[str, Callable[[Any, Eqn, list[Any]], Sequence[Any]]] = {
     **dict.fromkeys(_CALLS, Fold._call),
     "optimization_barrier": Fold._barrier,
     "cond": Fold._cond,

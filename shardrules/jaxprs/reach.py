@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shardrules.door.protocols import Eqn, Var
 from shardrules.jaxprs.fold import Fold
 
 
@@ -16,7 +17,7 @@ class Reach(Fold[bool]):
     def literal(self, value: Any) -> bool:
         return False
 
-    def constant(self, var: Any) -> bool:
+    def constant(self, var: Var) -> bool:
         return False
 
     def join(self, values: Iterable[bool]) -> bool:
@@ -25,6 +26,6 @@ class Reach(Fold[bool]):
     def chosen(self, by: bool, value: bool) -> bool:
         return by or value
 
-    def other(self, eqn: Any, name: str, operands: list[bool]) -> Sequence[bool]:
+    def other(self, eqn: Eqn, name: str, operands: list[bool]) -> Sequence[bool]:
         results, joined = self.anything(eqn, operands)
         return [joined] * len(eqn.outvars) if results is None else results

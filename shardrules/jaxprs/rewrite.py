@@ -9,25 +9,26 @@ from typing import Any
 import jax
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import opened, read, renamed_effects, variable
+from shardrules.door.jaxprs import opened, renamed_effects, value_of, variable
+from shardrules.door.protocols import Aval, Eqn, Jaxpr, Var
 from shardrules.registry.axistypes import AxisType
 
 
 class Rewrite:
     """A jaxpr that is being written anew: its new equations, and what its variables became."""
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: Jaxpr):
         self.jaxpr = jaxpr
         self.inner = opened(jaxpr)
         self.env: dict[Any, Any] = {}
-        self.eqns: list[Any] = []
+        self.eqns: list[Eqn] = []
 
-    def renew(self, var: Any, aval: Any) -> Any:
+    def renew(self, var: Var, aval: Aval) -> Any:
         """Return a variable for this aval that takes the place of ``var``."""
         self.env[var] = variable(var, aval)
         return self.env[var]
 
-    def each(self, write: Callable[[Any], None]) -> None:
+    def each(self, write: Callable[[Eqn], None]) -> None:
         """Call ``write``, which appends to ``eqns``, with each equation."""
         for eqn in self.inner.eqns:
             write(eqn)
@@ -45,14 +46,16 @@ class Rewrite:
         return new if inner is self.jaxpr else self.jaxpr.replace(jaxpr=new)
 
 
-def inlined(jaxpr: Any, atoms: Sequence[Any], **changes: Any) -> tuple[list[Any], list[Any]]:
+def inlined(jaxpr: Jaxpr, atoms: Sequence[Var], **changes: Any) -> tuple[list[Eqn], list[Any]]:
     """Return a jaxpr's equations for these operands, and what they return."""
     env = dict(zip(jaxpr.invars, atoms))
-    eqns = [eqn.replace(invars=[read(env, v) for v in eqn.invars], **changes) for eqn in jaxpr.eqns]
-    return eqns, [read(env, var) for var in jaxpr.outvars]
+    eqns = [
+        eqn.replace(invars=[value_of(env, v) for v in eqn.invars], **changes) for eqn in jaxpr.eqns
+    ]
+    return eqns, [value_of(env, var) for var in jaxpr.outvars]
 
 
-def split(jaxpr: Any, taken: Callable[[Any], bool]) -> tuple[list[Any], Any]:
+def split(jaxpr: Jaxpr, taken: Callable[[Eqn], bool]) -> tuple[list[Eqn], Jaxpr]:
     """Return the equations that are taken out, and the rest, which takes their results first."""
     out = [eqn for eqn in jaxpr.eqns if taken(eqn)]
     rest = [eqn for eqn in jaxpr.eqns if not any(eqn is other for other in out)]
@@ -61,8 +64,8 @@ def split(jaxpr: Any, taken: Callable[[Any], bool]) -> tuple[list[Any], Any]:
 
 
 def cast_atoms(
-    door: Door, atoms: Sequence[Any], wants: Sequence[AxisType], scope: str = "", **changes: Any
-) -> tuple[list[Any], list[Any]]:
+    door: Door, atoms: Sequence[Var], wants: Sequence[AxisType], scope: str = "", **changes: Any
+) -> tuple[list[Eqn], list[Any]]:
     """Return equations that cast a jaxpr's atoms to these types, and the atoms then."""
     wide = [
         i
@@ -84,7 +87,7 @@ def cast_atoms(
     return eqns, atoms
 
 
-def cast_outputs(door: Door, jaxpr: Any, types: Sequence[AxisType], scope: str = "") -> Any:
+def cast_outputs(door: Door, jaxpr: Jaxpr, types: Sequence[AxisType], scope: str = "") -> Any:
     """Return a jaxpr whose outputs have these axis types, by casts at its end."""
     new = Rewrite(jaxpr)
     casts, outvars = cast_atoms(door, new.inner.outvars, types, scope)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from shardrules.door.jaxprs import KERNELS, SUMS, inner_jaxprs, is_transposed, named_axes, opened
+from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr, Primitive
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -22,11 +23,11 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 Inside = Callable[[C], "list[list[T]]"]
 
 
-def read(
-    jaxpr: Any,
-    visit: Callable[[Any, C, Inside], Iterable[T]],
+def visited(
+    jaxpr: Jaxpr,
+    visit: Callable[[Eqn, C, Inside[C, T]], Iterable[T]],
     around: C,
-    enter: Callable[[Any, C], C] | None = None,
+    enter: Callable[[Jaxpr, C], C] | None = None,
 ) -> list[T]:
     """Return what ``visit`` yields of each equation, in order.
 
@@ -38,20 +39,20 @@ def read(
       enter: adds to that what is known of a jaxpr, before its equations are visited.
     """
 
-    def each(jaxpr: Any, around: C) -> list[T]:
+    def each(jaxpr: Jaxpr, around: C) -> list[T]:
         found: list[T] = []
         around = around if enter is None else enter(jaxpr, around)
         for eqn in jaxpr.eqns:
             found += visit(eqn, around, functools.partial(inside, eqn))
         return found
 
-    def inside(eqn: Any, around: C) -> list[list[T]]:
+    def inside(eqn: Eqn, around: C) -> list[list[T]]:
         return [each(inner, around) for inner in inner_jaxprs(eqn.params)]
 
     return each(jaxpr, around)
 
 
-def equations(jaxpr: Any, kernels: bool = False) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr, kernels: bool = False) -> Iterator[Eqn]:
     """Yield a jaxpr's equations and those of inner jaxprs; a kernel's only if asked for."""
     for equation in jaxpr.eqns:
         yield equation
@@ -60,24 +61,24 @@ def equations(jaxpr: Any, kernels: bool = False) -> Iterator[Any]:
                 yield from equations(inner, kernels)
 
 
-def named(jaxpr: Any, name: str) -> list[Any]:
+def named(jaxpr: Jaxpr, name: str) -> list[Eqn]:
     """Return a jaxpr's own equations of one primitive, by its name."""
     return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
 
 
-def all_but(jaxpr: Any, names: Mapping[Any, Any], left_out: Container[Any]) -> list[Any]:
+def all_but(jaxpr: Jaxpr, names: Mapping[Primitive, Any], left_out: Container[Any]) -> list[Eqn]:
     """Return a jaxpr's own equations but those of primitives whose name is left out."""
     return [eqn for eqn in jaxpr.eqns if names[eqn.primitive] not in left_out]
 
 
-def makers(jaxpr: Any) -> dict[Any, Any]:
+def makers(jaxpr: Jaxpr) -> dict[Any, Eqn]:
     """Map each variable to the equation that makes it; inputs have none."""
     return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
 
-def uses(jaxpr: Any) -> dict[Any, list[tuple[Any, int]]]:
+def uses(jaxpr: Jaxpr) -> dict[Any, list[tuple[Eqn, int]]]:
     """Map each variable to its uses, in order: an equation and an operand's position."""
-    found: dict[Any, list[tuple[Any, int]]] = {}
+    found: dict[Any, list[tuple[Eqn, int]]] = {}
     for eqn in jaxpr.eqns:
         for i, atom in enumerate(eqn.invars):
             if not hasattr(atom, "val"):
@@ -85,10 +86,12 @@ def uses(jaxpr: Any) -> dict[Any, list[tuple[Any, int]]]:
     return found
 
 
-def _transposed(jaxpr: Any) -> list[tuple[Any, int]]:
+def _transposed(jaxpr: Jaxpr) -> list[tuple[Eqn, int]]:
     """Return the equations of a jaxpr's backward passes, and how often scans around run each."""
 
-    def visit(eqn, around, inside):
+    def visit(
+        eqn: Eqn, around: tuple[int, bool], inside: Inside[tuple[int, bool], tuple[Eqn, int]]
+    ) -> Iterator[tuple[Eqn, int]]:
         runs, is_inside = around
         is_inside = is_inside or is_transposed(eqn)
         if is_inside:
@@ -97,16 +100,16 @@ def _transposed(jaxpr: Any) -> list[tuple[Any, int]]:
             for found in inside((runs * eqn.params.get("length", 1), is_inside)):
                 yield from found
 
-    return read(jaxpr, visit, (1, False))
+    return visited(jaxpr, visit, (1, False))
 
 
-def gradient_sums(jaxpr: Any) -> frozenset[str]:
+def gradient_sums(jaxpr: Jaxpr) -> frozenset[str]:
     """Return the mesh axes over which backward passes in a jaxpr sum."""
     sums = [eqn for eqn, _ in _transposed(jaxpr) if "psum" in eqn.primitive.name]
     return frozenset().union(*(named_axes(eqn.params) for eqn in sums))
 
 
-def transposed_sums(jaxpr: Any) -> Iterator[tuple[int, frozenset[str]]]:
+def transposed_sums(jaxpr: Jaxpr) -> Iterator[tuple[int, frozenset[str]]]:
     """Yield the bytes and the axes of each psum that a jaxpr's backward passes hold."""
     for eqn, runs in _transposed(jaxpr):
         for atom in eqn.invars if eqn.primitive.name in SUMS else ():
@@ -114,12 +117,12 @@ def transposed_sums(jaxpr: Any) -> Iterator[tuple[int, frozenset[str]]]:
             yield size_bytes * runs, named_axes(eqn.params)
 
 
-def program_text(closed: Any) -> str:
+def program_text(closed: ClosedJaxpr) -> str:
     """Return a program's text without addresses, with the kernels that it calls."""
     return _ADDRESS.sub("", "\n".join([str(closed), *_kernel_texts(opened(closed))]))
 
 
-def _kernel_texts(jaxpr: Any) -> Iterator[str]:
+def _kernel_texts(jaxpr: Jaxpr) -> Iterator[str]:
     for eqn in equations(jaxpr):
         if eqn.primitive.name in KERNELS:
             yield from map(str, eqn.params.values())

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from shardrules.door.audit_names import key_kind
+from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.jaxprs.walk import uses
 from shardrules.pallas.walk import Walk, mesh_axes
 
-ACTIONS: dict[str | None, Any] = {}
+_Action = Callable[[Walk, Eqn], None]
+ACTIONS: dict[str | None, _Action] = {}
 
 
-def _for(names: str):
-    def note(function):
+def _for(names: str) -> Callable[[_Action], _Action]:
+    def note(function: _Action) -> _Action:
         ACTIONS.update(dict.fromkeys(names.split(), function))
         return function
 
@@ -27,7 +30,7 @@ def _for(names: str):
     "jax:custom_vjp_call jax:custom_vjp_call_jaxpr jax:remat2 jax:checkpoint "
     "pallas:run_scoped state:run_state"
 )
-def _call(walk: Walk, eqn: Any) -> None:
+def _call(walk: Walk, eqn: Eqn) -> None:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
             walk.run(eqn.params[key])
@@ -36,24 +39,24 @@ def _call(walk: Walk, eqn: Any) -> None:
 
 
 @_for("jax:cond")
-def _cond(walk, eqn):
+def _cond(walk: Walk, eqn: Eqn) -> None:
     walk.seeded = all(walk.ends(eqn.params["branches"]))
 
 
 @_for("jax:scan")
-def _scan(walk, eqn):
+def _scan(walk: Walk, eqn: Eqn) -> None:
     if eqn.params["length"]:  # a body that never runs does nothing
         walk.run(eqn.params["jaxpr"])
 
 
 @_for("jax:while")
-def _while(walk, eqn):
+def _while(walk: Walk, eqn: Eqn) -> None:
     walk.run(eqn.params["cond_jaxpr"])  # it runs at least once; the body may never run
     walk.ends([eqn.params["body_jaxpr"]])
 
 
 @_for("pallas:core_map pallas:mpmd_map")
-def _threads(walk, eqn):
+def _threads(walk: Walk, eqn: Eqn) -> None:
     # Also the warps of one thread (an mpmd_map from JAX 0.12 on): their axis is the kernel's own.
     params = eqn.params
     meshes = params["meshes"] if "meshes" in params else [params["mesh"]]
@@ -65,20 +68,20 @@ def _threads(walk, eqn):
 
 
 @_for("sc:parallel_loop")
-def _parallel_loop(walk, eqn):
+def _parallel_loop(walk: Walk, eqn: Eqn) -> None:
     if walk.is_local(eqn):
         walk.ends([eqn.params["jaxpr"]])
 
 
 @_for("jax:reshard")
-def _reshard(walk, eqn):
+def _reshard(walk: Walk, eqn: Eqn) -> None:
     spec = getattr(eqn.params.get("dst_sharding"), "spec", None)
     if spec is None or any(axis is not None for axis in spec):
         walk.block(eqn, "it moves data between devices", True)
 
 
 @_for("parallel:axis_index")
-def _axis_index(walk, eqn):
+def _axis_index(walk: Walk, eqn: Eqn) -> None:
     name = eqn.params["axis_name"]
     names = name if isinstance(name, (tuple, list)) else (name,)
     mesh = [n for n in names if n not in walk.local_axes]
@@ -87,7 +90,7 @@ def _axis_index(walk, eqn):
         walk.block(eqn, f"it reads this device's position along mesh axis {axes}", True, mesh)
 
 
-def _is_read(jaxpr: Any, eqn: Any) -> bool:
+def _is_read(jaxpr: Jaxpr, eqn: Eqn) -> bool:
     # JAX 0.9 and older keep an axis_index that nothing reads.
     used = uses(jaxpr)
     return any(out in used or any(out is atom for atom in jaxpr.outvars) for out in eqn.outvars)
@@ -97,24 +100,24 @@ def _is_read(jaxpr: Any, eqn: Any) -> bool:
 
 
 @_for("state:get pallas:masked_load")
-def _read(walk, eqn):
+def _read(walk: Walk, eqn: Eqn) -> None:
     if walk.is_local(eqn) and eqn.params.get("is_volatile"):
         walk.block(eqn, "a volatile load may read what another program has stored")
 
 
 @_for("jax:scatter-add jax:scatter-sub jax:scatter-mul")
-def _added(walk, eqn):
+def _added(walk: Walk, eqn: Eqn) -> None:
     if not eqn.params.get("unique_indices"):
         _block_rounding(walk, eqn, eqn.invars[0])
 
 
 @_for("sc:scatter")
-def _scatter(walk, eqn):
+def _scatter(walk: Walk, eqn: Eqn) -> None:
     if walk.is_local(eqn) and eqn.params.get("add", True):
         _block_rounding(walk, eqn, eqn.params["tree"].unflatten(eqn.invars)[0])
 
 
-def _block_rounding(walk: Walk, eqn: Any, into: Any) -> None:
+def _block_rounding(walk: Walk, eqn: Eqn, into: Any) -> None:
     if into.aval.dtype.kind not in "iub":
         walk.block(
             eqn,
@@ -128,7 +131,7 @@ _UNSEEDED = "random bits are drawn before a seed is set on every path"
 
 
 @_for("tpu:prng_seed")
-def _seed(walk, eqn):
+def _seed(walk: Walk, eqn: Eqn) -> None:
     if eqn.invars:
         walk.seeded = True
     else:
@@ -136,13 +139,13 @@ def _seed(walk, eqn):
 
 
 @_for("tpu:prng_random_bits")
-def _draw(walk, eqn):
+def _draw(walk: Walk, eqn: Eqn) -> None:
     if not walk.seeded:
         walk.block(eqn, _UNSEEDED)
 
 
 @_for("jax:random_bits jax:random_fold_in jax:random_seed jax:random_split jax:random_unwrap")
-def _keyed(walk, eqn):
+def _keyed(walk: Walk, eqn: Eqn) -> Any:
     # The result is a function of the key, except for keys of the device's own generator.
     atoms = (*eqn.invars, *eqn.outvars)
     kinds = {kind for kind in (key_kind(a.aval) for a in atoms) if kind is not None}
@@ -155,7 +158,7 @@ def _keyed(walk, eqn):
 # --- copies and signals ----------------------------------------------------------------------
 
 
-def _copy_operands(eqn: Any) -> tuple[Any, list]:
+def _copy_operands(eqn: Eqn) -> tuple[Any, list[Any]]:
     """Return a copy's source semaphore, and the devices that it names."""
     operands = eqn.params["tree"].unflatten(eqn.invars)
     if len(operands) == 9:  # JAX 0.9 and older list refs and their views separately
@@ -178,7 +181,7 @@ def _axes_of(device: Any) -> tuple[str, ...]:
 
 
 @_for("tpu:dma_start tpu:dma_wait")
-def _dma(walk, eqn):
+def _dma(walk: Walk, eqn: Eqn) -> None:
     if not walk.is_local(eqn):
         return
     source_semaphore, devices = _copy_operands(eqn)
@@ -192,13 +195,13 @@ def _dma(walk, eqn):
 
 
 @_for("mgpu:copy_smem_to_gmem")
-def _copy_out(walk, eqn):
+def _copy_out(walk: Walk, eqn: Eqn) -> None:
     if walk.is_local(eqn) and eqn.params.get("reduction_op") is not None:
         walk.block(eqn, "copies that reduce run in no fixed order")
 
 
 @_for("pallas:semaphore_signal mgpu:semaphore_signal mgpu:semaphore_signal_parallel")
-def _signal(walk, eqn):
+def _signal(walk: Walk, eqn: Eqn) -> None:
     if not walk.is_local(eqn):
         return
     devices = eqn.params["args_tree"].unflatten(eqn.invars)[3]

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardrules.door import internals
 from shardrules.door.jaxprs import kernel_name
+from shardrules.door.protocols import Jaxpr, Params
 from shardrules.pallas.actions import ACTIONS
 from shardrules.pallas.walk import Blocker, Walk, mesh_axes, semaphore_dtype
 from shardrules.registry.table import PROVEN
@@ -36,7 +37,7 @@ class Audit:
         return "not proven:\n  " + "\n  ".join(map(str, self.blockers)) if self.blockers else PROVEN
 
 
-def prove(primitive: str, params: dict[str, Any], operand_count: int) -> Audit | None:
+def prove(primitive: str, params: Params, operand_count: int) -> Audit | None:
     """Audit each kernel of a call; None if it holds none that can be read in this JAX."""
     mapping: Any = params.get("grid_mapping")
     if primitive == "pallas_call" and hasattr(mapping, "num_inputs"):  # not on JAX 0.4.28
@@ -60,7 +61,7 @@ def prove(primitive: str, params: dict[str, Any], operand_count: int) -> Audit |
 _CACHE: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Audit]]] = weakref.WeakKeyDictionary()
 
 
-def _audit(jaxpr: Any, mapping: Any, refs_count: int, axes: tuple[str, ...]) -> Audit:
+def _audit(jaxpr: Jaxpr, mapping: Any, refs_count: int, axes: tuple[str, ...]) -> Audit:
     import jax
 
     kept = _CACHE.setdefault(jaxpr, {})
@@ -83,7 +84,7 @@ def _audit(jaxpr: Any, mapping: Any, refs_count: int, axes: tuple[str, ...]) -> 
     return kept[key][1]
 
 
-def _reasons(walk: Walk, jaxpr: Any, mapping: Any, refs_count: int) -> Iterable[str]:
+def _reasons(walk: Walk, jaxpr: Jaxpr, mapping: Any, refs_count: int) -> Iterable[str]:
     """Walk over a kernel and its index maps; yield why it is not proven as a whole."""
     scratch_count = len(jaxpr.invars) - refs_count
     if mapping is not None and scratch_count != mapping.num_scratch_operands:

@@ -11,6 +11,7 @@ import numpy as np
 from shardrules.door import audit_names
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import named_axes, opened
+from shardrules.door.protocols import Aval, Eqn, JaxMesh, Jaxpr
 from shardrules.jaxprs.walk import all_but
 from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 
@@ -29,7 +30,7 @@ class Blocker:
         return f"{self.primitive} at {self.source}: {self.reason}"
 
 
-def mesh_axes(mesh: Any) -> tuple[str, ...]:
+def mesh_axes(mesh: JaxMesh) -> tuple[str, ...]:
     try:
         return tuple(mesh.shape)
     except (AttributeError, NotImplementedError, TypeError):
@@ -37,7 +38,7 @@ def mesh_axes(mesh: Any) -> tuple[str, ...]:
         return (name,) if isinstance(name, str) else tuple(name)
 
 
-def semaphore_dtype(aval: Any) -> str:
+def semaphore_dtype(aval: Aval) -> str:
     """Return the dtype of a ref that holds semaphores or barriers; empty for other values."""
     dtype = getattr(aval, "dtype", "")
     if isinstance(dtype, np.dtype):  # no semaphore's dtype; str() of it is slow
@@ -64,11 +65,13 @@ class Walk:
     jaxpr: Any = None  # the one that the current equation is in
     count: int = 0  # equations so far
 
-    def block(self, eqn: Any, reason: str, communicates: bool = False, axes=()) -> None:
+    def block(
+        self, eqn: Eqn, reason: str, communicates: bool = False, axes: Iterable[Any] = ()
+    ) -> None:
         place = self.door.source_line(eqn.source_info, of_libraries=True) or self.kernel_place
         self.blockers.append(Blocker(eqn.primitive.name, reason, place, communicates, tuple(axes)))
 
-    def run(self, jaxpr: Any) -> None:
+    def run(self, jaxpr: Jaxpr) -> None:
         """Walk over a jaxpr, and over those inside of it at each use."""
         outer, self.jaxpr = self.jaxpr, opened(jaxpr)
         self.count += len(self.jaxpr.eqns)
@@ -94,7 +97,7 @@ class Walk:
             self.seeded = before
         return ends
 
-    def _refuse(self, eqn: Any, name: str) -> None:
+    def _refuse(self, eqn: Eqn, name: str) -> None:
         family = name.partition(":")[0]
         reason, communicates = (
             REFUSED.get(name)
@@ -105,7 +108,7 @@ class Walk:
         mine = bool(axes) and axes <= self.local_axes
         self.block(eqn, reason, communicates and not mine, sorted(axes))
 
-    def is_local(self, eqn: Any) -> bool:
+    def is_local(self, eqn: Eqn) -> bool:
         """Whether an equation reads and stores on this device alone; block it if it doesn't."""
         for atom in eqn.invars:
             if "barrier_semaphore" in semaphore_dtype(atom.aval):

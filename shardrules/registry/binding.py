@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from shardrules.errors import RegistrationError
 
@@ -111,8 +111,7 @@ def declare(target: _F, rule: Any) -> _F:
     if earlier is not None:
         return target
     binding = _declared[_name_of(target), repr(rule)] = Binding(rule, where)
-    wrapped: Any = Declared(target, binding)
-    return wrapped
+    return cast(_F, Declared(target, binding))  # called and inspected as the target is
 
 
 def declared() -> list[tuple[str, Binding]]:

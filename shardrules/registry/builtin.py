@@ -12,14 +12,14 @@ from typing import Any
 from shardrules.errors import RuleError
 from shardrules.registry.axistypes import AxisType, Effect, RuleContext, one_by_one
 from shardrules.registry.axistypes import show_axes as _axes
-from shardrules.registry.rule import AnyRule, Rule, as_rule
+from shardrules.registry.rule import AnyRule, Rule, Types, as_rule
 
 
 def _same(effect: Effect) -> Callable[[int], tuple[Effect, ...]]:
     return lambda output_count: (effect,) * output_count
 
 
-def _no_communication(context: RuleContext):
+def _no_communication(context: RuleContext) -> Types:
     union = context.union
     return [union] * len(context.inputs), [union] * context.output_count
 
@@ -38,7 +38,7 @@ def _over(name: str, axes: tuple[str, ...], effect: str, drops: bool) -> Rule:
     """Make a rule that communicates over ``axes``: inputs and outputs vary over U plus axes."""
     axes = _named(name, axes)
 
-    def types(context: RuleContext):
+    def types(context: RuleContext) -> Types:
         wide = context.union.vary(*axes)
         out = wide.drop(*axes) if drops else wide
         return [wide] * len(context.inputs), [out] * context.output_count
@@ -132,7 +132,7 @@ def unreduced(*axes: str) -> Rule:
     axes = _named("unreduced", axes)
     name = _written("unreduced", axes)
 
-    def types(context: RuleContext):
+    def types(context: RuleContext) -> Types:
         union = context.union
         missing = [a for a in axes if a not in union.varying]
         if missing:
@@ -165,7 +165,7 @@ def outputs(*rules: AnyRule) -> Rule:
     parts = tuple(as_rule(rule) for rule in rules)
     name = _written("outputs", parts)
 
-    def types(context: RuleContext):
+    def types(context: RuleContext) -> Types:
         if len(parts) != context.output_count:
             raise RuleError(
                 f"the rule {name} of kernel {context.name!r} is for {len(parts)} outputs, but "
@@ -179,7 +179,7 @@ def outputs(*rules: AnyRule) -> Rule:
             [part._checked(single, "output", answer, 1)[0] for part, answer in zip(parts, answers)],
         )
 
-    def effects(output_count: int):
+    def effects(output_count: int) -> tuple[Effect, ...]:
         return tuple((part.effects(1) or (Effect("unknown"),))[0] for part in parts)
 
     return Rule(

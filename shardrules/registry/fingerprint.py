@@ -19,7 +19,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class ComparedRule:
     kind: str  # for messages: ``rule``, ``rule in scope 1``, ``option``
     name: str  # unique among the entries of one kind
     value: str  # the text that is compared
@@ -30,7 +30,7 @@ class Entry:
         return self.value + (f", at {self.where}" if self.where else "")
 
 
-def entries(registry: Registry) -> list[Entry]:
+def entries(registry: Registry) -> list[ComparedRule]:
     """Return a registry's declarations in this thread, scopes included, and declared functions."""
     registered = registry.entries()
     # Processes may import libraries in different orders, so we sort the libraries' rules.
@@ -42,15 +42,15 @@ def entries(registry: Registry) -> list[Entry]:
     for depth, overlay in enumerate(registry.overlays, 1):
         listed += [_entry(e, f"rule in scope {depth}", True) for e in overlay.entries]
     listed += [
-        Entry("declaration of", name, written(bound.rule), bound.where)
+        ComparedRule("declaration of", name, written(bound.rule), bound.where)
         for name, bound in binding.declared()
     ]
     return listed
 
 
-def _entry(e: Registration, kind: str, ordered: bool) -> Entry:
+def _entry(e: Registration, kind: str, ordered: bool) -> ComparedRule:
     name = e.name + (" (a primitive)" if e.target is not None else " (FFI)" if e.is_ffi else "")
-    return Entry(kind, name, written(e.rule), e.where, ordered)
+    return ComparedRule(kind, name, written(e.rule), e.where, ordered)
 
 
 def written(rule: Rule) -> str:
@@ -108,21 +108,21 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-def _keyed(listed: Sequence[Entry]) -> dict[tuple[str, str, int], Entry]:
-    keyed: dict[tuple[str, str, int], Entry] = {}
+def _keyed(listed: Sequence[ComparedRule]) -> dict[tuple[str, str, int], ComparedRule]:
+    keyed: dict[tuple[str, str, int], ComparedRule] = {}
     for e in listed:
         number = sum((kind, name) == (e.kind, e.name) for kind, name, _ in keyed)
         keyed[e.kind, e.name, number] = e
     return keyed
 
 
-def digest(listed: Sequence[Entry]) -> str:
+def digest(listed: Sequence[ComparedRule]) -> str:
     compared = [(e.kind, e.name, e.value) for e in listed]
     return hashlib.sha256(repr(compared).encode()).hexdigest()
 
 
 def differences(
-    ours: Sequence[Entry], theirs: Sequence[Entry], us: str, them: str
+    ours: Sequence[ComparedRule], theirs: Sequence[ComparedRule], us: str, them: str
 ) -> Iterator[tuple[str, str]]:
     """Yield the name of each entry that differs, and a line about it."""
     left, right = _keyed(ours), _keyed(theirs)

@@ -19,6 +19,7 @@ from shardrules.registry.axistypes import show_axes as _axes
 from shardrules.registry.binding import declare
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+Types = tuple[Sequence[AxisType], Sequence[AxisType]]  # of the inputs, of the outputs
 
 
 class Rule:
@@ -44,7 +45,7 @@ class Rule:
     def __init__(
         self,
         name: str,
-        types: Callable[[RuleContext], tuple[Sequence[AxisType], Sequence[AxisType]]],
+        types: Callable[[RuleContext], Types],
         effects: Callable[[int], tuple[Effect, ...]] | None,
         *,
         named_axes: tuple[str, ...] = (),
@@ -269,7 +270,7 @@ def as_rule(rule: AnyRule) -> Rule:
             answer=rule,
         ) from None
 
-    def types(context: RuleContext):
+    def types(context: RuleContext) -> Types:
         return [context.union] * len(context.inputs), rule(context)
 
     name = getattr(rule, "__qualname__", repr(rule))

@@ -106,10 +106,10 @@ def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
     )
 
 
-class _Here(threading.local):
+class _ThreadScopes(threading.local):
     """A thread's scopes, and the cached answers of ``find`` under them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.overlays: tuple[Overlay, ...] = ()
         self.state: Any = None
         self.answers: dict[Any, Registration | None] = {}
@@ -136,8 +136,8 @@ class Registry:
         self._lock = threading.RLock()
         self._entries: dict[tuple[str, str, Any], Registration] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._guards: list[Callable[[], contextlib.AbstractContextManager]] = []
-        self._local = _Here()
+        self._guards: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
+        self._local = _ThreadScopes()
         self._version = 0
         self._entry_points = entry_points
         self._prover = prover
@@ -179,7 +179,7 @@ class Registry:
         return self._add(self._entry(name, rule, where or caller_place()), replace)
 
     @staticmethod
-    def _entry(name: Any, rule: Any, where: str, library: str = "") -> Registration:
+    def _entry(name: Any, rule: AnyRule, where: str, library: str = "") -> Registration:
         target = None
         if hasattr(name, "bind") and isinstance(getattr(name, "name", None), str):
             target, name = name, name.name  # a jax primitive
@@ -215,7 +215,7 @@ class Registry:
             self._changed()
         return entry
 
-    def ship(self, name: str, rule: Any, library: str, where: str) -> Registration:
+    def ship(self, name: str, rule: AnyRule, library: str, where: str) -> Registration:
         """Declare a rule for a library; ``where`` says why. The user's own rule wins."""
         return self._add(self._entry(name, rule, where, library), replace=False)
 
@@ -445,7 +445,7 @@ class Registry:
         with self._lock:
             self._listeners.append(listener)
 
-    def guard(self, guard: Callable[[], contextlib.AbstractContextManager]) -> None:
+    def guard(self, guard: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         """Enter ``guard()`` inside every scope that ``rules`` opens."""
         with self._lock:
             self._guards.append(guard)

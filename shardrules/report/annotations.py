@@ -103,7 +103,8 @@ def github(contents: Sequence[Content]) -> str:
         shown = ",".join(f"{name}={_escaped(text, True)}" for name, text in properties.items())
         command = "error" if note.level == "error" else "notice"
         lines.append(f"::{command} {shown}::{_escaped(_message(note))}")
-    return "".join(f"{line}\n" for line in (*lines, *(c.headline for c in contents)))
+    lines += [content.headline for content in contents]
+    return "".join(f"{line}\n" for line in lines)
 
 
 @checked
@@ -143,9 +144,12 @@ def _result(note: _Note, rules: list[str]) -> dict[str, Any]:
 def merged(logs: Sequence[str]) -> str:
     """Put SARIF logs of several processes into one run: GitHub refuses two runs of one tool."""
     whole = json.loads(logs[0])
-    runs = [run for log in logs for run in json.loads(log)["runs"]]
-    rules = {rule["id"]: rule for run in runs for rule in run["tool"]["driver"]["rules"]}
-    results = [result for run in runs for result in run["results"]]
+    rules: dict[str, Any] = {}
+    results: list[Any] = []
+    for log in logs:
+        for run in json.loads(log)["runs"]:
+            rules |= {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+            results += run["results"]
     for result in results:
         result["ruleIndex"] = [*rules].index(result["ruleId"])
     whole["runs"][0]["tool"]["driver"]["rules"] = list(rules.values())

@@ -44,7 +44,7 @@ _NOT_COMPILED = (
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell of the table of collectives; ``key`` sorts a number, and is None for text."""
 
     column: str
@@ -291,42 +291,42 @@ class Content:
 
         return tuple(sorted(grouping.rows(self.account), key=key))
 
-    def cells(self, row: Row) -> list[Cell]:
+    def cells(self, row: Row) -> list[TableCell]:
         """Write a row's cells; every row has the same columns."""
         entry, cost = row.first, _sum(map(self.ledger.cost, row.numbers))
         sent, is_known = row.total.wire_bytes, entry.runs is not None
         runs = f"{'at most ' if entry.at_most else ''}{entry.runs}"
         cells = [
-            Cell("collective", entry.what),
-            Cell("verdict", entry.verdict),
-            Cell("sites", str(row.sites), row.sites),
-            Cell("runs", runs if is_known else "?", entry.runs or 0),
-            Cell("bytes", size(entry.bytes), entry.bytes),
-            Cell("wire bytes", size(entry.wire_bytes), entry.wire_bytes),
-            Cell("in all", size(sent) if is_known else "?", sent),
-            Cell("share", percent(cost.bytes, self.ledger.total.bytes), cost.bytes),
+            TableCell("collective", entry.what),
+            TableCell("verdict", entry.verdict),
+            TableCell("sites", str(row.sites), row.sites),
+            TableCell("runs", runs if is_known else "?", entry.runs or 0),
+            TableCell("bytes", size(entry.bytes), entry.bytes),
+            TableCell("wire bytes", size(entry.wire_bytes), entry.wire_bytes),
+            TableCell("in all", size(sent) if is_known else "?", sent),
+            TableCell("share", percent(cost.bytes, self.ledger.total.bytes), cost.bytes),
         ]
         if self.timings is not None:
             cells += self._measured_cells(row, self.timings)
         if self.target is not None:
             each = max(self.ledger.seconds[number] for number in row.numbers)
             in_all = f"~{units.duration(cost.seconds)}" if is_known else "?"
-            cells.append(Cell("est. a run", f"~{units.duration(each)}", each))
-            cells.append(Cell("est. in all", in_all, cost.seconds))
-        return [*cells, Cell("source", here(entry.place))]
+            cells.append(TableCell("est. a run", f"~{units.duration(each)}", each))
+            cells.append(TableCell("est. in all", in_all, cost.seconds))
+        return [*cells, TableCell("source", here(entry.place))]
 
-    def _measured_cells(self, row: Row, timings: Timings) -> list[Cell]:
+    def _measured_cells(self, row: Row, timings: Timings) -> list[TableCell]:
         took, exposed, bandwidth = "measured, a step", "exposed", "bandwidth"
         timing = timings.together(row.numbers)
         if timing is None:
-            return [Cell(name, "?", 0.0) for name in (took, exposed, bandwidth)]
+            return [TableCell(name, "?", 0.0) for name in (took, exposed, bandwidth)]
         pairs = [(entry, timings.of[entry.number]) for entry in row.entries]
         sent = sum(entry.wire_bytes * each.runs for entry, each in pairs if each)
         speed = sent / timing.seconds if timing.seconds else 0.0
         return [
-            Cell(took, units.milliseconds(timing.seconds) + spread(timing), timing.seconds),
-            Cell(exposed, units.milliseconds(timing.exposed_seconds), timing.exposed_seconds),
-            Cell(bandwidth, f"{size(speed)}/s" if speed else "?", speed),
+            TableCell(took, units.milliseconds(timing.seconds) + spread(timing), timing.seconds),
+            TableCell(exposed, units.milliseconds(timing.exposed_seconds), timing.exposed_seconds),
+            TableCell(bandwidth, f"{size(speed)}/s" if speed else "?", speed),
         ]
 
     @property

@@ -30,7 +30,7 @@ _Span = tuple[float, float]
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 
 
-class Mark(NamedTuple):
+class BarLabel(NamedTuple):
     """What a bar is of: the id of its row in a table, or nothing; its verdict; what it says."""
 
     row: str
@@ -77,7 +77,9 @@ def groups_on_mesh(
     step, left, top = side + 4, 8, 20
     head = f"{' x '.join(down)} \N{DOWNWARDS ARROW} " if down else ""
     head += f"{right} \N{RIGHTWARDS ARROW}"
-    group_of = {device: n for n, group in enumerate(groups) for device in group}
+    group_of: dict[int, int] = {}
+    for n, members in enumerate(groups):
+        group_of.update(dict.fromkeys(members, n))
 
     def place(device: int) -> tuple[float, float]:
         return left + device % across * step + side / 2, top + device // across * step + side / 2
@@ -138,7 +140,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], side: float) ->
     )
 
 
-def _bar(mark: Mark, x: float, wide: float, bar: _Span, column: _Span, log: float) -> str:
+def _bar(mark: BarLabel, x: float, wide: float, bar: _Span, column: _Span, log: float) -> str:
     """Draw a bar; its whole column takes the pointer. Both have a top and a height."""
     (y, high), (top, tall), says = bar, column, escaped(mark.says)
     link = f'a href="#{mark.row}"' if mark.row else "g"
@@ -201,12 +203,12 @@ def events(judgement: hlo.Judgement) -> list[Event]:
                     walk(instruction.calls)
 
     walk([module.entry.name])
-    left = sorted(number for held in numbers.values() for number in held)
+    left = sorted(itertools.chain.from_iterable(numbers.values()))
     return [*kept, *(Event("collective", number) for number in left)]
 
 
 def strip(
-    events: Sequence[Event], marks: Sequence[Mark], sizes: Sequence[int], phases: Sequence[str]
+    events: Sequence[Event], marks: Sequence[BarLabel], sizes: Sequence[int], phases: Sequence[str]
 ) -> str:
     """Draw the collectives in program order, as high as their sizes: loops above, phases below."""
     count = sum(event.kind == "collective" for event in events)
@@ -257,7 +259,7 @@ def _span(phase: str, start: float, end: float, base: float) -> str:
     return line + _text(start, base + 18, f"{title}{escaped(shown)}")
 
 
-def timed(runs: Sequence[tuple[Mark, float, float]], busy: Sequence[_Span]) -> str:
+def timed(runs: Sequence[tuple[BarLabel, float, float]], busy: Sequence[_Span]) -> str:
     """Draw runs of collectives from start to end in seconds, and below when the device was busy."""
     last = max([*(end for *_, end in runs), *(end for _, end in busy), 1e-9])
     # A lane for each kind of collective and its axes, and more where these overlap.

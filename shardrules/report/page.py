@@ -19,8 +19,8 @@ from shardrules.costs import accounts, comparing
 from shardrules.errors import few
 from shardrules.paths import here
 from shardrules.report import drawn, treemap
-from shardrules.report.content import Cell, Content
-from shardrules.report.drawn import Mark, escaped
+from shardrules.report.content import Content, TableCell
+from shardrules.report.drawn import BarLabel, escaped
 from shardrules.report.grouping import Row, alike
 from shardrules.report.items import RESTING, resting_on
 from shardrules.report.sections import Block, Item
@@ -200,7 +200,8 @@ def _pictures(content: Content) -> Iterator[str]:
 
 
 def _present(content: Content) -> list[str]:
-    return [v for v in VERDICTS if any(entry.verdict == v for entry in content.account.entries)]
+    there = {entry.verdict for entry in content.account.entries}
+    return [verdict for verdict in VERDICTS if verdict in there]
 
 
 def _where(entry: accounts.Entry) -> str:
@@ -225,10 +226,10 @@ def meshes(programs: dict[str, Content]) -> str:
     """Draw each set of groups on the mesh, with what each program, by its name, runs over it."""
     figures = []
     for groups, figure_id in _ids(*programs.values()).items():
-        numbers = {
-            name: [n for n, entry in enumerate(content.account) if entry.groups == groups]
-            for name, content in programs.items()
-        }
+        numbers: dict[str, list[int]] = {}
+        for name, content in programs.items():
+            own = enumerate(content.account)
+            numbers[name] = [n for n, entry in own if entry.groups == groups]
         content, number = next((programs[name], held[0]) for name, held in numbers.items() if held)
         over = content.account.entries[number].over or "one device"
         collective = content.account.entries[number].judged.collective
@@ -263,15 +264,19 @@ def _caption(called: str, content: Content, numbers: Sequence[int]) -> str:
     return f"{head}{counts}; {size(total)} on the wire per device{_bar(sums, total)}"
 
 
-def _marks(content: Content, amounts: Iterable[tuple[int, str]], linked: bool = True) -> list[Mark]:
-    rows = {number: f"row{n}" for n, row in enumerate(content.rows) for number in row.numbers}
+def _marks(
+    content: Content, amounts: Iterable[tuple[int, str]], linked: bool = True
+) -> list[BarLabel]:
+    rows: dict[int, str] = {}
+    for n, together in enumerate(content.rows):
+        rows.update(dict.fromkeys(together.numbers, f"row{n}"))
     marks = []
     for number, amount in amounts:
         entry = content.account.entries[number]
         where = f", at {_where(entry)}" if entry.file else ""
         says = f"{entry.what}: {entry.verdict}, {amount}{where}"
         row, lane = (rows[number] if linked else ""), f"{entry.kind}({entry.over})"
-        marks.append(Mark(row, entry.verdict, says, lane))
+        marks.append(BarLabel(row, entry.verdict, says, lane))
     return marks
 
 
@@ -402,7 +407,7 @@ def _table(content: Content) -> str:
     )
 
 
-def _classes(cell: Cell) -> str:
+def _classes(cell: TableCell) -> str:
     classes = {"n": cell.key is not None, "less": cell.column in _HIDDEN}
     classes["least"] = cell.column in _LEAST
     classes["measured"] = cell.column == "measured, a step"

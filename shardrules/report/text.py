@@ -7,7 +7,8 @@ from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
-from shardrules.costs.findings import Finding, advice
+from shardrules.costs.advice import advice
+from shardrules.costs.findings import Finding
 from shardrules.hlo import Verdict
 from shardrules.paths import here
 from shardrules.report.content import Content
@@ -28,15 +29,19 @@ def table(rows: Sequence[Sequence[Any]]) -> str:
     Args:
       rows: equally long sequences of cells.
     """
-    split = [[str(cell).split("\n") for cell in row] for row in rows]
-    widths = [max(len(line) for row in split for line in row[i]) for i in range(len(rows[0]))]
-    # Rows of one line each need no rule between them.
-    ruled = any(len(cell) > 1 for row in split for cell in row)
+    split: list[list[list[str]]] = []
+    widths = [0] * len(rows[0])
+    ruled = False  # rows of one line each need no rule between them
+    for row in rows:
+        split.append([str(cell).split("\n") for cell in row])
+        for i, lines_of_cell in enumerate(split[-1]):
+            widths[i] = max(widths[i], *map(len, lines_of_cell))
+            ruled = ruled or len(lines_of_cell) > 1
     rule = "-+-".join("-" * width for width in widths)
     lines = []
-    for number, row in enumerate(split):
-        for i in range(max(map(len, row))):
-            cells = [cell[i] if i < len(cell) else "" for cell in row]
+    for number, parts in enumerate(split):
+        for i in range(max(map(len, parts))):
+            cells = [cell[i] if i < len(cell) else "" for cell in parts]
             lines.append(" | ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip())
         if number == 0 or (ruled and number < len(rows) - 1):
             lines.append(rule)
@@ -120,8 +125,11 @@ def _as_markdown(blocks: Iterable[Block], level: str) -> list[str]:
 def plain(content: Content | Several) -> str:
     """Return a whole report as text, its lines as long as they are."""
     each_one = content.detailed if isinstance(content, Several) else [content]
-    blocks = [block for one in each_one for block in one.changes]
-    common = _common(said for block in blocks for said in block.items)
+    items: list[Item] = []
+    for one in each_one:
+        for block in one.changes:
+            items += block.items
+    common = _common(items)
     lines = _plain(content, common)
     if isinstance(content, Several):
         for each in content.detailed:
@@ -146,7 +154,10 @@ def _parts(said: Item) -> list[str]:
 def _common(items: Iterable[Item]) -> list[str]:
     """List what all findings rest on, to say it once."""
     each = [_parts(said) for said in items if RESTING in dict(said.lines)]
-    return [part for part in each[0] if all(part in other for other in each)] if each else []
+    common = each[0] if each else []
+    for other in each[1:]:
+        common = [part for part in common if part in other]
+    return common
 
 
 def _resting(common: Sequence[str]) -> list[str]:
@@ -219,10 +230,11 @@ def listed(entries: Sequence[Entry]) -> list[str]:
     """
     blocks = alike(entries, lambda e: (e.what, e.verdict, e.place, e.reason))
     if len(blocks) <= _BLOCKS and all(entry.verdict for entry in entries):
-        return [
-            describe_finding(*(Finding(e.verdict, e, advice(e.judged)) for e in same))
-            for same in blocks
-        ]
+        described = []
+        for same in blocks:
+            found = [Finding(entry.verdict, entry, advice(entry.judged)) for entry in same]
+            described.append(describe_finding(*found))
+        return described
     lines = []
     for same in alike(entries, lambda e: (e.what, e.verdict, e.place)):
         first, count = same[0], f"{len(same)} x " if len(same) > 1 else ""

@@ -40,7 +40,10 @@ def treemap(lines: Mapping[str, Mapping[str, int]]) -> str:
             rest.update({v: rest.get(v, 0) + n for v, n in area.verdicts.items()})
     for file, rest in others.items():
         files.setdefault(file, []).append(_Area("other lines", rest))
-    sums = {file: sum(area.bytes for area in parts) for file, parts in files.items()}
+    sums = dict.fromkeys(files, 0)
+    for file, parts in files.items():
+        for area in parts:
+            sums[file] += area.bytes
     if not total:
         return ""
     return '<div class="tree">{}</div>'.format(

@@ -7,26 +7,27 @@ import threading
 from collections.abc import Callable, Iterator
 
 from shardrules.door import internals
-from shardrules.door.imported import WhenImported
-from shardrules.door.patching import Patches
+from shardrules.door.patching import Patches, WhenImported
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.install import Handle, held, install, state, touched
 from shardrules.hooks.state import Unchecked
 from shardrules.unchecked.hooks import UncheckedHooks
-from shardrules.unchecked.sites import Call
+from shardrules.unchecked.sites import UncheckedCall
 
 _lock = threading.RLock()
 
 
 def start(
-    listener: Callable[[Call], None], before: Callable[[], object] = lambda: None
+    listener: Callable[[UncheckedCall], None], before: Callable[[], object] = lambda: None
 ) -> Callable[[], None]:
     """Report each unchecked shard_map call to ``listener`` once per argument signature."""
     # Call ``before`` before the first report. The returned function stops the reports.
     pending = [before]
     hold = contextlib.ExitStack()
 
-    def record(retrace: Callable[[], list[Call]], failed: Callable[[str], Call]) -> None:
+    def record(
+        retrace: Callable[[], list[UncheckedCall]], failed: Callable[[str], UncheckedCall]
+    ) -> None:
         try:
             with _lock:
                 while pending:

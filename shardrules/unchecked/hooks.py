@@ -21,6 +21,7 @@ from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact, is_transposed, opened
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import ClosedJaxpr
 from shardrules.errors import first_line
 from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
@@ -30,9 +31,9 @@ from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
-    Call,
     Missing,
     Site,
+    UncheckedCall,
     UncheckedSite,
     varies,
     why_left,
@@ -54,7 +55,9 @@ class UncheckedHooks(Hooks):
         super().__init__(door, state)
         # Called once per argument signature, with a function that traces the call and returns
         # Calls, and a function that makes a Call of an error message.
-        self.watchers: list[Callable[[Callable[[], list[Call]], Callable[[str], Call]], None]] = []
+        self.watchers: list[
+            Callable[[Callable[[], list[UncheckedCall]], Callable[[str], UncheckedCall]], None]
+        ] = []
         self.ended = False  # whether shard_maps that are made from now on are JAX's own
         # By site and reason, or by site, program, scope and registry version.
         self.decisions: dict[Any, UncheckedSite] = {}
@@ -82,7 +85,7 @@ class UncheckedHooks(Hooks):
 
         patches.attribute(*self.door.owner("make_shard_map"), shard_map)
 
-    def _explained(self, checked: Any, args: tuple) -> Any:
+    def _explained(self, checked: Any, args: tuple[Any, ...]) -> Any:
         """Call a shard_map whose check is on; say what to do instead of switching it off."""
         try:
             return checked(*args)
@@ -124,16 +127,16 @@ class _Unchecked:
             for watcher in tuple(self.hooks.watchers):
                 watcher(
                     lambda: self.look(args, kind, "cheapest"),
-                    lambda error: Call(self.site, None, "", error=error),
+                    lambda error: UncheckedCall(self.site, None, "", error=error),
                 )
         return result
 
     def _enter(
         self, scope: Scope, unchecked: str, **changes: Any
-    ) -> contextlib.AbstractContextManager:
+    ) -> contextlib.AbstractContextManager[Any]:
         return self.state.enter(dataclasses.replace(scope, unchecked=unchecked, **changes))
 
-    def _inside(self, args: tuple) -> Any:
+    def _inside(self, args: tuple[Any, ...]) -> Any:
         """Call it with its check on, inside a shard_map that is traced so or switched."""
         met, blamed = self.state.here.look.met, self.state.here.look.blamed
         if met is not None and self.site not in met:
@@ -147,7 +150,7 @@ class _Unchecked:
 
     # install(unchecked="check").
 
-    def _decided(self, args: tuple, scope: Scope) -> Any:
+    def _decided(self, args: tuple[Any, ...], scope: Scope) -> Any:
         """Call it with its check on if that is equal and moves no more bytes, else as written."""
         why = "in a shard_map" if self.door.manual_axes() else ""
         if self.door.at_top():
@@ -171,7 +174,7 @@ class _Unchecked:
             notes.unchecked.append(decision)
         return decision
 
-    def _decide(self, args: tuple, scope: Scope) -> UncheckedSite:
+    def _decide(self, args: tuple[Any, ...], scope: Scope) -> UncheckedSite:
         try:
             if (kept := Kept(self.body, args)).why:
                 raise retrace.Unseeable(kept.why)
@@ -199,13 +202,13 @@ class _Unchecked:
 
     # Tracing with the check off and on.
 
-    def look(self, args: tuple, kind: str, casts: str) -> list[Call]:
+    def look(self, args: tuple[Any, ...], kind: str, casts: str) -> list[UncheckedCall]:
         """Trace a call and its derivative with the check off and on; inner calls come after it."""
         if (kept := Kept(self.body, args)).why:
             raise retrace.Unseeable(kept.why)
         return self._compare(args, kind, casts, self._trace_off(args, kept), kept)
 
-    def _looking(self, unchecked: str, **changes: Any) -> contextlib.AbstractContextManager:
+    def _looking(self, unchecked: str, **changes: Any) -> contextlib.AbstractContextManager[Any]:
         """Enter the scope of a trace that is made to look: what is around the call is left out."""
         # What is differentiated around it, and which bwd or transposition runs, decide nothing.
         stack = contextlib.ExitStack()
@@ -216,7 +219,7 @@ class _Unchecked:
         stack.enter_context(TransposeFrame())
         return stack
 
-    def _trace_off(self, args: tuple, kept: Kept) -> _Off:
+    def _trace_off(self, args: tuple[Any, ...], kept: Kept) -> _Off:
         with retrace.unseen(kept), self._looking("off", notes=None):
             called = retrace.traced(self.off, args)
             kept.put_back()
@@ -224,7 +227,7 @@ class _Unchecked:
                 called, *retrace.derivatives(self.off, args, self._has_rules, kept.put_back)
             )
 
-    def _has_rules(self, closed: Any) -> bool:
+    def _has_rules(self, closed: ClosedJaxpr) -> bool:
         """Whether a program holds custom rules, by which its derivative is taken."""
         from shardrules.hooks.cotangents.steps import has_rule  # it imports jax
 
@@ -232,11 +235,13 @@ class _Unchecked:
 
     def _rules(self) -> Any:
         from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks  # it imports jax
-        from shardrules.hooks.cotangents.steps import Rules
+        from shardrules.hooks.cotangents.steps import CustomRules
 
-        return Rules(self.door, self.state.of(CustomVjpHooks).rule_of)
+        return CustomRules(self.door, self.state.of(CustomVjpHooks).rule_of)
 
-    def _compare(self, args: tuple, kind: str, casts: str, off: _Off, kept: Kept) -> list[Call]:
+    def _compare(
+        self, args: tuple[Any, ...], kind: str, casts: str, off: _Off, kept: Kept
+    ) -> list[UncheckedCall]:
         called, undifferentiated = off.called, off.undifferentiated
         first = next((d.closed for d in off.derivatives), None)
         before = tuple(retrace.sums(called if undifferentiated else first))
@@ -269,7 +274,7 @@ class _Unchecked:
             where = "" if on is forward else "in the derivative: "
             return {"outputs": retrace.outputs(failed), "error": where + retrace.words(failed)}
 
-        call = Call(
+        call = UncheckedCall(
             self.site,
             None,
             kind,
@@ -285,7 +290,7 @@ class _Unchecked:
             **refused(self.site),
         )
         inner = [
-            Call(
+            UncheckedCall(
                 site,
                 self.site,
                 "",
@@ -310,7 +315,9 @@ class _Unchecked:
         if on is not None and retrace.computed(off) != retrace.computed(on):
             yield COMPUTES_ELSE
 
-    def _trace_on(self, args: tuple, derivative: retrace.Derivative | None, casts: str) -> _On:
+    def _trace_on(
+        self, args: tuple[Any, ...], derivative: retrace.Derivative | None, casts: str
+    ) -> _On:
         """Trace with the check on and the hooks acting; record the error if it fails."""
         notes, closed, failed = Notes(), None, None
         met: list[Site] = []
@@ -353,7 +360,7 @@ class _On(NamedTuple):
     met: list[Site]  # the inner shard_maps
 
 
-def _count(closed: Any, name: str) -> int:
+def _count(closed: ClosedJaxpr, name: str) -> int:
     return sum(eqn.primitive.name == name for eqn in equations(opened(closed)))
 
 
@@ -383,7 +390,7 @@ def _site(frame: Any, function: str) -> Site | None:
     return Site(frame.f_code.co_filename, line, start, end_line or line, end, function)
 
 
-def _kind(args: tuple) -> str:
+def _kind(args: tuple[Any, ...]) -> str:
     """Describe the arguments' tree, shapes and dtypes, and the values of other leaves."""
     import jax
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
 from shardrules.unchecked.retrace import sent_bytes
-from shardrules.unchecked.sites import COMPUTES_ELSE, Call, Site, UncheckedSite, costliest
+from shardrules.unchecked.sites import COMPUTES_ELSE, Site, UncheckedCall, UncheckedSite, costliest
 from shardrules.units import counted, size
 
 SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
@@ -49,11 +49,11 @@ _WHOLE_COTANGENTS = (
 )
 
 
-class Row(NamedTuple):
+class SiteRow(NamedTuple):
     """A call site with its calls and its verdict."""
 
     site: Site  # the source location of the shard_map
-    calls: tuple[Call, ...]  # one call per argument signature
+    calls: tuple[UncheckedCall, ...]  # one call per argument signature
     # SWITCH, BY_HAND, UNTRIED, or the obstacle of one of its calls: MORE, RAISES, CHANGES,
     # GRADIENTS, RULE, OUTPUTS, LIMIT.
     verdict: str
@@ -68,12 +68,12 @@ class Row(NamedTuple):
         return size(sent_bytes(entries)) + (f" and {unknown} in while loops" if unknown else "")
 
 
-def rows(calls: Sequence[Call]) -> list[Row]:
+def rows(calls: Sequence[UncheckedCall]) -> list[SiteRow]:
     """Group calls by site, in the order of the first call of each."""
-    return [Row(same[0].site, same, _verdict(same)) for same in alike(calls, lambda c: c.site)]
+    return [SiteRow(same[0].site, same, _verdict(same)) for same in alike(calls, lambda c: c.site)]
 
 
-def _verdict(calls: Sequence[Call]) -> str:
+def _verdict(calls: Sequence[UncheckedCall]) -> str:
     before = sum(sent_bytes(call.before or ()) for call in calls)
     after = sum(sent_bytes(call.after or ()) for call in calls)
     measured = all(call.before is not None for call in calls if call.inside is None)
@@ -94,7 +94,7 @@ def place(site: Site | UncheckedSite) -> str:
 
 
 def written(
-    rows: Sequence[Row],
+    rows: Sequence[SiteRow],
     before: Mapping[str, int] | None = None,
     after: Mapping[str, int] | None = None,
 ) -> str:
@@ -136,7 +136,7 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _details(row: Row) -> list[str]:
+def _details(row: SiteRow) -> list[str]:
     lines = [f"  {row.note}"] if row.note else []
     if row.verdict == MORE and not row.note:
         lines.append(
@@ -229,7 +229,7 @@ def diff(edits: Edits) -> str:
     return "".join(lines)
 
 
-def edited(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edits:
+def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> Edits:
     """Switch checks on where possible; the script installs the hooks and adds ``rules``."""
     candidates = {row.site for row in rows if row.verdict in (SWITCH, UNTRIED, BY_HAND)}
     reasons = {
@@ -404,7 +404,7 @@ def _sets_variables(node: ast.stmt) -> bool:
     return any(re.match(r"(os\.)?environ[.[]", ast.unparse(target)) for target in targets)
 
 
-def joined(sites: Sequence[Site], rows: Sequence[Row]) -> list[list[Site]]:
+def joined(sites: Sequence[Site], rows: Sequence[SiteRow]) -> list[list[Site]]:
     """Split sites into groups that are switched together or not at all."""
     # Sites at the same position share a flag; a nested one was retraced with both switched on.
     pairs = [(c.site, c.inside) for row in rows for c in row.calls if c.inside is not None]

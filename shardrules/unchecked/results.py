@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardrules.door import compiled
-from shardrules.unchecked.sites import Call
+from shardrules.unchecked.sites import UncheckedCall
 from shardrules.watching import compiling
 
 _RUNS = 2  # of each program: later ones differ by the rounding of earlier ones
@@ -35,7 +35,8 @@ class Outcome:
 
     code: int = 0  # the exit code, or minus a signal's number
     raised: str = ""  # the first line of the error that ended it, empty if none did
-    calls: list[Call] = field(default_factory=list)  # of unchecked shard_maps, if it retraced them
+    # of unchecked shard_maps, if it retraced them
+    calls: list[UncheckedCall] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)  # by one device in one run of each program
     results: Results = field(default_factory=dict)  # what its programs returned
     used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used

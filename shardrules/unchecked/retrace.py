@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, is_inexact, name_of, opened
+from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
-from shardrules.jaxprs.walk import Inside, equations, read
+from shardrules.jaxprs.walk import Inside, equations, visited
 from shardrules.unchecked.python_state import Kept
 
 
-class Output(NamedTuple):
+class TracedOutput(NamedTuple):
     """An output that its spec calls replicated, over axes over which it may vary."""
 
     path: str
@@ -68,14 +69,14 @@ def unseen(kept: Kept) -> Iterator[None]:
         kept.put_back()
 
 
-def floats(args: tuple) -> tuple[int, ...]:
+def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the positions of the leaves that are of a float type."""
     import jax
 
     return tuple(n for n, leaf in enumerate(jax.tree_util.tree_leaves(args)) if is_inexact(leaf))
 
 
-def traced(f: Any, args: tuple, chosen: Sequence[int] = (), order: int = 0) -> Any:
+def traced(f: Any, args: tuple[Any, ...], chosen: Sequence[int] = (), order: int = 0) -> Any:
     """Trace a function, or it and its derivatives, up to some order, by the chosen leaves."""
     import jax
     import numpy as np
@@ -128,7 +129,7 @@ class Derivative(NamedTuple):
 
 
 def derivatives(
-    f: Any, args: tuple, has_rules: Callable[[Any], bool], put_back: Callable[[], None]
+    f: Any, args: tuple[Any, ...], has_rules: Callable[[Any], bool], put_back: Callable[[], None]
 ) -> tuple[list[Derivative], str]:
     """Trace the derivative by all floats, or else by each; the second if custom rules are left.
 
@@ -159,12 +160,14 @@ def _why_not(error: Exception) -> str:
     return "an operation in it has none" if "Linearization failed" in line else line
 
 
-def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> list[Sum]:
+def sums(jaxpr: Any, sizes: dict[Any, int] | None = None, runs: int | None = 1) -> list[Sum]:
     """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
-    return read(opened(jaxpr), _sums_of, (sizes, runs))
+    return visited(opened(jaxpr), _sums_of, (sizes, runs))
 
 
-def _sums_of(eqn: Any, around: tuple[dict | None, int | None], inside: Inside) -> Iterator[Sum]:
+def _sums_of(
+    eqn: Eqn, around: tuple[dict[Any, int] | None, int | None], inside: Inside[Any, Any]
+) -> Iterator[Sum]:
     (sizes, runs), name, params = around, eqn.primitive.name, eqn.params
     if name in KERNELS:
         return
@@ -200,7 +203,7 @@ def summed_bytes(sums: Iterable[Sum]) -> int:
     return sum((s.runs or 1) * s.bytes for s in sums)
 
 
-def computed(closed: Any) -> collections.Counter[tuple[str, str]]:
+def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
     """Count what a jaxpr computes, by primitive and result; casts of either kind are left out."""
     return collections.Counter(
         (
@@ -234,13 +237,13 @@ def words(error: BaseException) -> str:
     return _OFF_AGAIN.sub("", str(error)).strip()
 
 
-def outputs(error: BaseException) -> tuple[Output, ...]:
+def outputs(error: BaseException) -> tuple[TracedOutput, ...]:
     """List the outputs that JAX names in an error about out_specs; none for another error."""
     text = " ".join(str(error).split())
     if "out_specs which require replication" not in text:
         return ()
     return tuple(
-        Output(
+        TracedOutput(
             match["path"],
             match["spec"],
             (match["one"] or match["new"] or match["old"] or "").strip(" .{}").split(" Check")[0],

@@ -49,7 +49,7 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(plain), jax.tree_util.tree_leaves(switched)
     ):
-        name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"  # type: ignore[attr-defined]
+        name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
         different = _differs(a, b)
         if different:
             raise ShardrulesError(
@@ -67,19 +67,19 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
     return costliest(notes.unchecked)
 
 
-def _unchecked_count(f: Callable[..., Any], args: tuple) -> int:
+def _unchecked_count(f: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Count the shard_maps whose check is off in a program."""
     traced = opened(retrace.traced(f, args))
     maps = (eqn.params for eqn in equations(traced) if eqn.primitive.name == "shard_map")
     return sum(False in (of.get("check_vma"), of.get("check_rep")) for of in maps)
 
 
-def _results(f: Callable[..., Any], args: tuple) -> dict[str, Any]:
+def _results(f: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
     """Return the values and, where JAX can differentiate, gradients of the sum of their sines."""
     leaves, tree = jax.tree_util.tree_flatten(args)
     chosen = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
 
-    def scalar(floats):
+    def scalar(floats: list[Any]) -> Any:
         given = list(leaves)
         for i, value in zip(chosen, floats):
             given[i] = value

@@ -38,14 +38,16 @@ class Missing(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class UncheckedCall:
     """A call of a shard_map, traced with the check off and on."""
 
     site: Site  # where the shard_map was made
     inside: Site | None  # the site of the shard_map around it, if its check is off too
     kind: str  # the tree, shapes and dtypes of its arguments
     missing: tuple[Missing, ...] = ()  # kernels without a rule
-    outputs: tuple[retrace.Output, ...] = ()  # outputs that vary over more than their out_specs say
+    outputs: tuple[
+        retrace.TracedOutput, ...
+    ] = ()  # outputs that vary over more than their out_specs say
     error: str = ""  # the error of the trace with the check on; empty if it passed
     undifferentiated: str = ""  # why the derivative was not traced; empty if it was
     takes_gradients: bool = False  # the body takes gradients, whose values the check changes
@@ -88,7 +90,7 @@ def costliest(sites: Iterable[UncheckedSite]) -> tuple[UncheckedSite, ...]:
     return tuple(sorted(sites, key=lambda site: -(site.before_bytes or 0)))
 
 
-def why_left(call: Call) -> str:
+def why_left(call: UncheckedCall) -> str:
     """Return why a call runs as written; empty if its check can be on."""
     if call.missing:
         return f"no rule for {', '.join(dict.fromkeys(entry.kernel for entry in call.missing))}"
@@ -118,7 +120,7 @@ def _first_sentences(error: str) -> str:
     return f"{first.rstrip('.')} (shardrules migrate prints all of it)"
 
 
-def varies(output: retrace.Output) -> str:
+def varies(output: retrace.TracedOutput) -> str:
     """Say over which axes an output varies that its spec doesn't name."""
     return f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
 

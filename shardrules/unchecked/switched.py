@@ -13,6 +13,7 @@ from shardrules.costs import accounts
 from shardrules.costs.advice import is_defensive
 from shardrules.costs.worth import Switched, key
 from shardrules.door.again import Again
+from shardrules.errors import first_line
 from shardrules.hooks.install import held
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import Scope
@@ -52,7 +53,7 @@ def switched(
                 compiled = how.lower().compile()
         judgement = program.judged(program.read(compiled), registry, mesh)
     except Exception as error:  # the program's own code, or a backend, may raise  # noqa: BLE001
-        return retrace.first_line(error)
+        return first_line(error)
     if not notes.unchecked:
         return "its shard_maps were not made inside of the watch"
     account = accounts.of(judgement)

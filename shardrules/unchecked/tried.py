@@ -12,7 +12,7 @@ from shardrules.unchecked.migration import (
     SWITCH,
     UNTRIED,
     Edits,
-    Row,
+    SiteRow,
     joined,
 )
 from shardrules.unchecked.results import Outcome, different
@@ -21,11 +21,11 @@ from shardrules.units import size
 
 
 def tried(
-    rows: Sequence[Row],
+    rows: Sequence[SiteRow],
     before: Outcome,
-    edit: Callable[[Sequence[Row]], Edits],
+    edit: Callable[[Sequence[SiteRow]], Edits],
     run: Callable[[Edits], Outcome] | None,
-) -> tuple[list[Row], Outcome | None]:
+) -> tuple[list[SiteRow], Outcome | None]:
     """Run the script with its patch, and return the sites' verdicts and its last good run."""
     # Try all sites at once. If that fails or sends more, try each with those before it that passed.
     # MORE is tried too: the script may not differentiate as the retracing did.

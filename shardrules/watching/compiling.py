@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shardrules.door import again, compiled, seams, watching
-from shardrules.door.imported import WhenImported
 from shardrules.door.jaxprs import opened
+from shardrules.door.patching import WhenImported
 from shardrules.door.places import leave_out_frames
 from shardrules.errors import UnsupportedJaxError
 from shardrules.jaxprs.walk import equations
@@ -91,14 +91,14 @@ def _install(_: object) -> None:
         _hold.callback(again.note())
 
 
-def _compile(original: Any, self: Any, *args, **kwargs) -> Any:
+def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     executable = original(self, *args, **kwargs)
     for watcher in () if getattr(_unwatched, "now", False) else tuple(_watchers):
         watcher(executable, self)
     return executable
 
 
-def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
+def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
     computation = original(closed_jaxpr, *args, **kwargs)
     how = again.of(closed_jaxpr)
     if _watchers:

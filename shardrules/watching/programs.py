@@ -60,7 +60,7 @@ class WatchedProgram:
         """Return its compiled HLO; raises a ShardrulesError if its backend does not return it."""
         if self._module is None:
             raise ShardrulesError(f"{self.name} does not give its HLO ({self._failure})")
-        return self._module.to_string()
+        return str(self._module.to_string())
 
     def _parsed(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None, Any]:
         """Return its module, its mesh, and shardings of parameters and of outputs, by JAX."""
@@ -134,6 +134,7 @@ class WatchedProgram:
         """Collect the content of its report; raises as ``annotated_text``."""
         from shardrules import report
         from shardrules.costs import findings
+        from shardrules.costs.advice import advice
         from shardrules.watching.profiles import profile
 
         timings = self._owner.timings.get(profile.body(self.text)) if self._owner.timings else None
@@ -150,9 +151,7 @@ class WatchedProgram:
         )
         proven = self._proven_kernels()
         advised = tuple(
-            dataclasses.replace(f, advice=findings.advice(f.verdict, proven))
-            if f.kind == "unproven"
-            else f
+            dataclasses.replace(f, advice=advice(f.verdict, proven)) if f.kind == "unproven" else f
             for f in content.findings
         )
         return dataclasses.replace(content, findings=advised)

@@ -23,7 +23,7 @@ _SHOWN = 3  # lines
 
 
 @dataclasses.dataclass
-class _Line:
+class _LineReads:
     """What one line read; ``first`` and ``last``: how often each program had run by then."""
 
     first: list[int]
@@ -44,7 +44,7 @@ class Reads:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._lines: dict[tuple[str, str], _Line] = {}
+        self._lines: dict[tuple[str, str], _LineReads] = {}
         self._hold = contextlib.ExitStack()
         self._is_on = False
 
@@ -67,11 +67,11 @@ class Reads:
         self._runs.read(array)
         counts = self._runs.counts()
         key = user_line(), f"{array.dtype}[{shape}]"
-        line = self._lines.setdefault(key, _Line(counts, counts))
+        line = self._lines.setdefault(key, _LineReads(counts, counts))
         line.last, line.times = counts, line.times + 1
         line.is_shared |= len(array.sharding.device_set) > 1
 
-    def _often(self, is_shared: bool) -> list[tuple[tuple[str, str], _Line]]:
+    def _often(self, is_shared: bool) -> list[tuple[tuple[str, str], _LineReads]]:
         lines = [(key, line) for key, line in self._lines.items() if key[0]]
         often = [(k, n) for k, n in lines if n.times >= _OFTEN and n.is_shared is is_shared]
         return sorted(often, key=lambda pair: -pair[1].times)

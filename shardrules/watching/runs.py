@@ -11,16 +11,16 @@ from typing import Any
 from shardrules.door import compiled
 
 
-class Record:
+class RunRecord:
     """The runs of one executable."""
 
     def __init__(self, kept: Sequence[int] | None = None):
         self.runs = 0
         # What made an argument, as which result, and which parameter of the HLO it is.
-        self.took: collections.Counter[tuple[Record, int, int]] = collections.Counter()
+        self.took: collections.Counter[tuple[RunRecord, int, int]] = collections.Counter()
         self._kept = kept  # the arguments that are parameters; None for all
 
-    def take(self, maker: Record, result: int, argument: int) -> None:
+    def take(self, maker: RunRecord, result: int, argument: int) -> None:
         if self._kept is None:
             self.took[maker, result, argument] += 1
         elif argument in self._kept:
@@ -31,15 +31,15 @@ class Runs:
     """Follows programs over several devices; the others keep JAX's fast path."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
-        self._host = Record()
-        self._made: dict[int, tuple[weakref.ref[Any], Record, int]] = {}
+        self.records: list[RunRecord] = []
+        self._host = RunRecord()
+        self._made: dict[int, tuple[weakref.ref[Any], RunRecord, int]] = {}
 
-    def follow(self, executable: Any) -> Record | None:
+    def follow(self, executable: Any) -> RunRecord | None:
         """Count an executable's runs from now on; None if it runs on one device."""
         if compiled.local_device_count(executable) < 2:
             return None
-        record = Record(compiled.kept_arguments(executable))
+        record = RunRecord(compiled.kept_arguments(executable))
         self.records.append(record)
         compiled.after_each_run(executable, functools.partial(self._ran, record))
         return record
@@ -52,7 +52,7 @@ class Runs:
         """Note that the host reads an array."""
         self._take(self._host, array, 0)
 
-    def fed(self, same: Collection[Record]) -> dict[tuple[int, int], tuple[int, int]]:
+    def fed(self, same: Collection[RunRecord]) -> dict[tuple[int, int], tuple[int, int]]:
         """Give runs and first runs of one program's executables, by a result and a parameter.
 
         The result is that parameter of the next run, and is used elsewhere once at most after each
@@ -70,12 +70,12 @@ class Runs:
         first = {place: runs - count for place, count in fed.items()}
         return {place: (runs, n) for place, n in first.items() if n > 0 and used[place[0]] <= n}
 
-    def _take(self, record: Record, array: Any, argument: int) -> None:
+    def _take(self, record: RunRecord, array: Any, argument: int) -> None:
         ref, maker, result = self._made.get(id(array), (None, None, 0))
         if ref is not None and maker is not None and ref() is array:
             record.take(maker, result, argument)
 
-    def _ran(self, record: Record, arguments: Sequence[Any], results: Sequence[Any]) -> None:
+    def _ran(self, record: RunRecord, arguments: Sequence[Any], results: Sequence[Any]) -> None:
         for number, array in enumerate(arguments):
             self._take(record, array, number)
         record.runs += 1

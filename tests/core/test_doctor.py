@@ -83,7 +83,7 @@ def test_a_name_that_is_gone_is_told(capsys, monkeypatch):
 
 @versions.where(versions.types_values)
 def test_a_self_test_that_fails_is_told(capsys, monkeypatch):
-    body = selftest.Body("psum", lambda x, w: x, "model")
+    body = selftest.SelftestBody("psum", lambda x, w: x, "model")
     monkeypatch.setattr(selftest, "bodies", lambda: iter([body]))
     lines = printed(capsys, code=1)
     assert lines[1:3] == [

@@ -61,12 +61,12 @@ def test_hooks_that_do_not_act_are_noticed():
 @versions.where(versions.types_values)
 def test_what_differs_is_told_with_what_is_expected(monkeypatch):
     def changed():
-        yield selftest.Body("wide", lambda x, w: x, "model")
-        yield selftest.Body("narrow", lambda x, w: w, "data model")
-        yield selftest.Body("sums", lambda x, w: x * w, "data model", ())
-        yield selftest.Body("no sums", lambda x, w: x, "data model", ("data",))
-        yield selftest.Body("raises", lambda x, w: [][0], "data model")
-        yield selftest.Body("right", lambda x, w: x * w, "data model", ("data",))
+        yield selftest.SelftestBody("wide", lambda x, w: x, "model")
+        yield selftest.SelftestBody("narrow", lambda x, w: w, "data model")
+        yield selftest.SelftestBody("sums", lambda x, w: x * w, "data model", ())
+        yield selftest.SelftestBody("no sums", lambda x, w: x, "data model", ("data",))
+        yield selftest.SelftestBody("raises", lambda x, w: [][0], "data model")
+        yield selftest.SelftestBody("right", lambda x, w: x * w, "data model", ("data",))
 
     monkeypatch.setattr(selftest, "bodies", changed)
     with sr.install():

@@ -596,7 +596,7 @@ def test_a_shard_map_that_was_made_before_compares_nothing_and_says_so(cpu_mesh)
 )
 def test_an_outcome_is_a_whole_sentence_of_an_error(error, outcome):
     site = sites.Site("a.py", 1, 0, 1, 9, "f")
-    said = sites.why_left(sites.Call(site, None, "", error=error))
+    said = sites.why_left(sites.UncheckedCall(site, None, "", error=error))
     more = " (shardrules migrate prints all of it)" if "\n" in error else ""
     assert said == outcome + more
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules import hooks
-from shardrules.door.imported import WhenImported
+from shardrules.door.patching import WhenImported
 from shardrules.errors import ShardrulesError
 from shardrules.watching import compiling
 

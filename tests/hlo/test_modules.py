@@ -80,7 +80,7 @@ def wide_indices_wrap(monkeypatch):
 
 
 def unfollowed_paths_count_for_nothing(monkeypatch):
-    monkeypatch.setattr(evaluation.Reach, "abandon", lambda self, names, why: hs.Blocker(why))
+    monkeypatch.setattr(evaluation.CallGraph, "abandon", lambda self, names, why: hs.Blocker(why))
 
 
 def attributes_end_at_metadata(monkeypatch):
@@ -146,7 +146,7 @@ def loops_stop_together(monkeypatch):
 
 
 def what_is_applied_is_a_function(monkeypatch):
-    monkeypatch.setattr(evaluation.Reach, "applied", lambda self, instruction: "")
+    monkeypatch.setattr(evaluation.CallGraph, "applied", lambda self, instruction: "")
 
 
 # Each with a seed that shows it; where the generator has changed since, another is looked for.

@@ -32,12 +32,12 @@ def test_most_of_what_is_equal_is_proven(outcomes):
 
 def drop_a_join(monkeypatch):
     """Take what an all-reduce gives to be equal everywhere, not in its groups."""
-    original = collectives.Transfer.relation
+    original = collectives.Exchange.relation
 
     def relation(self, groups, ordered, how, number):
         return devices.EQUAL if how == "join" else original(self, groups, ordered, how, number)
 
-    monkeypatch.setattr(collectives.Transfer, "relation", relation)
+    monkeypatch.setattr(collectives.Exchange, "relation", relation)
 
 
 def swap_groups(monkeypatch):
@@ -69,7 +69,7 @@ def forget_positions(monkeypatch):
 def first_iteration_only(monkeypatch):
     """Judge a loop's result by its first iteration."""
     monkeypatch.setattr(
-        control._Loop,
+        control._LoopEvaluation,
         "unrolled",
         lambda self, carry, trips: self.proof.evaluate(self.body, (carry,), self.guard),
     )
@@ -87,12 +87,12 @@ def floor_for_truncation(monkeypatch):
 
 def settle_at_once(monkeypatch):
     """Take what iterations make anew for what the loop began with."""
-    original = control._Loop.ages.func
+    original = control._LoopEvaluation.ages.func
 
     def ages(self):
         return {k: (0, collectives) for k, (_, collectives) in original(self).items()}
 
-    monkeypatch.setattr(control._Loop, "ages", property(ages))
+    monkeypatch.setattr(control._LoopEvaluation, "ages", property(ages))
 
 
 def all_branches_are_one(monkeypatch):

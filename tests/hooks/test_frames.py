@@ -21,7 +21,7 @@ from shardrules.hooks.types.calls import pallas_call
 
 PACKAGE = pathlib.Path(shardrules.__file__).parent
 _CLASSES = [one for one in vars(frames).values() if isinstance(one, type)]
-FRAMES = [one for one in _CLASSES if one.__base__ is frames.Frame]
+FRAMES = [one for one in _CLASSES if one.__base__ is frames.WingFrame]
 HANDED_ON = {
     "annotations",
     "refused",

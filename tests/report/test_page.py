@@ -329,7 +329,9 @@ def test_a_treemap_has_areas_as_large_as_its_bytes():
 
 
 def test_a_measured_step_has_a_lane_for_each_kind_of_collective():
-    marks = [drawn.Mark("", "needed", kind, kind) for kind in ("psum(a)", "gather(b)", "psum(a)")]
+    marks = [
+        drawn.BarLabel("", "needed", kind, kind) for kind in ("psum(a)", "gather(b)", "psum(a)")
+    ]
     runs = [(marks[0], 0.0, 2.0), (marks[1], 1.0, 3.0), (marks[2], 1.5, 4.0)]
     tree = Tree(drawn.timed(runs, [(0.0, 1.0)]))
     assert [t["text"] for t in tree.all("text")][:3] == ["psum(a)", "gather(b)", "anything else"]

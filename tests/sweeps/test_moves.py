@@ -66,7 +66,7 @@ def devices_are_not_asked(monkeypatch):
 
 
 def rules_are_all_known(monkeypatch):
-    monkeypatch.setattr(steps.Rules, "new", lambda *args: False)
+    monkeypatch.setattr(steps.CustomRules, "new", lambda *args: False)
 
 
 def no_range_is_narrow(monkeypatch):

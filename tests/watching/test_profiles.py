@@ -179,7 +179,7 @@ def test_a_page_draws_the_step_to_time(judged):
 
 def test_collectives_that_overlap_are_drawn_below_each_other():
     times = {"<a>": (0.0, 2.0), "b": (1.0, 3.0), "c": (2.0, 4.0)}
-    runs = [(drawn.Mark("row0", "needed", says), *when) for says, when in times.items()]
+    runs = [(drawn.BarLabel("row0", "needed", says), *when) for says, when in times.items()]
     picture = drawn.timed(runs, [(0.5, 1.0)])
     assert re.findall(r'<rect .*? y="(\d+)"', picture) == ["4", "28", "4"]
     assert "<a>" not in picture and "4 s" in picture

@@ -164,7 +164,7 @@ def test_sums_that_each_call_needs(cpu_mesh, name):
 
 def test_a_program_with_the_same_text_has_one_row_of_runs(cpu_mesh):
     """P() and P(None, None) are two executables, each of which the other one's result feeds."""
-    followed, one, other = runs.Runs(), runs.Record(), runs.Record()
+    followed, one, other = runs.Runs(), runs.RunRecord(), runs.RunRecord()
     followed.records += [one, other]
     arrays = [jnp.zeros(1) for _ in range(5)]
     for k, record in enumerate([one, other, other, one]):

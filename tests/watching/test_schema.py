@@ -166,7 +166,7 @@ def test_a_collective_in_a_loop_adds_up_in_each_step():
     for run in range(2):
         start = 100.0 * run + 10 * np.arange(4)
         timeline.parts.append(events.Ran(np.zeros(4, int), start, start + 1 + run, np.full(4, run)))
-    of = {"all-reduce": measured.Site("all-reduce", None)}
+    of = {"all-reduce": measured.ProfiledSite("all-reduce", None)}
     ran = {"device": measured.executions(timeline, {"all-reduce": 0}, [0.0, 100.0], of)}
     nothing = measured.Covered(np.zeros(0), np.zeros(0))
     took = measured.measure(ran, {"device": 2}, {"device": nothing})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardrules.costs.waste.program import BARRIERS, Hint, Kind, Node, Program, Site, made_by
+from shardrules.costs.waste.program import Hint, Kind, Program, Site
+from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 # What JAX calls a kernel or a foreign function; XLA's own calls have the names of operations.
 _CALLS = frozenset(["ffi_call", "pallas_call", "triton_kernel_call", "tpu_custom_call"])

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardrules.costs.waste.program import (
-    FLOATS,
-    WHOLE,
-    Hint,
-    Kind,
-    Program,
-    Site,
-    is_constant,
-    made_by,
-)
+from shardrules.costs.waste.program import FLOATS, WHOLE, Hint, Kind, Program, Site, is_constant
+from shardrules.hlo.reader.flow import Node, made_by
 
 _THROUGH = WHOLE | {"all-reduce-done"}
 _LEAST = 3  # calls for each result: what two calls sum up is hardly a loop
@@ -87,7 +79,7 @@ def _is_returned(site: Site) -> bool:
     return node is not None and node.opcode == "return"
 
 
-def _scaled(site: Site) -> Iterator[tuple]:
+def _scaled(site: Site) -> Iterator[tuple[Node, Node] | tuple[None, None]]:
     """Follow a result through what scales it by constants, to what else takes it, alone."""
     uses = site.uses(_THROUGH)
     while len(uses) == 1:

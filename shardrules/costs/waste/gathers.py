@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.program import (
-    BARRIERS,
-    FUNCTIONS,
-    WHOLE,
-    Hint,
-    Kind,
-    Node,
-    Program,
-    Site,
-    made_by,
-)
+from shardrules.costs.waste.program import FUNCTIONS, WHOLE, Hint, Kind, Program, Site
+from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOVES = WHOLE | BARRIERS
 _CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done"}

@@ -14,18 +14,16 @@ from typing import Any, NamedTuple
 
 from shardrules.costs import walk
 from shardrules.costs.waste.program import (
-    BARRIERS,
     FLOATS,
     FUNCTIONS,
     MOVES,
-    Node,
     Program,
     Site,
     is_constant,
     is_unfilled,
 )
 from shardrules.hlo.proof.collectives import OPCODES
-from shardrules.hlo.reader.flow import Flat
+from shardrules.hlo.reader.flow import BARRIERS, Flat, Node
 
 # A collective's result: where its instruction starts, and its operand's number or range's start.
 _Source = tuple[int, int]
@@ -40,7 +38,7 @@ class _Same:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Result:
+class _LoopResult:
     """Computed in this trip from collectives' results and what is the same on every device.
 
     ``packed`` holds the ranges of a flat result that XLA packed from several arrays.
@@ -125,7 +123,9 @@ def _held(outcome: _Outcome) -> _Sources:
     return frozenset().union(*(sources for _, sources in outcome.values()))
 
 
-def _settle(program: Program, loop: Node, outcomes, sources: _Sources) -> _Outcome:
+def _settle(
+    program: Program, loop: Node, outcomes: dict[str, _Outcome], sources: _Sources
+) -> _Outcome:
     """Evaluate a loop's body until no further result turns out to be read."""
     condition, body = map(program.flat, loop.instruction.calls)
     if body.root.opcode != "tuple" or not sources:
@@ -148,7 +148,7 @@ def _settle(program: Program, loop: Node, outcomes, sources: _Sources) -> _Outco
         for k, value in enumerate(returned):
             if not _sources([value]):
                 continue
-            if isinstance(value, _Result):
+            if isinstance(value, _LoopResult):
                 after[k] = ("last", value.sources)
             elif isinstance(value, _Carried) and value.element == k:
                 after[k] = (value.change or elements[k][0], value.sources)
@@ -220,7 +220,11 @@ class _Trip:
         carried = [o for o in operands if isinstance(o, _Carried)]
         if node.opcode == "dynamic-update-slice":
             base, update, *places = operands
-            if isinstance(base, _Carried) and isinstance(update, _Result) and not _sources(places):
+            if (
+                isinstance(base, _Carried)
+                and isinstance(update, _LoopResult)
+                and not _sources(places)
+            ):
                 if base.change in ("", "written"):
                     return _Carried(base.element, base.sources | update.sources, "written")
             if isinstance(base, _Carried) and not _sources([update, *places]):
@@ -229,14 +233,14 @@ class _Trip:
         if carried:
             return _in_carry(node, operands, carried[0]) if len(carried) == 1 else _PLAIN
         if node.opcode not in FUNCTIONS or any(
-            not isinstance(o, _Result | _Same) for o in operands
+            not isinstance(o, _LoopResult | _Same) for o in operands
         ):
             return _PLAIN
-        results = [o for o in operands if isinstance(o, _Result)]
+        results = [o for o in operands if isinstance(o, _LoopResult)]
         if len(results) == 1 and results[0].packed:
             return self._unpacked(node, results[0])
         linear = all(r.linear for r in results) and self._is_linear(node, operands)
-        return _Result(_sources(results), linear)
+        return _LoopResult(_sources(results), linear)
 
     def _is_linear(self, node: Node, operands: Sequence[Any]) -> bool:
         """Tell whether an instruction is linear in the results that it takes."""
@@ -248,13 +252,13 @@ class _Trip:
             return True
         if opcode == "convert":
             return floats
-        first = isinstance(operands[0], _Result)
+        first = isinstance(operands[0], _LoopResult)
         if opcode in ("add", "subtract", "concatenate"):
-            return all(isinstance(o, _Result) or o.zero for o in operands)
+            return all(isinstance(o, _LoopResult) or o.zero for o in operands)
         if opcode == "multiply":
-            return sum(isinstance(o, _Result) for o in operands) == 1
+            return sum(isinstance(o, _LoopResult) for o in operands) == 1
         if opcode == "divide":
-            return floats and first and not isinstance(operands[1], _Result)
+            return floats and first and not isinstance(operands[1], _LoopResult)
         if opcode == "pad":
             return first and operands[1].zero
         if opcode == "reduce" and len(operands) == 2 and first:
@@ -262,7 +266,7 @@ class _Trip:
             return added and getattr(operands[1], "zero", False)
         return False
 
-    def _unpacked(self, node: Node, flat: _Result) -> Any:
+    def _unpacked(self, node: Node, flat: _LoopResult) -> Any:
         """Give what is taken out of a flat result: the ranges that a slice covers."""
         if node.opcode in ("copy", "all-reduce-done", "copy-done"):
             return flat
@@ -272,14 +276,14 @@ class _Trip:
             low, high = int(bounds[1]), int(bounds[2])
             taken = {s for start, stop, s in flat.packed if start < high and low < stop}
             if taken <= self.sources:
-                return _Result(frozenset(taken), flat.linear)
+                return _LoopResult(frozenset(taken), flat.linear)
         self.seen |= taken & self.sources
         return _PLAIN
 
     def _collective(self, node: Node, operands: list[Any]) -> Any:
         sites = self.program.parts(node.instruction)
         own = _own(sites)
-        if any(_sources([o]) and not isinstance(o, _Result) for o in operands):
+        if any(_sources([o]) and not isinstance(o, _LoopResult) for o in operands):
             self.read(operands)
             return _PLAIN
         if not own or not self.sources.issuperset(own.values()):
@@ -296,10 +300,10 @@ class _Trip:
             if not sources:
                 results.append(_PLAIN)
                 continue
-            chained = isinstance(operand, _Result)
+            chained = isinstance(operand, _LoopResult)
             still_linear = linear and (not chained or operand.linear)
             packed = () if chained else ranges
-            results.append(_Result(sources | _sources([operand]), still_linear, packed))
+            results.append(_LoopResult(sources | _sources([operand]), still_linear, packed))
         if node.shape.elements is None:
             return results[0]
         whole = results[0] if len(results) == 1 else tuple(results)
@@ -317,7 +321,7 @@ class _Trip:
         change = {"written": ("", "written"), "added": ("", "added")}.get(how, ())
         if sources and sources <= self.sources:
             if isinstance(start, _Same) and (how != "added" or start.zero):
-                return _Result(sources, how != "last")
+                return _LoopResult(sources, how != "last")
             if isinstance(start, _Carried) and start.change in change:
                 return _Carried(start.element, start.sources | sources, how)
         self.read([start])
@@ -331,7 +335,7 @@ def _in_carry(node: Node, operands: list[Any], element: _Carried) -> Any:
     floats = FLOATS.match(node.shape.element_type)
     if len(operands) == 1 and (opcode in _IN_PLACE or (opcode == "convert" and floats)):
         return element
-    if opcode == "add" and len(rest) == 1 and isinstance(rest[0], _Result) and rest[0].linear:
+    if opcode == "add" and len(rest) == 1 and isinstance(rest[0], _LoopResult) and rest[0].linear:
         if element.change in ("", "added"):
             return _Carried(element.element, element.sources | rest[0].sources, "added")
     if opcode == "select" and element is not operands[0] and not element.change:
@@ -352,7 +356,7 @@ def _may_hold(value: Any) -> bool:
     """Tell whether a value may hold results: an element of the carry may in a later trip."""
     if isinstance(value, tuple):
         return any(map(_may_hold, value))
-    return isinstance(value, _Result | _Carried)
+    return isinstance(value, _LoopResult | _Carried)
 
 
 def _sources(values: Iterable[Any]) -> _Sources:
@@ -360,6 +364,6 @@ def _sources(values: Iterable[Any]) -> _Sources:
     for value in values:
         if isinstance(value, tuple):
             sources |= _sources(value)
-        elif isinstance(value, _Result | _Carried):
+        elif isinstance(value, _LoopResult | _Carried):
             sources |= value.sources
     return sources

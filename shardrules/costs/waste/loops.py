@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shardrules.costs.waste.loop_flow import Unread, unread
-from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Node, Program, Site
+from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Program, Site
 from shardrules.hlo.proof.collectives import KINDS, OPCODES
-from shardrules.hlo.proof.evaluation import Reach
+from shardrules.hlo.proof.evaluation import CallGraph
+from shardrules.hlo.reader.flow import Node
 
 # -- the same operand on every trip ---------------------------------------------------------------
 
@@ -53,7 +54,7 @@ def repeated(site: Site) -> Hint | None:
 def _invariant(program: Program, body: str) -> set[Node]:
     """List the values in a loop's body that are the same on every trip."""
     same: set[Node] = set()
-    reach = Reach(program.module)
+    reach = CallGraph(program.module)
     for node in program.flat(body).nodes:
         stays = node.opcode in _SAME or reach.deterministic(node.instruction)
         computed = stays and node.opcode != "parameter" and same.issuperset(node.operands)

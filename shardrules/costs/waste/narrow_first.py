@@ -6,7 +6,8 @@ import re
 
 from shardrules import hlo
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.program import BARRIERS, WHOLE, Hint, Kind, Site, made_by
+from shardrules.costs.waste.program import WHOLE, Hint, Kind, Site
+from shardrules.hlo.reader.flow import BARRIERS, made_by
 
 # These move elements and change none: a conversion may stand on either side.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")

@@ -121,7 +121,8 @@ class Program:
         key = (function, *place)
         if key not in self._remembered:
             self._remembered[key] = function(self, *place)
-        return self._remembered[key]
+        answer: _T = self._remembered[key]
+        return answer
 
     @functools.cached_property
     def op_names(self) -> str:

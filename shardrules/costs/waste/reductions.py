@@ -8,20 +8,18 @@ from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import slices
 from shardrules.costs.waste.program import (
-    BARRIERS,
     UNARY,
     WHOLE,
     WITHIN_SHARDS,
     Hint,
     Kind,
-    Node,
     Program,
     Site,
     Use,
     is_constant,
     is_zero,
-    made_by,
 )
+from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 # -- a sum on each device -------------------------------------------------------------------------
 # What a broadcast or a repeat becomes in the backward pass is a reduce, and what a gather does, a

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.program import BARRIERS, WHOLE, Hint, Kind, Program, Site, made_by
+from shardrules.costs.waste.program import WHOLE, Hint, Kind, Program, Site
+from shardrules.hlo.reader.flow import BARRIERS, made_by
 
 _MOVES = WHOLE | BARRIERS | {"slice", "concatenate", "all-to-all-done", "collective-permute-done"}
 

@@ -21,18 +21,16 @@ from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import slices
 from shardrules.costs.waste.program import (
-    BARRIERS,
     CONSTRAINED,
     SMALL,
     UNARY,
     WHOLE,
     Hint,
     Kind,
-    Node,
     Program,
     Site,
-    made_by,
 )
+from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOST_AXES = 4  # of a mesh: the ways between all shardings are compared
 _MOST_STEPS = 2  # collectives: of longer ways XLA made others (JAX 0.10.2, three axes, CPU)

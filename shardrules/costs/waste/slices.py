@@ -10,8 +10,9 @@ import numpy as np
 
 from shardrules import hlo
 from shardrules.costs import accounts
-from shardrules.costs.waste.program import BARRIERS, UNARY, Hint, Kind, Node, Program, Site, Use
+from shardrules.costs.waste.program import UNARY, Hint, Kind, Program, Site, Use
 from shardrules.hlo.known import exact
+from shardrules.hlo.reader.flow import BARRIERS, Node
 
 _DONE = frozenset(["all-reduce-done", "all-gather-done"])
 _COPIES = _DONE | BARRIERS | frozenset(["copy", "copy-start", "copy-done"])

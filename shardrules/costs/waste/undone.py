@@ -9,7 +9,8 @@ import numpy as np
 
 from shardrules import hlo
 from shardrules.costs import walk
-from shardrules.costs.waste.program import UNARY, Hint, Kind, Node, Program, Site
+from shardrules.costs.waste.program import UNARY, Hint, Kind, Program, Site
+from shardrules.hlo.reader.flow import Node
 
 _MOST = 2**24  # elements, of all devices of a group, that are evaluated
 _MOST_STEPS = 256  # between the two

@@ -30,10 +30,13 @@ _LIMITS: dict[np.dtype[Any], tuple[int, int]] = {
 }
 _LIMITS[np.dtype(np.bool_)] = (0, 1)
 _INT32 = _LIMITS[np.dtype(np.int32)]
+# A value's numbers on each device, or one row for all.
+_Rows = np.ndarray
+_Operation = Callable[..., _Rows | None]
 _MOST = 8 * ranges.MAX_ELEMENTS  # elements in the rows of all devices together, if these differ
 
 
-def dtype(shape: Shape):
+def dtype(shape: Shape) -> type | None:
     """Give the numpy type of an integer or boolean array; None for any other shape."""
     if shape.elements is not None or shape.dynamic or shape.element_type not in _TYPES:
         return None
@@ -42,7 +45,7 @@ def dtype(shape: Shape):
     return _TYPES[shape.element_type]
 
 
-def literal(text: str, shape: Shape):
+def literal(text: str, shape: Shape) -> _Rows | None:
     """Read an integer constant's text as one row; None if it is too large or not printed."""
     kind = dtype(shape)
     if kind is None or shape.element_count > ranges.MAX_ELEMENTS:
@@ -60,22 +63,23 @@ def literal(text: str, shape: Shape):
     return np.array(numbers, dtype=kind).reshape((1,) + shape.dimensions)
 
 
-def _remainder(a, b):
+def _remainder(a: _Rows, b: _Rows) -> _Rows | None:
     """Give the remainder of truncated division, which has the dividend's sign, as in C."""
     if (b == 0).any():
         return None
     if a.dtype.kind == "i" and (a == _LIMITS[a.dtype][0]).any():
         return None  # its quotient by -1 does not fit
-    return np.fmod(a, b)
+    rest: _Rows = np.fmod(a, b)
+    return rest
 
 
-def _divide(a, b):
+def _divide(a: _Rows, b: _Rows) -> _Rows | None:
     rest = _remainder(a, b)
     return None if rest is None else (a - rest) // b
 
 
-def _shift(op: Callable, arithmetic: bool = False) -> Callable:
-    def shift(a, b):
+def _shift(op: Callable[..., _Rows], arithmetic: bool = False) -> _Operation:
+    def shift(a: _Rows, b: _Rows) -> _Rows | None:
         width = a.dtype.itemsize * 8
         # Compare in b's own type: an unsigned 64-bit number doesn't fit a signed one.
         if a.dtype == np.bool_ or (b < 0).any() or (b >= width).any():
@@ -83,20 +87,25 @@ def _shift(op: Callable, arithmetic: bool = False) -> Callable:
         view = a.view(
             a.dtype.str.replace("u", "i") if arithmetic else a.dtype.str.replace("i", "u")
         )
-        return op(view, b.astype(view.dtype)).view(a.dtype)
+        shifted: _Rows = op(view, b.astype(view.dtype))
+        return shifted.view(a.dtype)
 
     return shift
 
 
-def _logic(bits: Callable, booleans: Callable) -> Callable:
+def _logic(bits: _Operation, booleans: _Operation) -> _Operation:
     return lambda *a: booleans(*a) if a[0].dtype == np.bool_ else bits(*a)
 
 
-def _no_bool(op: Callable) -> Callable:
+def _select(predicate: _Rows, a: _Rows, b: _Rows) -> _Rows | None:
+    return np.where(predicate, a, b) if predicate.dtype == np.bool_ else None
+
+
+def _no_bool(op: _Operation) -> _Operation:
     return lambda *a: None if a[0].dtype == np.bool_ else op(*a)
 
 
-_OPERATIONS: dict[str, Callable] = {
+_OPERATIONS: dict[str, _Operation] = {
     "add": _no_bool(np.add),
     "subtract": _no_bool(np.subtract),
     "multiply": _no_bool(np.multiply),
@@ -115,7 +124,7 @@ _OPERATIONS: dict[str, Callable] = {
     "abs": _no_bool(np.abs),
     "sign": _no_bool(np.sign),
     "copy": lambda a: a,
-    "select": lambda p, a, b: np.where(p, a, b) if p.dtype == np.bool_ else None,
+    "select": _select,
     "clamp": lambda low, a, high: np.minimum(np.maximum(a, low), high),
 }
 _COUNTS = {**dict.fromkeys("negate not abs sign copy convert".split(), 1), "select": 3, "clamp": 3}
@@ -153,10 +162,12 @@ def evaluate(
     compute = _elementwise if instruction.opcode in _ELEMENTWISE else _moved
     with np.errstate(all="ignore"):
         try:
-            rows = compute(instruction, arrays, shapes)
+            result = compute(instruction, arrays, shapes)
         except (ValueError, IndexError):  # sizes that don't fit
             return None
-    return rows if rows is not None and rows.dtype == kind and _fits(rows, shape) else None
+    if result is None or result.dtype != kind or not _fits(result, shape):
+        return None
+    return result
 
 
 def _ones(shape: Shape) -> tuple[int, ...]:
@@ -168,7 +179,9 @@ def _fits(rows: np.ndarray, shape: Shape) -> bool:
     return rows.shape[1:] == shape.dimensions or rows.shape[1:] == _ones(shape)[1:]
 
 
-def _elementwise(instruction, arrays, shapes):
+def _elementwise(
+    instruction: Instruction, arrays: Sequence[_Rows], shapes: Sequence[Shape]
+) -> _Rows | None:
     opcode, shape = instruction.opcode, instruction.shape
     if any(s.dimensions not in ((), shape.dimensions) for s in shapes):
         return None
@@ -184,14 +197,17 @@ def _elementwise(instruction, arrays, shapes):
         direction = instruction.attribute("direction")
         if instruction.attribute("type") not in (None, own) or direction not in _COMPARE:
             return None
-        return _COMPARE[direction](*arrays)
+        compared: _Rows = _COMPARE[direction](*arrays)
+        return compared
     if opcode == "convert":
         kind = dtype(shape)
-        return arrays[0] != 0 if kind == np.bool_ else arrays[0].astype(kind)
+        return arrays[0].astype(kind)
     return _OPERATIONS[opcode](*arrays)
 
 
-def _moved(instruction, arrays, shapes):
+def _moved(
+    instruction: Instruction, arrays: Sequence[_Rows], shapes: Sequence[Shape]
+) -> _Rows | None:
     opcode, shape, rows = instruction.opcode, instruction.shape, arrays[0]
     places = ranges.read_ints(instruction.attribute("dimensions"))
     if opcode == "concatenate":
@@ -253,7 +269,9 @@ def clamped_index(rows: np.ndarray, last: int) -> np.ndarray | None:
     return np.clip(rows.astype(np.int64), 0, last)
 
 
-def _dynamic_slice(rows, indices, dims, sizes):
+def _dynamic_slice(
+    rows: _Rows, indices: Sequence[_Rows], dims: Sequence[int], sizes: Sequence[int]
+) -> _Rows | None:
     if not len(sizes) == len(indices) == len(dims):
         return None
     count = max(map(len, (rows, *indices)))
@@ -266,5 +284,5 @@ def _dynamic_slice(rows, indices, dims, sizes):
     source = np.broadcast_to(rows, (count, *dims))
     block = np.empty((count, *sizes), rows.dtype)
     for row in range(count):
-        block[row] = source[(row, *(slice(a, a + s) for a, s in zip(starts[row], sizes)))]
+        block[row] = source[row][tuple(slice(a, a + s) for a, s in zip(starts[row], sizes))]
     return block

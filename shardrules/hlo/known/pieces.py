@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from shardrules.hlo.known.ranges import Exact
+from shardrules.hlo.known.ranges import Exact, Value
 from shardrules.hlo.reader import module as hm
 
 _ZERO = re.compile(r"0(\.0*)?|false")
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     starts: Exact  # where the piece begins on each device
 
 
-def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Any]) -> Piece | None:
+def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Value]) -> Piece | None:
     """Describe an update whose start differs along one dimension and is known on each device."""
     sizes = zip(full.dimensions, block.dimensions)
     partial = [n for n, (whole, part) in enumerate(sizes) if whole != part]

@@ -11,8 +11,8 @@ import bisect
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -58,11 +58,15 @@ class Exact:
 class Started:
     """The value of a ``-start``: its operand, and the result for the ``-done``."""
 
-    operand: Any
-    result: Any
+    operand: Value
+    result: Value
 
 
-def normal(cuts: Sequence[tuple[int, int]]) -> Any:
+# What the proof knows of a value: its state's number, or one of these, or that of each element.
+Value: TypeAlias = "int | Exact | Ranged | Started | tuple[Value, ...]"
+
+
+def normal(cuts: Sequence[tuple[int, int]]) -> Value:
     """Drop empty ranges; give a state if one range is left, else a Ranged."""
     kept: list[tuple[int, int]] = []
     for stop, state in cuts:
@@ -74,7 +78,7 @@ def normal(cuts: Sequence[tuple[int, int]]) -> Any:
 
 
 def zip_cuts(
-    a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]], combine
+    a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]], combine: Callable[[int, int], int]
 ) -> list[tuple[int, int]]:
     cuts = []
     i = j = 0
@@ -88,7 +92,7 @@ def zip_cuts(
     return cuts
 
 
-def joined(parts) -> list[tuple[int, int]]:
+def joined(parts: Iterable[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
     cuts: list[tuple[int, int]] = []
     offset = 0
     for part in parts:
@@ -104,7 +108,9 @@ def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tupl
     return [(min(end, stop) - start, state) for end, state in cuts[first : last + 1]]
 
 
-def without_padding(cuts: Sequence[tuple[int, int]], constant) -> list[tuple[int, int]]:
+def without_padding(
+    cuts: Sequence[tuple[int, int]], constant: Callable[[int], bool]
+) -> list[tuple[int, int]]:
     """Join a range of constants to the range before it, or to the next one at the start."""
     kept: list[tuple[int, int]] = []
     for stop, state in cuts:

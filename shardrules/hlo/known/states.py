@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shardrules import errors
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
+_T = TypeVar("_T")
 _KEEP = 8  # the most blockers that a state lists
 
 
@@ -77,7 +78,7 @@ class Support(NamedTuple):
         return f"{self.source} for {self.what}: {self.detail} ({self.status})"
 
 
-class State(NamedTuple):
+class ValueState(NamedTuple):
     proven: int = hd.EQUAL  # relation that is proven
     # The relation that would hold if every blocker gave equal values everywhere.
     optimistic: int = hd.EQUAL
@@ -104,16 +105,16 @@ class States:
 
     def __init__(self, relations: hd.Relations):
         self.relations = relations
-        self._ids: dict[State, int] = {}
-        self._all: list[State] = []
+        self._ids: dict[ValueState, int] = {}
+        self._all: list[ValueState] = []
         self._refined: dict[int, int] = {}
-        self.intern(State(constant=True))
-        self.intern(State())
+        self.intern(ValueState(constant=True))
+        self.intern(ValueState())
 
-    def __getitem__(self, state: int) -> State:
+    def __getitem__(self, state: int) -> ValueState:
         return self._all[state]
 
-    def intern(self, state: State) -> int:
+    def intern(self, state: ValueState) -> int:
         number = self._ids.get(state)
         if number is None:
             number = self._ids[state] = len(self._all)
@@ -123,7 +124,9 @@ class States:
     def source(self, relation: int, cause: Cause, sure: bool = False) -> int:
         """Make the state of a source that may differ; ``sure`` means that it does differ."""
         causes = () if relation == hd.EQUAL else ((relation, cause),)
-        return self.intern(State(relation, relation, causes, apart=relation if sure else hd.EQUAL))
+        return self.intern(
+            ValueState(relation, relation, causes, apart=relation if sure else hd.EQUAL)
+        )
 
     def evened(self, state: int) -> int:
         """Make the state of a value that may be equal again, without a proof."""
@@ -142,7 +145,7 @@ class States:
         blockers: tuple[Blocker, ...] = (blocker,)
         for operand in operands:
             blockers = union(blockers, self._all[operand].blockers)[:_KEEP]
-        return self.intern(State(hd.DISTINCT, hd.EQUAL, (), blockers))
+        return self.intern(ValueState(hd.DISTINCT, hd.EQUAL, (), blockers))
 
     def refine(self, a: int, b: int) -> int:
         if a == b or not b:
@@ -154,7 +157,7 @@ class States:
         if number is None:
             x, y = self._all[a], self._all[b]
             number = self._refined[key] = self.intern(
-                State(
+                ValueState(
                     self.relations.refine(x.proven, y.proven),
                     self.relations.refine(x.optimistic, y.optimistic),
                     self.causes(x.causes + y.causes),
@@ -167,7 +170,7 @@ class States:
             )
         return number
 
-    def causes(self, causes) -> tuple[tuple[int, Cause], ...]:
+    def causes(self, causes: Iterable[tuple[int, Cause]]) -> tuple[tuple[int, Cause], ...]:
         """Drop each cause whose relation the causes before it already cover."""
         kept: list[tuple[int, Cause]] = []
         relation_so_far = hd.EQUAL
@@ -178,11 +181,11 @@ class States:
                 relation_so_far = joined
         return tuple(kept)
 
-    def changed(self, state: int, **changes) -> int:
+    def changed(self, state: int, **changes: Any) -> int:
         return self.intern(self._all[state]._replace(**changes))
 
 
-def union(a: tuple, b: tuple) -> tuple:
+def union(a: tuple[_T, ...], b: tuple[_T, ...]) -> tuple[_T, ...]:
     if not b or a == b:
         return a
     if not a:
@@ -192,10 +195,11 @@ def union(a: tuple, b: tuple) -> tuple:
 
 # Steps that may make different data equal again, without a proof that they do. "Not proven equal"
 # is not "different": the report says that an output *differs* only if it comes from different
-# data and every step keeps the data different. The following may not, so they end ``State.apart``:
+# data and every step keeps the data different. The following may not, so they end
+# ``ValueState.apart``:
 #
 # - Collectives, within their groups: a later step may add moved data to data that stayed, as a ring
-#   of permutes does (``State.moved``). Between groups, sums of different data stay different.
+#   of permutes does (``ValueState.moved``). Between groups, sums of different data stay different.
 # - One boolean, or one number that is clipped or rounded: ``isfinite(loss)`` is true everywhere,
 #   ``minimum(1, c / norm)`` is 1 on most devices. In an array of them some elements will differ.
 # - any, all, max and min of integers and booleans: most shards have the same largest label.

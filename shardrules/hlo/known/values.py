@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardrules.hlo.known import exact, pieces, ranges
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.known.ranges import Exact, Ranged, Started
+from shardrules.hlo.known.ranges import Exact, Ranged, Started, Value
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
@@ -52,18 +52,20 @@ class Values:
         # States of computed numbers, by those of their operands and the devices that differ; and
         # the clamped starts of slices, by the start and its limit.
         self._of_numbers: dict[tuple[int, int], int] = {}
-        self._clamps: dict[tuple[Exact, int], Any] = {}
+        self._clamps: dict[tuple[Exact, int], Value] = {}
 
-    def collapse(self, value: Any) -> int:
+    def collapse(self, value: Value) -> int:
         if type(value) is int:
             return value
         if isinstance(value, Exact):
             return value.state
         if isinstance(value, Ranged):
             return self.merged([state for _, state in value.cuts])
-        return self.merged(value if isinstance(value, tuple) else (value.operand, value.result))
+        if isinstance(value, Started):
+            return self.merged((value.operand, value.result))
+        return self.merged(value if isinstance(value, tuple) else (value,))
 
-    def merged(self, values) -> int:
+    def merged(self, values: Sequence[Value]) -> int:
         state, refine = 0, self.states.refine
         for value in values:
             own = value if type(value) is int else self.collapse(value)
@@ -71,35 +73,39 @@ class Values:
                 state = refine(state, own)
         return state
 
-    def vary_alike(self, values) -> bool:
-        """Tell whether values differ between the same devices (``State.apart``)."""
+    def vary_alike(self, values: Sequence[Value]) -> bool:
+        """Tell whether values differ between the same devices (``ValueState.apart``)."""
         return len({self.states[self.collapse(value)].apart for value in values}) <= 1
 
-    def join(self, a: Any, b: Any, combine: Callable[[int, int], int] | None = None) -> Any:
+    def join(self, a: Value, b: Value, combine: Callable[[int, int], int] | None = None) -> Value:
         """Give the value of one of two: equal only where both are."""
         if a is b or a == b:
             return a
         combine = combine or self.states.either
         if type(a) is int and type(b) is int:
             return combine(a, b)
-        if isinstance(a, tuple) or isinstance(b, tuple):
-            width = len(a) if isinstance(a, tuple) else len(b)
-            left = a if isinstance(a, tuple) else (self.collapse(a),) * width
-            right = b if isinstance(b, tuple) else (self.collapse(b),) * width
-            if len(left) == len(right):
-                return tuple([self.join(x, y, combine) for x, y in zip(left, right)])
+        if isinstance(a, tuple):
+            if not isinstance(b, tuple):
+                b = (self.collapse(b),) * len(a)
+            if len(a) == len(b):
+                return tuple([self.join(x, y, combine) for x, y in zip(a, b)])
+        elif isinstance(b, tuple):
+            state = self.collapse(a)
+            return tuple([self.join(state, y, combine) for y in b])
         if isinstance(a, Started) and isinstance(b, Started):
             return Started(
                 self.join(a.operand, b.operand, combine), self.join(a.result, b.result, combine)
             )
         if isinstance(a, Ranged) or isinstance(b, Ranged):
-            count = (a if isinstance(a, Ranged) else b).cuts[-1][0]
-            left, right = self._cuts(a, count), self._cuts(b, count)
-            if left is not None and right is not None:
-                return ranges.normal(ranges.zip_cuts(left, right, combine))
+            count = a.cuts[-1][0] if isinstance(a, Ranged) else 0
+            if isinstance(b, Ranged) and not count:
+                count = b.cuts[-1][0]
+            ours, theirs = self._cuts(a, count), self._cuts(b, count)
+            if ours is not None and theirs is not None:
+                return ranges.normal(ranges.zip_cuts(ours, theirs, combine))
         return combine(self.collapse(a), self.collapse(b))
 
-    def with_state(self, value: Any, state: int) -> Any:
+    def with_state(self, value: Value, state: int) -> Value:
         """Refine every leaf of a value by a state."""
         if not state or (state == hs.SAME and isinstance(value, (Exact, Started))):
             return value
@@ -107,7 +113,7 @@ class Values:
             return tuple([self.with_state(v, state) for v in value])
         return self.join(value, state, self.states.refine)
 
-    def mapped(self, value: Any, of: Callable[[int], int]) -> Any:
+    def mapped(self, value: Value, of: Callable[[int], int]) -> Value:
         """Replace the states of a value; exact numbers and started operations keep theirs."""
         if type(value) is int:
             return of(value)
@@ -117,11 +123,11 @@ class Values:
             return tuple([self.mapped(part, of) for part in value])
         return value
 
-    def evened(self, value: Any) -> Any:
+    def evened(self, value: Value) -> Value:
         """Give a value that may be equal again, without a proof."""
         return self.mapped(value, self.states.evened)
 
-    def blocked(self, blocker: hs.Blocker | str, operands) -> int:
+    def blocked(self, blocker: hs.Blocker | str, operands: Sequence[Value]) -> int:
         blocker = hs.Blocker(blocker) if isinstance(blocker, str) else blocker
         return self.states.blocked(blocker, *[self.collapse(o) for o in operands])
 
@@ -132,7 +138,7 @@ class Values:
         rows = ids if relation != hd.EQUAL else ids[:1]
         return Exact(state, rows.reshape(-1))
 
-    def computed(self, rows: np.ndarray, operands) -> Any:
+    def computed(self, rows: np.ndarray, operands: Sequence[Value]) -> Value:
         if rows.shape[0] > 1:
             self.budget -= rows.size >> 10
             relation = self.relations.intern(hd.row_numbers(rows.reshape(len(rows), rows[0].size)))
@@ -154,10 +160,12 @@ class Values:
             causes = self.states.causes([(relation, cause)])
         constant = fields.constant and relation == hd.EQUAL
         return self.states.intern(
-            hs.State(relation, relation, causes, (), fields.supports, constant, relation)
+            hs.ValueState(relation, relation, causes, (), fields.supports, constant, relation)
         )
 
-    def general(self, computation, instruction, operands) -> Any:
+    def general(
+        self, computation: hm.Computation, instruction: hm.Instruction, operands: Sequence[Value]
+    ) -> Value:
         """Evaluate a deterministic op whose operands or result need more than one state."""
         opcode = instruction.opcode
         exactly, ranged = opcode in exact.OPCODES and bool(operands), False
@@ -168,7 +176,8 @@ class Values:
             return self.merged(operands)
         shapes = [computation.instructions[o].shape for o in instruction.operands]
         if exactly:
-            rows = exact.evaluate(instruction, [o.array for o in operands], shapes)
+            arrays = [o.array for o in operands if type(o) is Exact]
+            rows = exact.evaluate(instruction, arrays, shapes)
             if rows is not None:
                 return self.computed(rows, operands)
         if opcode == "select" and len(operands) == 3 and isinstance(operands[0], Exact):
@@ -188,7 +197,9 @@ class Values:
                 return parts
         return self.merged(operands)
 
-    def _clamped(self, instruction, operands, shapes) -> list[Any]:
+    def _clamped(
+        self, instruction: hm.Instruction, operands: Sequence[Value], shapes: Sequence[hm.Shape]
+    ) -> Sequence[Value]:
         first = 1 if instruction.opcode == "dynamic-slice" else 2
         if len(operands) < first:
             return operands
@@ -209,7 +220,9 @@ class Values:
             clamped.append(index)
         return clamped
 
-    def _note_piece(self, key: tuple[str, str], operands, shapes) -> None:
+    def _note_piece(
+        self, key: tuple[str, str], operands: Sequence[Value], shapes: Sequence[hm.Shape]
+    ) -> None:
         """Note the piece that each device writes; None if evaluations disagree on its place."""
         piece = None
         if len(operands) > 2:
@@ -220,7 +233,7 @@ class Values:
         else:
             self.pieces[key] = piece._replace(state=self.states.refine(earlier.state, piece.state))
 
-    def choose(self, which: Exact, options: list[Any]) -> Any:
+    def choose(self, which: Exact, options: list[Any]) -> Value:
         """Give the value that equals, on each device, the option of that device's number."""
         numbers = which.array.reshape(-1).astype(np.int64)
         count = self.relations.device_count
@@ -229,7 +242,8 @@ class Values:
         if len(used) == 1:
             supports = self.states[which.state].supports
             return self.with_state(
-                options[used[0]], self.states.intern(hs.State(supports=supports)) if supports else 0
+                options[used[0]],
+                self.states.intern(hs.ValueState(supports=supports)) if supports else 0,
             )
         taken = [options[u] for u in used]
         width = next((len(t) for t in taken if isinstance(t, tuple)), None)
@@ -268,13 +282,19 @@ class Values:
             merged._replace(proven=proven, optimistic=optimistic, constant=False, apart=apart)
         )
 
-    def _cuts(self, value: Any, count: int):
+    def _cuts(self, value: Value, count: int) -> Sequence[tuple[int, int]] | None:
         if isinstance(value, Ranged):
             self.budget -= len(value.cuts) >> 4
             return value.cuts if value.cuts[-1][0] == count else None
         return ((count, self.collapse(value)),)
 
-    def _elementwise_ranges(self, computation, instruction, operands, shapes) -> Any:
+    def _elementwise_ranges(
+        self,
+        computation: hm.Computation,
+        instruction: hm.Instruction,
+        operands: Sequence[Value],
+        shapes: Sequence[hm.Shape],
+    ) -> Value:
         count = instruction.shape.element_count
         cuts: Any = ((count, 0),)
         for operand, place, shape in zip(operands, instruction.operands, shapes):
@@ -299,7 +319,9 @@ class Values:
         constant = self.states[state].constant
         return self.states.changed(self.states.refine(state, number), constant=constant)
 
-    def _ranges(self, instruction, operands, shapes) -> Any:
+    def _ranges(
+        self, instruction: hm.Instruction, operands: Sequence[Value], shapes: Sequence[hm.Shape]
+    ) -> Value | None:
         """Propagate element ranges; None if the op mixes them."""
         opcode, shape = instruction.opcode, instruction.shape
         if shape.is_tuple or any(s.is_tuple for s in shapes[:1]):
@@ -331,13 +353,17 @@ class Values:
             return self._update(operands, shapes, count)
         return self._pad(instruction, operands, first)
 
-    def _between(self, value: Any, shape: hm.Shape, place) -> Any:
+    def _between(
+        self, value: Value, shape: hm.Shape, place: tuple[int, int] | None
+    ) -> Value | None:
         cuts = self._cuts(value, shape.element_count)
         if place is None or cuts is None:
             return None
         return ranges.normal(ranges.between(cuts, *place))
 
-    def _place(self, indices, shape: hm.Shape, sizes) -> tuple[int, int] | None:
+    def _place(
+        self, indices: Sequence[Value], shape: hm.Shape, sizes: Sequence[int]
+    ) -> tuple[int, int] | None:
         """Give the flat range of a block that starts at the same place on all devices, or None."""
         full, starts = shape.dimensions, []
         if not len(indices) == len(sizes) == len(full):
@@ -348,11 +374,14 @@ class Values:
             starts.append(max(0, min(int(index.array.reshape(-1)[0]), whole - size)))
         return ranges.contiguous(full, starts, sizes)
 
-    def _concatenate(self, instruction, operands, shapes) -> Any:
+    def _concatenate(
+        self, instruction: hm.Instruction, operands: Sequence[Value], shapes: Sequence[hm.Shape]
+    ) -> Value | None:
         places = ranges.read_ints(instruction.attribute("dimensions"))
         dims = instruction.shape.dimensions
-        parts = [self._cuts(o, s.element_count) for o, s in zip(operands, shapes)]
-        if None in parts or len(places) != 1 or not 0 <= places[0] < len(dims):
+        cut = [self._cuts(o, s.element_count) for o, s in zip(operands, shapes)]
+        parts = [part for part in cut if part is not None]
+        if len(parts) < len(cut) or len(places) != 1 or not 0 <= places[0] < len(dims):
             return None
         if any(d != 1 for d in dims[: places[0]]):
             return None
@@ -360,7 +389,9 @@ class Values:
         whole = sum(s.element_count for s in shapes) == instruction.shape.element_count
         return ranges.normal(cuts) if whole and len(cuts) <= ranges.MAX_RANGES else None
 
-    def _update(self, operands, shapes, count) -> Any:
+    def _update(
+        self, operands: Sequence[Value], shapes: Sequence[hm.Shape], count: int
+    ) -> Value | None:
         base = self._cuts(operands[0], count)
         if len(operands) < 2 or base is None:
             return None
@@ -380,11 +411,13 @@ class Values:
         cuts = ranges.joined([before, inside, after])
         return ranges.normal(cuts) if len(cuts) <= ranges.MAX_RANGES else None
 
-    def _alike(self, states) -> bool:
+    def _alike(self, states: Iterable[int]) -> bool:
         """Tell whether all states have the same relations; causes may differ."""
         return len({self.states[s][:2] for s in states}) == 1
 
-    def _pad(self, instruction, operands, shape: hm.Shape) -> Any:
+    def _pad(
+        self, instruction: hm.Instruction, operands: Sequence[Value], shape: hm.Shape
+    ) -> Value | None:
         parts = [
             tuple(map(int, p.split("_")))
             for p in (instruction.attribute("padding") or "").split("x")

@@ -281,7 +281,8 @@ def pair_groups(pairs: np.ndarray, relations: hd.Relations) -> hd.Groups:
 def _in_each_slice(ids: np.ndarray, relations: hd.Relations) -> np.ndarray:
     """Repeat ids of devices of one slice for each slice; the text is that of one."""
     starts = np.arange(relations.slices) * (relations.device_count // relations.slices)
-    return starts.reshape(-1, *(1,) * ids.ndim) + ids
+    repeated: np.ndarray = starts.reshape(-1, *(1,) * ids.ndim) + ids
+    return repeated
 
 
 # XLA for GPUs splits the permutes of pipelines into send and recv, with the pairs in a frontend
@@ -338,7 +339,7 @@ def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-class Transfer:
+class Exchange:
     """Applies collectives to states, and caches the results."""
 
     def __init__(self, states: hs.States):
@@ -365,6 +366,7 @@ class Transfer:
         count = self.relations.device_count
         if how == "permute":
             moved = np.full(count, count)  # a device that is not a target gets zeros
+            assert groups.ends is not None
             sources, targets = groups.ends
             moved[targets] = labels[sources]
             return moved
@@ -415,7 +417,7 @@ class Transfer:
             causes.append((optimistic, cause))
         moves = how in ("exchange", "permute")
         self._states[key] = self.states.intern(
-            hs.State(
+            hs.ValueState(
                 proven,
                 optimistic,
                 self.states.causes(causes),
@@ -429,7 +431,7 @@ class Transfer:
         return self._states[key]
 
     def _apart(self, groups: hd.Groups, how: str, apart: int, uniform: bool) -> int:
-        """Give ``State.apart`` after a collective."""
+        """Give ``ValueState.apart`` after a collective."""
         # A later step may add moved data to data that stayed, as a ring of permutes does: members
         # of a group count as equal. Groups differ if their members' data differ in any order.
         if apart == hd.EQUAL or not (uniform and groups.complete):

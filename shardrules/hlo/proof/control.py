@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.known.ranges import Exact, Ranged
+from shardrules.hlo.known.ranges import Exact, Ranged, Value
 from shardrules.hlo.known.values import Values
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls, loops
-from shardrules.hlo.proof.evaluation import Proof
+from shardrules.hlo.proof.evaluation import Proof, Visit
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
 _MAX_STEPS = 12  # iterations of a loop to evaluate one by one
 
 
-def loop(proof: Proof, computation, position, instruction, operands, guard):
+def loop(visit: Visit) -> Value:
+    proof, _, _, instruction, operands, guard = visit
     if len(operands) != 1:
         why = f"while {instruction.name!r} has {len(operands)} operands"
         return proof.abandoned(instruction.calls, why, operands)
@@ -33,7 +34,7 @@ def loop(proof: Proof, computation, position, instruction, operands, guard):
 
     stated = loops.stated_count(instruction)
     trips = loops.counted(proof.module, instruction, start)
-    evaluated = _Loop(proof, instruction, guard)
+    evaluated = _LoopEvaluation(proof, instruction, guard)
     # If the text states another count, neither is certain: assume any.
     if trips is not None and stated not in (None, trips):
         trips, value = None, None
@@ -53,7 +54,7 @@ def loop(proof: Proof, computation, position, instruction, operands, guard):
 _Age = tuple[int, frozenset[int]]
 
 
-class _Loop:
+class _LoopEvaluation:
     """One evaluation of a loop."""
 
     def __init__(self, proof: Proof, instruction: hm.Instruction, guard: int):
@@ -63,7 +64,7 @@ class _Loop:
         self.condition, self.body = loops.parts(proof.module, instruction)
         self.root = self.body.instructions[self.body.root]
 
-    def settled(self, start: Any, trips: int | None) -> Any:
+    def settled(self, start: Value, trips: int | None) -> Value | None:
         """Evaluate until the carry's states no longer change; None if they never settle."""
         carry, guard = start, self.guard
         states = self.values.states
@@ -85,12 +86,12 @@ class _Loop:
                 carry = self.values.with_state(carry, self.values.collapse(carry))
         return None
 
-    def unrolled(self, carry: Any, trips: int) -> Any:
+    def unrolled(self, carry: Value, trips: int) -> Value | None:
         """Evaluate a known number of iterations; None if that takes too long."""
         if not self.values.unwritten or trips < 2 or not isinstance(carry, tuple):
             return self._iterated(carry, trips)
 
-        def renamed(value: Any, names: dict[int, int]) -> Any:
+        def renamed(value: Value, names: dict[int, int]) -> Value:
             return self.values.mapped(value, lambda state: names.get(state, state))
 
         filled, empty = self._filled(carry, trips), list(self.values.unwritten)
@@ -100,16 +101,17 @@ class _Loop:
         outside = {new: old for old, new in inside.items() if new != old}
         return value if value is None else renamed(value, outside)
 
-    def _filled(self, carry: tuple, trips: int) -> set[int]:
+    def _filled(self, carry: tuple[Value, ...], trips: int) -> set[int]:
         """Find the buffers that a loop fills, by what its first two iterations write."""
         # The second iteration must write as many elements as the first, at another place, and
         # enough that all iterations together fill the buffer. FILLED states the assumption that the
         # other iterations go on like this.
-        steps: list[Any] = [carry]
+        steps = [carry]
         for _ in range(2):
-            steps.append(self.proof.evaluate(self.body, (steps[-1],), self.guard))
-        if any(not isinstance(s, tuple) or len(s) != len(carry) for s in steps):
-            return set()
+            following = self.proof.evaluate(self.body, (steps[-1],), self.guard)
+            if not isinstance(following, tuple) or len(following) != len(carry):
+                return set()
+            steps.append(following)
         filled = set()
         for k, shape in enumerate(self.root.shape.elements or ()):
             left = [_unwritten_count(self.values, s[k], shape.element_count) for s in steps]
@@ -118,7 +120,7 @@ class _Loop:
                 filled.add(k)
         return filled
 
-    def _iterated(self, carry: Any, trips: int) -> Any:
+    def _iterated(self, carry: Value, trips: int) -> Value | None:
         """Evaluate iterations until the carry repeats."""
         # A carry's initial value no longer matters once an iteration replaces it: a carry that
         # starts sharded and is summed in each iteration ends equal.
@@ -138,7 +140,7 @@ class _Loop:
         self.proof.evaluate(self.condition, (carry,), self.guard)
         return carry
 
-    def stepped(self, carry: Any, stated: int | None) -> Any:
+    def stepped(self, carry: Value, stated: int | None) -> Value | None:
         """Evaluate a loop whose predicate is known on every device; None if it isn't."""
         guard = self.guard
         for step in range(_MAX_STEPS + 1):
@@ -202,7 +204,7 @@ class _Loop:
             ages |= later
 
 
-def _unwritten_count(values: Values, value: Any, count: int) -> int:
+def _unwritten_count(values: Values, value: Value, count: int) -> int:
     if type(value) is int:
         return count if value in values.unwritten else 0
     if not isinstance(value, Ranged):
@@ -211,7 +213,7 @@ def _unwritten_count(values: Values, value: Any, count: int) -> int:
     return sum(b - a for a, (b, s) in zip(starts, value.cuts) if s in values.unwritten)
 
 
-def _apart_as(values: Values, value: Any, out: Any) -> Any:
+def _apart_as(values: Values, value: Value, out: Value) -> Value:
     """Give a loop's value the differences that its body makes."""
     # A value that differs after every iteration differs after the loop, if the loop runs at all,
     # even if the carry was equal at the start.
@@ -222,7 +224,7 @@ def _apart_as(values: Values, value: Any, out: Any) -> Any:
     return values.states.changed(value, apart=values.states[out].apart)
 
 
-def _forget(before: Any, after: Any) -> Any:
+def _forget(before: Value, after: Value) -> Value:
     if isinstance(after, Exact) and after != before:
         return after.state
     if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
@@ -230,7 +232,7 @@ def _forget(before: Any, after: Any) -> Any:
     return after
 
 
-def _diverged(values: Values, value: Any, predicate: int) -> Any:
+def _diverged(values: Values, value: Value, predicate: int) -> Value:
     """Refine the result of a loop or branch by its predicate; exact numbers stay exact."""
     if not predicate or isinstance(value, Exact):
         return value
@@ -239,7 +241,8 @@ def _diverged(values: Values, value: Any, predicate: int) -> Any:
     return values.with_state(value, values.states.evened(predicate))
 
 
-def conditional(proof: Proof, computation, position, instruction, operands, guard):
+def conditional(visit: Visit) -> Value:
+    proof, computation, _, instruction, operands, guard = visit
     branches = [proof.module.computations[c] for c in instruction.calls]
     if len(operands) != len(branches) + 1:
         why = (
@@ -260,17 +263,18 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
         last = len(results) - 1
         numbers = np.where((numbers < 0) | (numbers > last), last, numbers)
 
-    def chosen(options: list[Any], same: list[int]) -> Any:
+    def chosen(options: list[Value], same: list[int]) -> Value:
         """Give each device the result of its branch; ``same``: the first that returns that."""
         if not any(same):
             return options[0]
         if numbers is not None:
-            return values.choose(Exact(which.state, np.array(same)[numbers]), options)
+            return values.choose(Exact(state, np.array(same)[numbers]), options)
         joined = functools.reduce(values.join, options)
         return values.with_state(joined, values.states.evened(state))
 
-    widths = {len(r) if isinstance(r, tuple) else -1 for r in results}
-    if len(widths) > 1 or -1 in widths:
+    tuples = [r for r in results if isinstance(r, tuple)]
+    widths = {*map(len, tuples)}
+    if len(tuples) < len(results) or len(widths) > 1:
         return chosen(results, list(range(len(results))))
     elements = []
     for index in range(widths.pop()):
@@ -279,7 +283,7 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
             first.setdefault(_origin(proof, computation, operand, branch, index) or n, n)
             for n, (operand, branch) in enumerate(zip(instruction.operands[1:], branches))
         ]
-        elements.append(chosen([r[index] for r in results], same))
+        elements.append(chosen([r[index] for r in tuples], same))
     return tuple(elements)
 
 

@@ -147,7 +147,7 @@ def empty_buffer(values: Values, filling: bool) -> int:
         hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")
     )
     if state not in values.unwritten:
-        written = values.states.intern(hs.State(supports=(FILLED,)))
+        written = values.states.intern(hs.ValueState(supports=(FILLED,)))
         values.unwritten[state] = written if filling else state
     return state
 
@@ -186,7 +186,7 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
     return {where for chain in done for where in steps.get(chain, ())}
 
 
-class Resolution(NamedTuple):
+class CallEffects(NamedTuple):
     """What one custom call does, and who says so."""
 
     effects: tuple[axistypes.Effect, ...] | None  # one for each output; None: see ``blocker``
@@ -195,7 +195,7 @@ class Resolution(NamedTuple):
     blocker: Any  # an hs.Blocker if effects is None or holds an unknown effect
 
 
-class _Call:
+class _CustomCall:
     """A custom call as its text describes it."""
 
     def __init__(self, module: Module, instruction: Instruction):
@@ -217,21 +217,21 @@ class _Call:
         shown = f"custom call {self.target!r}{name if self.kernel else ' (kernel without a name)'}"
         return hs.Blocker(f"{shown} {why}", self.kernel, self.target, self.where)
 
-    def unknown(self, why: str, mesh: dict[str, int] | None = None) -> Resolution:
-        return Resolution(None, None, mesh, self.blocker(why))
+    def unknown(self, why: str, mesh: dict[str, int] | None = None) -> CallEffects:
+        return CallEffects(None, None, mesh, self.blocker(why))
 
-    def local(self, support: hs.Support | None = None) -> Resolution:
-        return Resolution((axistypes.Effect("local"),) * self.outputs, support, None, None)
+    def local(self, support: hs.Support | None = None) -> CallEffects:
+        return CallEffects((axistypes.Effect("local"),) * self.outputs, support, None, None)
 
 
-def resolve(module: Module, instruction: Instruction, registry: Any) -> Resolution:
+def resolve(module: Module, instruction: Instruction, registry: Any) -> CallEffects:
     """Resolve a call by its tag, the registry, the table or the kernel's text, in this order."""
-    call = _Call(module, instruction)
+    call = _CustomCall(module, instruction)
     resolution = _by_tag(call) or _by_rule(call, registry) or _by_table(call) or _by_text(call)
     return resolution or call.unknown("has no rule")
 
 
-def _by_tag(call: _Call) -> Resolution | None:
+def _by_tag(call: _CustomCall) -> CallEffects | None:
     text = call.tag.get("shardrules.effects")
     if text is None:
         return None
@@ -256,10 +256,10 @@ def _by_tag(call: _Call) -> Resolution | None:
     status = "audited" if call.tag.get("shardrules.status") == "audited" else "declared"
     detail = f"{text}, {PROVEN}" if status == "audited" else text
     support = hs.Support(repr(call.kernel or call.target), "tag", status, detail)
-    return Resolution(effects, support, mesh, call.blocker("is tagged 'unknown' for an output"))
+    return CallEffects(effects, support, mesh, call.blocker("is tagged 'unknown' for an output"))
 
 
-def _by_rule(call: _Call, registry: Any) -> Resolution | None:
+def _by_rule(call: _CustomCall, registry: Any) -> CallEffects | None:
     if registry is None:
         return None
     for name in dict.fromkeys(n for n in (call.kernel, call.target) if n):
@@ -278,7 +278,7 @@ def _by_rule(call: _Call, registry: Any) -> Resolution | None:
     return None
 
 
-def _ruled(call: _Call, registration: Registration, name: str) -> Resolution:
+def _ruled(call: _CustomCall, registration: Registration, name: str) -> CallEffects:
     effects = registration.rule.effects(call.outputs)
     if effects is None:
         return call.unknown(
@@ -291,15 +291,17 @@ def _ruled(call: _Call, registration: Registration, name: str) -> Resolution:
         )
     detail = f"{axistypes.format_effects(effects)}, {registration.status} at {registration.where}"
     support = hs.Support(name, "rule", registration.status, detail)
-    return Resolution(tuple(effects), support, None, call.blocker("has a rule that says 'unknown'"))
+    return CallEffects(
+        tuple(effects), support, None, call.blocker("has a rule that says 'unknown'")
+    )
 
 
-def _by_table(call: _Call) -> Resolution | None:
+def _by_table(call: _CustomCall) -> CallEffects | None:
     own = call.target in OWN_TARGETS or call.target in JAXLIB.targets
     return call.local() if own or call.target.startswith(tuple(_OWN_PREFIXES)) else None
 
 
-def _by_text(call: _Call) -> Resolution | None:
+def _by_text(call: _CustomCall) -> CallEffects | None:
     """Read the kernel itself if the program holds it as text, as XLA does on TPU."""
     if call.target != "tpu_custom_call" or not mosaic.is_local(call.config or ""):
         return None

@@ -2,7 +2,7 @@
 
 Each computation is evaluated once for each distinct set of arguments. A table of handlers (see
 ``replication``) says what each opcode does; each is called as
-``handler(proof, computation, position, instruction, operands, guard)``. ``Reach`` says which
+``handler(proof, computation, position, instruction, operands, guard)``. ``CallGraph`` says which
 collectives are in computations that no evaluation follows.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardrules import errors
 from shardrules.hlo.known import states as hs
+from shardrules.hlo.known.ranges import Value
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL, Values
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls, loops, summaries
@@ -22,6 +23,7 @@ from shardrules.hlo.reader import attributes
 from shardrules.hlo.reader import module as hm
 
 _STATES = frozenset([int])  # the type of a value that is one state
+_make = tuple.__new__
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
 # Opcodes that are deterministic if the computations that they apply are.
 APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort topk".split())
@@ -58,7 +60,7 @@ _QUIET = (ELEMENTWISE | LOCAL | APPLIERS | {"parameter", "constant", "tuple"}) -
 _QUIET_CALLS = _QUIET | {"fusion", "call"}
 
 
-class Reach:
+class CallGraph:
     """What a module's computations reach, directly or through calls."""
 
     def __init__(self, module: hm.Module):
@@ -198,19 +200,34 @@ class Reach:
 class Record:
     """The operands and guard of one collective, joined over all callers."""
 
-    operands: list[Any]  # each operand's value
+    operands: list[Value]  # each operand's value
     guard: int  # the state of the predicates that decide whether it runs
     channel: hc.Channel  # how it connects devices
 
 
 class Handlers(NamedTuple):
-    # None for a function of its operands at the same places, PARAMETER for parameters.
-    by_opcode: Mapping[str, Any]
-    unusual: Callable[..., Any]  # for other opcodes
-    strange: Callable[..., Any]  # for instructions with an unknown attribute
+    # None for a function of its operands at the same places, ``parameter`` for parameters.
+    by_opcode: Mapping[str, Handler | None]
+    unusual: Handler  # for other opcodes
+    strange: Handler  # for instructions with an unknown attribute
 
 
-PARAMETER = object()
+class Visit(NamedTuple):
+    """One instruction under evaluation, with the values of its operands."""
+
+    proof: Proof
+    computation: hm.Computation
+    position: int  # of the instruction in it
+    instruction: hm.Instruction
+    operands: Sequence[Value]
+    guard: int
+
+
+Handler = Callable[[Visit], Value]
+
+
+def parameter(visit: Visit) -> Value:
+    raise NotImplementedError  # it stands for what ``Proof.evaluate`` does with its arguments
 
 
 class Proof:
@@ -230,23 +247,31 @@ class Proof:
         self.handlers = handlers  # what evaluates instructions
         # Axis sizes for rules that name axes without a mesh of their own.
         self.default_mesh = default_mesh
-        self.reach = Reach(module)
-        self.transfer = hc.Transfer(values.states)  # what collectives do to states
+        self.reach = CallGraph(module)
+        self.transfer = hc.Exchange(values.states)  # what collectives do to states
         # By computation name and position:
         self.records: dict[tuple[str, int], Record] = {}
-        self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}
+        self.opaque: dict[tuple[str, int], customcalls.CallEffects] = {}
         # The state that a send to another slice sends, and its guard, in the latest evaluation.
         self.sent: dict[tuple[str, int], tuple[int, int]] = {}
         self.cache: dict[Any, Any] = {}  # parsed attributes, by their text
-        self.result: Any = 0  # the entry computation's value
-        self._memo: dict[Any, Any] = {}
+        self.result: Value = 0  # the entry computation's value
+        self._memo: dict[tuple[str, tuple[Value, ...], int], Value] = {}
         self._counts: dict[str, int] = {}  # of the parameters of quiet computations
-        self._summaries: dict[str, Any] = {}
+        self._summaries: dict[str, list[summaries.Word] | summaries.Word | None] = {}
         self._evaluated: set[str] = set()  # computations of which a summary may save a look
         self._depth = 0
 
-    def abandoned(self, names, why: str, operands) -> int:
+    def abandoned(self, names: Iterable[str], why: str, operands: Sequence[Value]) -> int:
         return self.values.blocked(self.reach.abandon(names, why), operands)
+
+    def operation(self, computation: hm.Computation, position: int, operands: list[Value]) -> Value:
+        """Evaluate one operation by itself, whatever the computation's arguments are."""
+        instruction = computation.instructions[position]
+        handler = self.handlers.by_opcode[instruction.opcode]
+        if handler is None:
+            return self.values.general(computation, instruction, operands)
+        return handler(Visit(self, computation, position, instruction, operands, 0))
 
     def parameter_count(self, computation: hm.Computation) -> int:
         name = computation.original.name
@@ -255,24 +280,30 @@ class Proof:
             self._counts[name] = opcodes.count("parameter")
         return self._counts[name]
 
-    def summary(self, computation: hm.Computation, depth: int = 0) -> Any:
+    def summary(
+        self, computation: hm.Computation, depth: int = 0
+    ) -> list[summaries.Word] | summaries.Word | None:
         name = computation.name
         if name not in self._summaries:
             self._summaries[name] = summaries.summarise(self, computation, depth)
         return self._summaries[name]
 
-    def _merged(self, summary: Any, arguments: tuple[int, ...]) -> Any:
-        """Give the value of a computation from its summary."""
-        if type(summary) is list:
+    def _merged(
+        self, summary: list[summaries.Word] | summaries.Word, arguments: Sequence[Any]
+    ) -> Value:
+        """Give the value of a computation from its summary and the states of its arguments."""
+        if isinstance(summary, list):
             return tuple([self._merged(word, arguments) for word in summary])
-        state, refine = 0, self.values.states.refine
+        state, refine, evened = 0, self.values.states.refine, self.values.states.evened
         for number in summary:
-            argument = arguments[number] if number >= 0 else self.values.evened(arguments[~number])
+            argument = arguments[number] if number >= 0 else evened(arguments[~number])
             if argument != state:
                 state = refine(state, argument)
         return state
 
-    def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...], guard: int) -> Any:
+    def evaluate(
+        self, computation: hm.Computation, arguments: tuple[Value, ...], guard: int
+    ) -> Value:
         name = computation.name
         if name in self.reach.quiet and len(arguments) >= self.parameter_count(computation):
             computation = computation.original
@@ -295,7 +326,7 @@ class Proof:
                 (name,), f"computation {name!r} is {why} for the proof", arguments
             )
         self._depth += 1
-        values: list[Any] = []
+        values: list[Value] = []
         append, value_of = values.append, values.__getitem__
         refine, general = self.values.states.refine, self.values.general
         by_opcode, unusual, on_strange = self.handlers
@@ -314,12 +345,13 @@ class Proof:
                 for operand in operands:
                     value = values[operand]
                     if type(value) is not int:
-                        state = general(computation, instruction, list(map(value_of, operands)))
+                        append(general(computation, instruction, list(map(value_of, operands))))
                         break
                     if value != state:
                         state = refine(state, value)
-                append(state)
-            elif handler is PARAMETER:
+                else:
+                    append(state)
+            elif handler is parameter:
                 begin, end = instruction.inner
                 number = int(instruction.text[begin:end])
                 if number >= len(arguments):
@@ -329,7 +361,8 @@ class Proof:
                     append(arguments[number])
             else:
                 given = list(map(value_of, operands))
-                append(handler(self, computation, position, instruction, given, guard))
+                visit = self, computation, position, instruction, given, guard
+                append(handler(_make(Visit, visit)))  # as Visit(...), by one call less
         self._depth -= 1
         result = values[computation.root]
         self._memo[key] = result

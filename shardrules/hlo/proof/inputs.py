@@ -13,6 +13,7 @@ import numpy as np
 from shardrules import errors
 from shardrules.hlo.known import ranges
 from shardrules.hlo.known import states as hs
+from shardrules.hlo.known.ranges import Value
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls
 from shardrules.hlo.proof import slices as between
@@ -193,11 +194,11 @@ def _state_reader(states: hs.States) -> Callable[[hs.Cause, str, bool, bool], in
     return state
 
 
-def _tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:
+def _tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Value:
     """Build the value of a shape from the states of its arrays, depth first."""
     iterator = iter(leaves)
 
-    def build(part: hm.Shape, depth: int) -> Any:
+    def build(part: hm.Shape, depth: int) -> Value:
         if part.elements is None:
             return next(iterator)
         if depth > 100:  # no real parameter nests so deep

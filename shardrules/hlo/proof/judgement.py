@@ -200,7 +200,12 @@ class Output:
     """
 
     def __init__(
-        self, path: tuple[int, ...], shape: hm.Shape, state: hs.State, relations: Any, mesh: Any
+        self,
+        path: tuple[int, ...],
+        shape: hm.Shape,
+        state: hs.ValueState,
+        relations: Any,
+        mesh: Any,
     ):
         self.path: tuple[int, ...] = path
         self.shape: hm.Shape = shape
@@ -331,7 +336,7 @@ class Judgement:
 
 
 def why_varying(
-    state: hs.State,
+    state: hs.ValueState,
     groups: int,
     relations: hd.Relations,
     mesh: hd.Mesh | None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -66,7 +66,13 @@ def executions(module: hm.Module) -> dict[str, Run]:
     return runs
 
 
-def _calls(module, computation, instruction, calls, outer: Run) -> Iterator[tuple[str, Run]]:
+def _calls(
+    module: hm.Module,
+    computation: hm.Computation,
+    instruction: hm.Instruction,
+    calls: Sequence[str],
+    outer: Run,
+) -> Iterator[tuple[str, Run]]:
     opcode = instruction.opcode
     if opcode != "while":
         at_most = outer.at_most or (opcode == "conditional" and len(calls) > 1)
@@ -143,7 +149,8 @@ _FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 _Side = tuple[str, int]
 # An instruction with the computation that holds it and the fusions around that, innermost first:
 # ``(computation, fusion, fusions around that)``.
-_Place = tuple[hm.Computation, hm.Instruction, Any]
+_Fusions: TypeAlias = "tuple[hm.Computation, hm.Instruction, _Fusions] | None"
+_Place = tuple[hm.Computation, hm.Instruction, _Fusions]
 
 
 class _Counter:
@@ -178,7 +185,9 @@ class _Counter:
         wraps = trips is None or not bounds.min <= start + trips * step <= bounds.max
         return None if wraps else trips
 
-    def _operation(self, computation: hm.Computation, position: int, opcodes):
+    def _operation(
+        self, computation: hm.Computation, position: int, opcodes: Collection[str]
+    ) -> tuple[hm.Instruction, type | None, list[_Side | None]] | None:
         """Find an operation on two numbers; give it with their type and sides."""
         place = _behind(self._module, computation, position)
         if place is None or place[1].opcode not in opcodes or len(place[1].operands) != 2:
@@ -187,7 +196,9 @@ class _Counter:
         kind = exact.dtype(within.instructions[operation.operands[0]].shape)
         return operation, kind, [self._side(within, o, around) for o in operation.operands]
 
-    def _side(self, computation: hm.Computation, position: int, around: Any = None) -> _Side | None:
+    def _side(
+        self, computation: hm.Computation, position: int, around: _Fusions = None
+    ) -> _Side | None:
         place = _behind(self._module, computation, position, around)
         number = _constant(place)
         if number is not None:
@@ -226,7 +237,7 @@ class _Counter:
 
 
 def _behind(
-    module: hm.Module, computation: hm.Computation, position: int, around: Any = None
+    module: hm.Module, computation: hm.Computation, position: int, around: _Fusions = None
 ) -> _Place | None:
     """Follow a number back through copies and fusions; None if its bits get another meaning."""
     for _ in range(_MAX_STEPS):  # fusions in fusions could take exponential time

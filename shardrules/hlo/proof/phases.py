@@ -142,7 +142,7 @@ class PartNames:
             queue.extend(fresh)
         return names
 
-    def _takers(self, position: int, operand: int, elements) -> list[int]:
+    def _takers(self, position: int, operand: int, elements: tuple[int, int] | None) -> list[int]:
         """List the instructions that extract a part from the result."""
         instructions, users = self._instructions, self._computation.users()
         if position not in self._ends:
@@ -221,4 +221,5 @@ def _ranges(rows: list[tuple[int, int, int]]) -> _Ranges:
 
 def _overlapping(ranges: _Ranges, start: int, end: int) -> list[int]:
     """List the positions of the ranges that share elements with this one."""
-    return ranges[(ranges[:, 0] < end) & (ranges[:, 1] > start), 2].tolist()
+    positions: list[int] = ranges[(ranges[:, 0] < end) & (ranges[:, 1] > start), 2].tolist()
+    return positions

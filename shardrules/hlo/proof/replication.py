@@ -8,19 +8,27 @@ proof does not understand becomes a named blocker.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardrules.hlo.known import exact, ranges
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.known.ranges import Exact, Ranged, Started
+from shardrules.hlo.known.ranges import Exact, Ranged, Started, Value
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL, Values
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import control, customcalls, slices
-from shardrules.hlo.proof.evaluation import APPLIERS, PARAMETER, Handlers, Proof, Record
+from shardrules.hlo.proof import control, customcalls, effects, slices
+from shardrules.hlo.proof.evaluation import (
+    APPLIERS,
+    Handler,
+    Handlers,
+    Proof,
+    Record,
+    Visit,
+    parameter,
+)
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
@@ -36,7 +44,7 @@ _INDEX = re.compile(r", index=(\d{1,9})(?=[,\n]|$)")
 def prove(
     module: hm.Module,
     registry: Any,
-    parameters: list[Any],
+    parameters: list[Value],
     states: hs.States,
     mesh: dict[str, int] | None = None,
 ) -> Proof:
@@ -55,11 +63,12 @@ def budget_for(size: int) -> int:
     return 40 * size + 100_000
 
 
-def _constant(proof: Proof, computation, position, instruction, operands, guard):
+def _constant(visit: Visit) -> Value:
+    proof, instruction = visit.proof, visit.instruction
     cache, shape = proof.cache, instruction.shape
     if exact.dtype(shape) is None:
         return 0
-    value = cache.get(instruction.start)  # in a loop
+    value: Value | None = cache.get(instruction.start)  # in a loop
     if value is None:
         key = (shape, instruction.literal)
         if key not in cache:
@@ -69,7 +78,8 @@ def _constant(proof: Proof, computation, position, instruction, operands, guard)
     return value
 
 
-def _device_id(proof: Proof, computation, position, instruction, operands, guard):
+def _device_id(visit: Visit) -> Value:
+    proof, instruction = visit.proof, visit.instruction
     values, relations = proof.values, proof.values.relations
     ids = np.arange(relations.device_count, dtype=np.uint32)
     numbers, count = ids % relations.partitions, relations.partitions
@@ -82,32 +92,33 @@ def _device_id(proof: Proof, computation, position, instruction, operands, guard
     return values.device_number(numbers, instruction.opcode)
 
 
-def _mixed(proof: Proof, computation, position, instruction, operands, guard):
-    return proof.values.general(computation, instruction, operands)
+def _mixed(visit: Visit) -> Value:
+    return visit.proof.values.general(visit.computation, visit.instruction, visit.operands)
 
 
-def _iota(proof: Proof, computation, position, instruction, operands, guard):
-    shape = instruction.shape
+def _iota(visit: Visit) -> Value:
+    shape = visit.instruction.shape
     kind = exact.dtype(shape)
-    places = ranges.read_ints(instruction.attribute("iota_dimension"))
+    places = ranges.read_ints(visit.instruction.attribute("iota_dimension"))
     if kind in (None, np.bool_) or len(places) != 1 or shape.element_count > ranges.MAX_ELEMENTS:
         return 0
     if not 0 <= places[0] < len(shape.dimensions):
         return 0
     sizes = [1] * (len(shape.dimensions) + 1)
     sizes[places[0] + 1] = -1
-    line = np.arange(shape.dimensions[places[0]]).astype(kind).reshape(sizes)
+    line: np.ndarray = np.arange(shape.dimensions[places[0]]).astype(kind).reshape(sizes)
     return Exact(0, np.ascontiguousarray(np.broadcast_to(line, (1,) + shape.dimensions)))
 
 
-def _tuple(proof: Proof, computation, position, instruction, operands, guard):
-    return tuple(operands)
+def _tuple(visit: Visit) -> Value:
+    return tuple(visit.operands)
 
 
-def _element(proof: Proof, computation, position, instruction, operands, guard):
+def _element(visit: Visit) -> Value:
+    proof, instruction, operands = visit.proof, visit.instruction, visit.operands
     (value,) = operands[:1]
     if instruction.start in proof.cache and type(value) is tuple:  # in a loop
-        known = proof.cache[instruction.start]
+        known: int = proof.cache[instruction.start]
         if known < len(value):
             return value[known]
     match = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
@@ -126,23 +137,25 @@ def _element(proof: Proof, computation, position, instruction, operands, guard):
     return proof.values.collapse(value)
 
 
-def _same(proof: Proof, computation, position, instruction, operands, guard):
+def _same(visit: Visit) -> Value:
+    proof, operands = visit.proof, visit.operands
     if len(operands) > 1:
         rest = proof.values.merged(operands[1:])
         return proof.values.with_state(operands[0], proof.values.states.evened(rest))
     return operands[0]
 
 
-def _copy_start(proof: Proof, computation, position, instruction, operands, guard):
-    return Started(operands[0], operands[0])
+def _copy_start(visit: Visit) -> Value:
+    return Started(visit.operands[0], visit.operands[0])
 
 
-def _done(proof: Proof, computation, position, instruction, operands, guard):
-    started = isinstance(operands[0], Started)
-    return operands[0].result if started else proof.values.collapse(operands[0])
+def _done(visit: Visit) -> Value:
+    value = visit.operands[0]
+    return value.result if isinstance(value, Started) else visit.proof.values.collapse(value)
 
 
-def _applier(proof: Proof, computation, position, instruction, operands, guard):
+def _applier(visit: Visit) -> Value:
+    proof, instruction, operands = visit.proof, visit.instruction, visit.operands
     own = proof.reach.applied(instruction)
     if own:
         return proof.values.blocked(f"{instruction.opcode} applies {own}", operands)
@@ -158,8 +171,9 @@ def _applier(proof: Proof, computation, position, instruction, operands, guard):
     return state
 
 
-def _evening(proof: Proof, computation, position, instruction, operands, guard):
+def _evening(visit: Visit) -> Value:
     """Evaluate an elementwise op that may make different operands equal."""
+    proof, computation, _, instruction, operands, _ = visit
     values = proof.values
     for operand in operands:
         if type(operand) is not int:
@@ -174,16 +188,19 @@ def _evening(proof: Proof, computation, position, instruction, operands, guard):
     return values.evened(value) if hs.cancels(computation, instruction) else value
 
 
-def _strange(proof: Proof, computation, position, instruction, operands, guard) -> int:
-    return proof.values.blocked(proof.reach.unknown_attribute(instruction), operands)
+def _strange(visit: Visit) -> int:
+    why = visit.proof.reach.unknown_attribute(visit.instruction)
+    return visit.proof.values.blocked(why, visit.operands)
 
 
-def _source(proof: Proof, computation, position, instruction, operands, guard):
-    cause = hs.Cause(f"{instruction.opcode} {instruction.name!r}", _SOURCES[instruction.opcode])
-    return proof.values.states.source(hd.DISTINCT, cause)
+def _source(visit: Visit) -> int:
+    opcode, name = visit.instruction.opcode, visit.instruction.name
+    cause = hs.Cause(f"{opcode} {name!r}", _SOURCES[opcode])
+    return visit.proof.values.states.source(hd.DISTINCT, cause)
 
 
-def _unusual(proof: Proof, computation, position, instruction, operands, guard) -> Any:
+def _unusual(visit: Visit) -> Value:
+    proof, computation, _, instruction, operands, _ = visit
     opcode = instruction.opcode
     if opcode.endswith("-done") or opcode.endswith("-update"):
         if len(operands) == 1 and isinstance(operands[0], Started):
@@ -204,30 +221,32 @@ def _unusual(proof: Proof, computation, position, instruction, operands, guard) 
     return proof.values.blocked(why, operands)
 
 
-def _call(proof: Proof, computation, position, instruction, operands, guard):
+def _call(visit: Visit) -> Value:
+    proof, _, _, instruction, operands, guard = visit
     if len(instruction.calls) != 1:
         count = len(instruction.calls)
         why = f"{instruction.opcode} {instruction.name!r} names {count} computations"
         return proof.abandoned(instruction.calls, why, operands)
-    return proof.evaluate(proof.module.computations[instruction.calls[0]], tuple(operands), guard)
+    called = proof.module.computations[instruction.calls[0]]
+    return proof.evaluate(called, tuple(operands), guard)
 
 
-def _async_start(proof: Proof, computation, position, instruction, operands, guard):
-    return _begun(proof, computation, instruction, instruction, tuple(operands), guard)
+def _async_start(visit: Visit) -> Started:
+    return _begun(visit, visit.instruction, tuple(visit.operands))
 
 
-def _async_update(proof: Proof, computation, position, instruction, operands, guard):
+def _async_update(visit: Visit) -> Value:
     """Evaluate an update; XLA for TPUs (JAX 0.12) gives some calls their operands only here."""
-    begun, *brought = operands
+    begun, *brought = visit.operands
     if not brought or not isinstance(begun, Started) or not isinstance(begun.operand, tuple):
-        return _same(proof, computation, position, instruction, operands, guard)
-    start = hm.behind(computation, position, _UPDATES)
-    given = (*begun.operand, *brought)
-    return _begun(proof, computation, instruction, start, given, guard)
+        return _same(visit)
+    start = hm.behind(visit.computation, visit.position, _UPDATES)
+    return _begun(visit, start, (*begun.operand, *brought))
 
 
-def _begun(proof: Proof, computation, instruction, start, given: tuple, guard: int) -> Started:
+def _begun(visit: Visit, start: hm.Instruction, given: tuple[Value, ...]) -> Started:
     """Evaluate what an asynchronous instruction runs, once it has all of its operands."""
+    proof, instruction = visit.proof, visit.instruction
     called = [proof.module.computations[name] for name in start.calls]
     count = len(called[0].parameters) if called else 0
     if len(given) < count:
@@ -236,20 +255,20 @@ def _begun(proof: Proof, computation, instruction, start, given: tuple, guard: i
     if len(given) > count and instruction is not start:
         why = f"{instruction.opcode} {instruction.name!r} brings operands that nothing takes"
         return Started(given, proof.abandoned(start.calls, why, given))
-    return Started(given, _call(proof, computation, 0, start, given, guard))
+    return Started(given, _call(visit._replace(instruction=start, operands=given)))
 
 
 # Each element of the result depends on the operand's elements at the same place only.
 _PLACEWISE = ("all-reduce", "collective-permute", "collective-broadcast")
 
 
-def _collective(proof: Proof, computation, position, instruction, operands, guard):
+def _collective(visit: Visit) -> Value:
     """Evaluate a collective, and record its operands."""
+    proof, computation, position, instruction, operands, guard = visit
     values = proof.values
     kind = hc.OPCODES[instruction.opcode]
-    where = (computation.name, position)
     what = f"{kind} {instruction.name!r}"
-    record = proof.records.get(where)
+    record = proof.records.get((computation.name, position))
     if record is not None:
         channel = record.channel
     else:
@@ -257,7 +276,7 @@ def _collective(proof: Proof, computation, position, instruction, operands, guar
         channel = hc.read_channel(proof.module, instruction, kind, relations, proof.cache)
         if own:
             channel = dataclasses.replace(channel, unread=f"a reduction by {own}")
-    operands = _recorded(proof, where, what, operands, guard, channel)
+    operands = _recorded(visit, what, operands, channel)
     if channel.unread:
         return values.merged(operands)
     how = hc.result_how(instruction, channel)
@@ -265,7 +284,7 @@ def _collective(proof: Proof, computation, position, instruction, operands, guar
     def moved(state: int) -> int:
         return proof.transfer.state(channel, how, state, guard, what)
 
-    result = _result(proof, instruction, channel, operands, moved)
+    result = _result(visit, channel, operands, moved)
     if hs.rounds(channel.reduction, instruction.shape):
         result = values.evened(result)
     if not instruction.opcode.endswith("-start"):
@@ -276,21 +295,25 @@ def _collective(proof: Proof, computation, position, instruction, operands, guar
     return Started(operands[0] if len(operands) == 1 else tuple(operands), result)
 
 
-def _recorded(proof: Proof, where, what: str, operands, guard: int, channel: hc.Channel):
+def _recorded(
+    visit: Visit, what: str, operands: Sequence[Value], channel: hc.Channel
+) -> Sequence[Value]:
     """Record the operands of one evaluation of a collective, and return them."""
-    values, record = proof.values, proof.records.get(where)
+    values, guard, where = visit.proof.values, visit.guard, (visit.computation.name, visit.position)
+    record = visit.proof.records.get(where)
     if channel.unread:
         operands = [values.blocked(f"{what} has {channel.unread}", [v]) for v in operands]
     if record is None:
-        proof.records[where] = Record(list(operands), guard, channel)
+        visit.proof.records[where] = Record(list(operands), guard, channel)
     else:
         record.operands = [values.join(a, b) for a, b in zip(record.operands, operands)]
         record.guard = values.states.refine(record.guard, guard)
     return operands
 
 
-def _send(proof: Proof, computation, position, instruction, operands, guard):
+def _send(visit: Visit) -> int:
     """Record what is sent to another TPU slice, for its recv-done; another send gives a token."""
+    proof, computation, position, instruction, operands, guard = visit
     where = (computation.name, position)
     if where not in proof.records:
         channel = slices.read_send(instruction, proof.values.relations)
@@ -298,20 +321,21 @@ def _send(proof: Proof, computation, position, instruction, operands, guard):
         channel = proof.records[where].channel
     if channel is not None and operands:
         what = f"{channel.kind} {instruction.name!r}"
-        sent = _recorded(proof, where, what, operands[:1], guard, channel)
+        sent = _recorded(visit, what, operands[:1], channel)
         proof.sent[where] = proof.values.collapse(sent[0]), guard
     return proof.values.merged(operands)
 
 
-def _recv_done(proof: Proof, computation, position, instruction, operands, guard):
+def _recv_done(visit: Visit) -> Value:
     """Give what comes from another TPU slice: the result of the collective that its send began."""
+    proof, computation, position, instruction, _, _ = visit
     receiver, instructions = instruction.operands[0], computation.instructions
     if computation.name not in proof.cache:
         proof.cache[computation.name] = slices.pairs_of(computation)
     sender = proof.cache[computation.name].get(receiver)
     # What is sent later than this was noted by an earlier evaluation.
     if sender is None or sender > position or (computation.name, sender) not in proof.sent:
-        return _unusual(proof, computation, position, instruction, operands, guard)
+        return _unusual(visit)
     channel = proof.records[computation.name, sender].channel
     state, around = proof.sent[computation.name, sender]
     if channel.unread:
@@ -326,17 +350,19 @@ def _recv_done(proof: Proof, computation, position, instruction, operands, guard
     return result, 0
 
 
-def _result(proof: Proof, instruction, channel: hc.Channel, operands, moved) -> Any:
+def _result(
+    visit: Visit, channel: hc.Channel, operands: Sequence[Value], moved: Callable[[int], int]
+) -> Value:
     """Give a collective's value; ``moved`` maps an operand's state to the result's."""
-    values, kind = proof.values, channel.kind
+    values, kind = visit.proof.values, channel.kind
     if kind == "ragged-all-to-all" or (kind == "all-to-all" and len(operands) > 1):
         # A member's piece k may come from any operand of member k.
         return moved(values.merged(operands))
-    if hc.updates_in_place(instruction, kind):
+    if hc.updates_in_place(visit.instruction, kind):
         # The target keeps its own data around the moved slice.
         whole = values.merged(operands)
         return values.states.refine(moved(whole), whole)
-    results = []
+    results: list[Value] = []
     for value in operands:
         if isinstance(value, Ranged) and kind in _PLACEWISE:
             results.append(values.mapped(value, moved))
@@ -345,8 +371,9 @@ def _result(proof: Proof, instruction, channel: hc.Channel, operands, moved) -> 
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _spread(proof: Proof, computation, instruction, operands, target: str) -> Any:
+def _spread(visit: Visit, target: str) -> Value | None:
     """Evaluate the start or done of a TPU collective spread over fusions; None if it is unclear."""
+    proof, computation, _, instruction, operands, _ = visit
     inner = [
         (o, v)
         for o, v in zip(instruction.operands, operands)
@@ -370,12 +397,13 @@ def _spread(proof: Proof, computation, instruction, operands, target: str) -> An
     return (record.operands[0],) + (unfinished,) * (len(elements) - 1)
 
 
-def _custom_call(proof: Proof, computation, position, instruction, operands, guard):
+def _custom_call(visit: Visit) -> Value:
+    proof, computation, position, instruction, operands, _ = visit
     values, target = proof.values, customcalls.target_of(instruction)
     if target in customcalls.UNINITIALISED:
         return customcalls.empty_buffer(values, False)
     if target in (customcalls.ASYNC_START, customcalls.ASYNC_DONE):
-        spread = _spread(proof, computation, instruction, operands, target)
+        spread = _spread(visit, target)
         if spread is not None:
             return spread
     if target == slices.SLICE_ID and values.relations.slices > 1:
@@ -393,7 +421,7 @@ def _custom_call(proof: Proof, computation, position, instruction, operands, gua
         return values.blocked(f"custom call {instruction.name!r} applies {own}", operands)
     if values.unwritten and resolution.support is not None:
         # A well-formed kernel does not read the uninitialised buffer that it writes its result to.
-        written = values.states.intern(hs.State(supports=(customcalls.FILLED,)))
+        written = values.states.intern(hs.ValueState(supports=(customcalls.FILLED,)))
         aliased = customcalls.aliased(instruction)
         operands = [
             written if type(o) is int and o in values.unwritten and n in aliased else o
@@ -402,68 +430,20 @@ def _custom_call(proof: Proof, computation, position, instruction, operands, gua
     state = values.merged(operands)
     if resolution.support is not None:
         state = values.states.refine(
-            state, values.states.intern(hs.State(supports=(resolution.support,)))
+            state, values.states.intern(hs.ValueState(supports=(resolution.support,)))
         )
     if len(resolution.effects) > 1 and not values.vary_alike(operands):
         state = values.states.evened(state)  # each output may depend on other operands
-    parts = [_effect(proof, e, state, resolution, guard) for e in resolution.effects]
+    parts = [effects.applied(visit, e, state, resolution) for e in resolution.effects]
     if instruction.shape.elements is None:
         return parts[0] if parts else state
     return tuple(parts)
 
 
-def _effect(proof: Proof, effect, state: int, resolution, guard: int) -> int:
-    states = proof.values.states
-    if effect.kind == "local":
-        return state
-    if effect.kind == "unknown":
-        return states.blocked(resolution.blocker, state)
-    # A rule names axes; only the module's mesh gives their sizes.
-    sizes = proof.default_mesh if resolution.mesh is None else resolution.mesh
-    if (
-        not sizes
-        or math.prod(sizes.values()) != proof.values.relations.all_partitions
-        or not set(effect.axes) <= set(sizes)
-    ):
-        what = resolution.blocker.what.split(" is tagged")[0].split(" has a rule")[0]
-        what += (
-            f" communicates over {','.join(effect.axes)}, and no known mesh with these axes has "
-            f"{proof.values.relations.all_partitions} partitions"
-        )
-        return states.blocked(resolution.blocker._replace(what=what), state)
-    key = ("mesh", effect.kind, effect.axes, tuple(sizes.items()))
-    channel = proof.cache.get(key)
-    if channel is None:
-        channel = proof.cache[key] = _mesh_channel(proof, effect, sizes)
-    what = resolution.support.what
-    if effect.kind == "typed":
-        old, relation = states[state], channel.groups.relation
-        causes = [*old.causes, (relation, hs.Cause(what, "is declared to vary"))]
-        return states.intern(
-            old._replace(
-                proven=relation,
-                optimistic=relation,
-                apart=hd.EQUAL,
-                causes=states.causes(causes if relation else ()),
-            )
-        )
-    how = "join" if effect.kind == "join" else "exchange"
-    return proof.transfer.state(channel, how, state, guard, what)
-
-
-def _mesh_channel(proof: Proof, effect, sizes: dict[str, int]) -> hc.Channel:
-    relations = proof.values.relations
-    # A typed output is equal along the axes that its type does not name.
-    along = [n for n in sizes if (n in effect.axes) != (effect.kind == "typed")]
-    rows = hd.Mesh([("", relations.replicas), *sizes.items()], relations).lines(along)
-    lists = rows.reshape(-1), np.full(len(rows), rows.shape[1])
-    return hc.Channel("custom-call", hc.make_groups(lists, relations), True)
-
-
-_BY_OPCODE: dict[str, Any] = {
+_BY_OPCODE: dict[str, Handler | None] = {
     **dict.fromkeys((*ELEMENTWISE, *LOCAL)),
     **dict.fromkeys(hs.EVENING, _evening),
-    "parameter": PARAMETER,
+    "parameter": parameter,
     "iota": _iota,
     "concatenate": _mixed,
     "pad": _mixed,

@@ -127,11 +127,7 @@ def _numbers(proof: Proof, inside: hm.Computation) -> list[Any]:
         if instruction.opcode not in _NUMBERS or any(o is None for o in operands):
             values.append(None)
             continue
-        handler = proof.handlers.by_opcode[instruction.opcode]
-        if handler is None:
-            values.append(proof.values.general(inside, instruction, operands))
-        else:
-            values.append(handler(proof, inside, position, instruction, operands, 0))
+        values.append(proof.operation(inside, position, operands))
     return values
 
 

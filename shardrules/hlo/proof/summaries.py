@@ -88,10 +88,7 @@ def _step(proof: Any, computation: hm.Computation, position: int, given: list[An
     if not words:  # a constant, or what follows from constants
         if opcode not in exact.OPCODES and opcode != "constant":
             return None
-        if handler is None:
-            value = proof.values.general(computation, instruction, given)
-        else:
-            value = handler(proof, computation, position, instruction, given, 0)
+        value = proof.operation(computation, position, given)
         if type(value) is int:
             return None if value else ()
         return value if isinstance(value, Exact) and not value.state else None

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from shardrules import registry as rule_registry
 from shardrules.arguments import checked, shown
 from shardrules.hlo.known import pieces, ranges
 from shardrules.hlo.known import states as hs
+from shardrules.hlo.known.ranges import Value
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls, inputs, loops, phases, replication, scatters
 from shardrules.hlo.proof.evaluation import Proof, Record
@@ -157,7 +158,7 @@ class _Judge:
 
     def _outputs(self) -> Iterator[Output]:
         root = self.module.entry.instructions[self.module.entry.root].shape
-        stack: list[tuple[tuple[int, ...], hm.Shape, Any]] = [((), root, self.proof.result)]
+        stack: list[tuple[tuple[int, ...], hm.Shape, Value]] = [((), root, self.proof.result)]
         while stack:
             path, shape, value = stack.pop()
             if shape.elements is None:
@@ -217,13 +218,20 @@ class _Judge:
                 start = stop
         return verdicts
 
-    def _cuts(self, value: Any, channel: hc.Channel, shape: hm.Shape) -> list[tuple[int, int]]:
+    def _cuts(self, value: Value, channel: hc.Channel, shape: hm.Shape) -> list[tuple[int, int]]:
         """List the ranges of an operand that are judged separately, with their states."""
         if isinstance(value, ranges.Ranged) and channel.kind == "all-reduce" and not shape.is_tuple:
             return ranges.without_padding(value.cuts, lambda state: self.states[state].constant)
         return [(shape.element_count, self.proof.values.collapse(value))]
 
-    def _piece(self, computation, instruction, number: int, value: Any, channel: hc.Channel):
+    def _piece(
+        self,
+        computation: hm.Computation,
+        instruction: hm.Instruction,
+        number: int,
+        value: Value,
+        channel: hc.Channel,
+    ) -> pieces.Piece | None:
         """Give the piece that each device contributes to an all-reduce that is an all-gather."""
         seen, groups = self.proof.values.pieces, channel.groups.matrix
         if channel.kind != "all-reduce" or channel.unread or not seen:
@@ -258,9 +266,11 @@ class _Judge:
         # The record of other callers says nothing about the run that was not followed.
         state = self.states.blocked(blocker)
         operands = [state] * len(instruction.operands)
-        return Record(operands, record.guard, record.channel), False
+        return Record([*operands], record.guard, record.channel), False
 
-    def _fields(self, computation, position: int, channel: hc.Channel) -> dict[str, Any]:
+    def _fields(
+        self, computation: hm.Computation, position: int, channel: hc.Channel
+    ) -> dict[str, Any]:
         """Give the fields of a Collective that are the same for all operands."""
         instruction = computation.instructions[position]
         phase, metadata = self.names(computation.name).whole(position)
@@ -314,7 +324,9 @@ class _Judge:
                 found.setdefault(channel.groups.relation, set()).add(axes)
         return found
 
-    def _named(self, fields, position: int, elements: tuple[int, int] | None = None):
+    def _named(
+        self, fields: dict[str, Any], position: int, elements: tuple[int, int] | None = None
+    ) -> dict[str, Any]:
         """Give the phase and the source of one operand, or of a range of it."""
         names = self.names(fields["computation"])
         phase, metadata = names.part(position, fields["operand"], elements)
@@ -324,12 +336,24 @@ class _Judge:
         return {} if elements is not None and fields["op_name"] else own  # {}: it isn't combined
 
     def _verdict(
-        self, collective, channel, number: int, guard: int, part: Range | None, reached: bool
+        self,
+        collective: Collective,
+        channel: hc.Channel,
+        number: int,
+        guard: int,
+        part: Range | None,
+        reached: bool,
     ) -> Verdict:
         state, rules = self.states[number], self.states[guard]
         size = part.bytes if part else collective.operand_bytes
 
-        def verdict(name: str, reason: str, needed=None, blockers=(), **fields) -> Verdict:
+        def verdict(
+            name: str,
+            reason: str,
+            needed: tuple[str, ...] | None = None,
+            blockers: Iterable[hs.Blocker] = (),
+            **fields: Any,
+        ) -> Verdict:
             rests = hs.union(state.supports, rules.supports)
             if name in ("redundant", "overwide"):
                 rests = rests + ASSUMPTIONS
@@ -376,7 +400,7 @@ class _Judge:
         return verdict("unproven", f"on its operand's path: {blocked}", blockers=state.blockers)
 
     def _internal(
-        self, verdict: Verdict, computation: hm.Computation, position: int, state: hs.State
+        self, verdict: Verdict, computation: hm.Computation, position: int, state: hs.ValueState
     ) -> Verdict:
         """Make it the verdict on a permute that XLA, not the program, put there, if it is one."""
         # Names tell only who put it there: that it is redundant is proven without them.
@@ -402,7 +426,9 @@ class _Judge:
                 return groups.relation
         return self.relations.refine(groups.relation, relation)
 
-    def _overwide(self, collective, channel, state, proven):
+    def _overwide(
+        self, collective: Collective, channel: hc.Channel, state: hs.ValueState, proven: int
+    ) -> tuple[str, tuple[str, ...] | None, int] | None:
         if collective.axes is not None and self.mesh is not None:
             varying = set(self.mesh.varying(state.proven))
             needed = tuple(a for a in collective.axes if a in varying)

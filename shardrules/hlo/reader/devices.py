@@ -176,7 +176,9 @@ class Groups:
     # Members of a group are equal in it; a device in no group is a class of its own.
     relation: int
     complete: bool  # every device is in exactly one group
-    ends: Any = None  # an array of a permute's sources and targets; None for other kinds
+    ends: np.ndarray | None = (
+        None  # an array of a permute's sources and targets; None for other kinds
+    )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Groups) and self._key == other._key
@@ -185,7 +187,7 @@ class Groups:
         return hash(self._key)
 
     @functools.cached_property
-    def _key(self) -> tuple:
+    def _key(self) -> tuple[Any, ...]:
         return self.rows, self.pairs, self.complete
 
     @functools.cached_property
@@ -207,12 +209,14 @@ class Groups:
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        return np.cumsum(self.sizes) - self.sizes
+        starts: np.ndarray = np.cumsum(self.sizes) - self.sizes
+        return starts
 
     @functools.cached_property
     def places(self) -> np.ndarray:
         """Give each member's place in its group, in the order of ``members``."""
-        return np.arange(self.members.size) - np.repeat(self.starts, self.sizes)
+        places: np.ndarray = np.arange(self.members.size) - np.repeat(self.starts, self.sizes)
+        return places
 
     @functools.cached_property
     def size(self) -> int:

@@ -6,6 +6,8 @@ was put into it. It is made when someone asks for it, once for a computation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardrules.hlo.reader import module as hm
 
 BARRIERS = frozenset(["optimization-barrier", "opt-barrier"])
@@ -16,7 +18,8 @@ def of(module: hm.Module, name: str) -> Flat:
     """Give the nodes of a computation."""
     if name not in module.flows:
         module.flows[name] = Flat(module, module.computations[name])
-    return module.flows[name]
+    flat: Flat = module.flows[name]
+    return flat
 
 
 def made_by(node: Node, through: frozenset[str] | set[str]) -> Node:
@@ -81,7 +84,13 @@ class Flat:
         """Give the only parameter of a loop's body or condition."""
         return self.at[[i.opcode for i in self._home.instructions].index("parameter")]
 
-    def _new(self, instruction, operands, fused: bool = False, opcode: str = "") -> Node:
+    def _new(
+        self,
+        instruction: hm.Instruction,
+        operands: list[Node],
+        fused: bool = False,
+        opcode: str = "",
+    ) -> Node:
         self.nodes.append(Node(self._home, instruction, operands, fused, opcode))
         return self.nodes[-1]
 
@@ -109,7 +118,9 @@ class Flat:
             nodes.append(node)
         return nodes
 
-    def _element(self, instruction, whole: Node, index: int, shape, fused: bool) -> Node:
+    def _element(
+        self, instruction: hm.Instruction, whole: Node, index: int, shape: hm.Shape, fused: bool
+    ) -> Node:
         if whole.opcode == "tuple" and 0 <= index < len(whole.operands):
             return whole.operands[index]
         if index not in whole.elements:
@@ -118,7 +129,9 @@ class Flat:
             whole.elements[index] = element
         return whole.elements[index]
 
-    def _held(self, barrier: hm.Instruction, whole: Node, shapes, fused: bool) -> Node:
+    def _held(
+        self, barrier: hm.Instruction, whole: Node, shapes: Sequence[hm.Shape], fused: bool
+    ) -> Node:
         """Hold each element of a tuple by a barrier of its own."""
         held = []
         for index, shape in enumerate(shapes):

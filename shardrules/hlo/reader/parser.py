@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 
 from shardrules.arguments import checked
 from shardrules.errors import ArgumentError, HloSyntaxError
@@ -55,6 +56,8 @@ _CALL_KEYS = (
     "condition body true_computation false_computation branch_computations calls to_apply "
     "called_computations select scatter".split()
 )
+# A label, an opcode, a shape, operands, calls, a start, an inner span, an end.
+_Fields = tuple[str, str, hm.Shape, tuple[int, ...], tuple[str, ...], int, tuple[int, int], int]
 _LITERAL = ("parameter", "constant")  # their parentheses hold no operands
 _NUMBERS = {str(number): number for number in range(1000)}  # of most parameters
 _MAX_DEPTH = 100  # nesting of operands
@@ -274,12 +277,13 @@ class _Reader:
                 fields = label, opcode, shape, operands, calls, text, start, inner
                 append(_make(hm.Instruction, (*fields, inner[1] + 1, position - 1)))
             else:  # it is ROOT, is wrong, or calls in another way
-                add(label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
+                add((label, opcode, shape, operands, calls, start, inner, position - 1), is_root)
                 count = len(instructions)
         return self._finish(opening), position + 1
 
-    def _add(self, label, opcode, shape, operands, calls, start, inner, end, is_root) -> None:
-        """Add an instruction; the arguments are the fields of ``Instruction``."""
+    def _add(self, given: _Fields, is_root: object) -> None:
+        """Add an instruction; ``is_root`` is true of the root, or what marks it."""
+        label, opcode, shape, operands, calls, start, inner, end = given
         if opcode == "parameter":
             self._parameter(start, inner)
         for called in calls:
@@ -354,7 +358,7 @@ class _Reader:
         return self._right_side(head.end(), head[2], position, bool(head[1]))
 
     def _right_side(
-        self, position: int, label: str, start: int, is_root=False, nested=False
+        self, position: int, label: str, start: int, is_root: bool = False, nested: bool = False
     ) -> int:
         """Read the right side of the '=', or an instruction that is written as an operand."""
         text = self.text
@@ -379,10 +383,10 @@ class _Reader:
             spans = list(attributes.iter_attributes(text, end, len(text)))
             calls = self._calls(spans)
             end = spans[-1][2] if spans else end
-        self._add(label, opcode[1], shape, operands, calls, start, inner, end, is_root)
+        self._add((label, opcode[1], shape, operands, calls, start, inner, end), is_root)
         return end
 
-    def _calls(self, spans) -> tuple[str, ...]:
+    def _calls(self, spans: Iterable[tuple[str, int, int]]) -> tuple[str, ...]:
         named = {key: span for key, *span in spans if key in _CALL_KEYS}
         names: list[str] = []
         for key in _CALL_KEYS if named else ():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import strange
@@ -17,6 +18,7 @@ from shardrules.hlo.reader import strange
 _METADATA = re.compile(r', metadata=\{(?:[^{}()\[\]"\\\n]++|"[^"\\\n]*+")*+\}')
 _MARK = ", M"
 _NAME = re.compile(r"%([\w.\-]++)")
+_Key = tuple[Any, ...]
 
 
 class Repeats:
@@ -26,14 +28,14 @@ class Repeats:
         self._text = text
         self._computations = computations  # those read so far
         # By what bodies show at a glance: the first one, None once it is cut.
-        self._first: dict[tuple, tuple[hm.Computation, str] | None] = {}
+        self._first: dict[_Key, tuple[hm.Computation, str] | None] = {}
         # By a body's parts and pattern: the first one and its names; and once there is a second,
         # which of the names are called computations, and by these computations, as far as they
         # differ, the one that others repeat.
-        self._alone: dict[tuple, tuple[hm.Computation, list[str]]] = {}
-        self._known: dict[tuple, tuple[list[int], dict[tuple, hm.Computation]] | None] = {}
-        self._glance: tuple = ()
-        self._key: tuple = ()  # of the body that was looked for last, empty if that wasn't cut
+        self._alone: dict[_Key, tuple[hm.Computation, list[str]]] = {}
+        self._known: dict[_Key, tuple[list[int], dict[_Key, hm.Computation]] | None] = {}
+        self._glance: _Key = ()
+        self._key: _Key = ()  # of the body that was looked for last, empty if that wasn't cut
         self._names: list[str] = []  # and its names
 
     def find(self, start: int, end: int) -> tuple[hm.Computation, tuple[str, ...]] | None:

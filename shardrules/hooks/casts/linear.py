@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
+from shardrules.door.protocols import Aval, Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.linearity import precision, rounded_to, strings
-from shardrules.hooks.cotangents.steps import why_not_linear
+from shardrules.hooks.cotangents.steps import absent_tangents, why_not_linear
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.types.identities import MARK
 from shardrules.jaxprs.fold import Fold
@@ -49,6 +50,7 @@ Axes = frozenset[str]
 NONE: Axes = frozenset()
 Sums = Sequence[tuple[int, Axes]]
 Where = tuple[Any, ...]  # the ids of the equations (and the branches' numbers) around a jaxpr
+Values = Sequence["Value | None"]  # of an equation's operands: the tangents among them
 
 
 class Unplaceable(Exception):
@@ -73,9 +75,7 @@ class Value:
 
     @property
     def precision(self) -> tuple[int, int]:
-        if not is_inexact(self.aval):  # float0
-            return 0, 0
-        return precision(self.aval.dtype)
+        return precision(self.aval.dtype) if is_inexact(self.aval) else (0, 0)  # float0
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,7 +130,7 @@ class Graph(Fold["Value | None"]):
     def __init__(
         self,
         door: Door,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         linear: Sequence[bool],  # whether each input is a tangent
         wanted: Sequence[bool],  # whether each output's cotangent may be nonzero
         opaque: Callable[[Any], bool],  # whether an equation is an opaque call
@@ -188,7 +188,7 @@ class Graph(Fold["Value | None"]):
         """Return the source line that made a tangent, or nothing."""
         return "" if value.source is None else self.door.source_line(value.source)
 
-    def _value(self, where: Where, var: Any, source: Any = None) -> Value:
+    def _value(self, where: Where, var: Var, source: Any = None) -> Value:
         aval, is_ref = var.aval, self.is_ref(var)
         runs, castable = self._around[where]
         if not self.door.can_cast(aval) and not is_ref:
@@ -202,7 +202,7 @@ class Graph(Fold["Value | None"]):
         return value
 
     def _walk(
-        self, jaxpr: Any, where: Where, linear: Sequence[bool], runs: int, castable: bool
+        self, jaxpr: Jaxpr, where: Where, linear: Sequence[bool], runs: int, castable: bool
     ) -> list[Value | None]:
         """Add a jaxpr's tangents and steps; return the tangent of each of its outputs."""
         self._around[where] = runs, castable
@@ -216,10 +216,10 @@ class Graph(Fold["Value | None"]):
     def literal(self, value: Any) -> None:
         return None
 
-    def constant(self, var: Any) -> None:
+    def constant(self, var: Var) -> None:
         return None
 
-    def equation(self, eqn: Any, operands: list[Value | None]) -> Sequence[Value | None]:
+    def equation(self, eqn: Eqn, operands: list[Value | None]) -> Sequence[Value | None]:
         # A new ref of zeros may hold a tangent later.
         is_tangent = any(value is not None for value in operands)
         if not (is_tangent or any(map(self.is_ref, eqn.outvars))):
@@ -227,10 +227,10 @@ class Graph(Fold["Value | None"]):
         self._equation(eqn, (*self._where, id(eqn)), operands)
         return [self._read(self._where, var) for var in eqn.outvars]
 
-    def _read(self, where: Where, atom: Any) -> Value | None:
+    def _read(self, where: Where, atom: Var) -> Value | None:
         return None if hasattr(atom, "val") else self.values.get((where, atom))
 
-    def _equation(self, eqn: Any, inside: Where, inputs: list[Any]) -> None:
+    def _equation(self, eqn: Eqn, inside: Where, inputs: list[Any]) -> None:
         where, name = inside[:-1], name_of(eqn)
         runs, castable = self._around[where]
         refs = [atom for atom in eqn.invars if self.is_ref(atom)]
@@ -243,7 +243,9 @@ class Graph(Fold["Value | None"]):
                 for var, is_linear in zip(eqn.outvars, linear)
             ]
 
-        def walk(inner, place: Where, inputs, atoms, castable: bool):
+        def walk(
+            inner: Jaxpr, place: Where, inputs: Values, atoms: Sequence[Var], castable: bool
+        ) -> list[Value | None]:
             ends = self._walk(inner, place, [v is not None for v in inputs], runs, castable)
             self._join(inputs, [self._read(place, var) for var in inner.invars], atoms)
             return ends
@@ -278,7 +280,7 @@ class Graph(Fold["Value | None"]):
         else:
             self._operation(eqn, name, inside, inputs, results([True] * len(eqn.outvars)))
 
-    def _join(self, givers, takers, atoms) -> None:
+    def _join(self, givers: Values, takers: Values, atoms: Sequence[Var]) -> None:
         """Add steps from givers to takers; a taker of a residual varies as the residual does."""
         for giver, taker, atom in zip(givers, takers, atoms):
             if taker is not None and giver is not None:
@@ -286,7 +288,7 @@ class Graph(Fold["Value | None"]):
             elif taker is not None:
                 self.steps.append(Step([], [taker], self._axes(atom)))
 
-    def _loop(self, eqn, inside: Where, inputs, results) -> None:
+    def _loop(self, eqn: Eqn, inside: Where, inputs: Values, results: Callable[..., Any]) -> None:
         params, inner = eqn.params, opened(eqn.params["jaxpr"])
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]
@@ -305,7 +307,9 @@ class Graph(Fold["Value | None"]):
                 assert result is not None
                 self.steps.append(Step([carry], [result], ties=True))
 
-    def _operation(self, eqn, name: str, inside: Where, inputs, outputs: list[Value]) -> None:
+    def _operation(
+        self, eqn: Eqn, name: str, inside: Where, inputs: Values, outputs: list[Value]
+    ) -> None:
         tangents = [value for value in inputs if value is not None]
         # A read from a ref varies as the writes to it do, and cotangents flow from reads to writes.
         taken = [value for value in tangents if self.is_ref(value)]
@@ -339,14 +343,14 @@ class Graph(Fold["Value | None"]):
         step.fixed = named | differing
         step.needed = NONE.union(*[axes for axes, v in zip(types, inputs) if v is None])
 
-    def _custom(self, step: Step, eqn: Any, runs: int, bwd: BwdSums) -> None:
+    def _custom(self, step: Step, eqn: Eqn, runs: int, bwd: BwdSums) -> None:
         varied = self._axes(*eqn.invars, *eqn.outvars)
         step.bwd, step.moves = bwd, bwd.moves
         by_itself = self.every if bwd.by_itself is None else bwd.by_itself
         step.fixed = (varied | by_itself) - bwd.moves
         step.sums = [(count * runs, axes) for count, axes in bwd.sums]
 
-    def most_sums(self, eqn: Any) -> BwdSums:
+    def most_sums(self, eqn: Eqn) -> BwdSums:
         """Return the upper bounds: what ``settle`` gets for a bwd that sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
@@ -458,7 +462,7 @@ class Graph(Fold["Value | None"]):
                 return f"the bwd {self.door.function_name(bwd)!r} (at {place}) {does}"
         return ""
 
-    def _take_residuals(self, eqn: Any, where: Where, step: Step) -> None:
+    def _take_residuals(self, eqn: Eqn, where: Where, step: Step) -> None:
         runs = next((value.runs for value in (*step.inputs, *step.outputs)), 1)
         for atom in eqn.invars:
             if hasattr(atom, "val") or (where, atom) in self.values or not is_inexact(atom.aval):
@@ -466,7 +470,7 @@ class Graph(Fold["Value | None"]):
             residual = Residual(self._axes(atom), bytes_of(atom.aval) * runs)
             self.residuals.setdefault((where, atom), residual).steps.append(step)
 
-    def is_ref(self, atom: Any) -> bool:
+    def is_ref(self, atom: Var) -> bool:
         return isinstance(atom.aval, self.door.AbstractRef)
 
     def _axes(self, *atoms: Any) -> Axes:
@@ -485,19 +489,14 @@ class Graph(Fold["Value | None"]):
                 queue += [operand for step in makers.get(value, ()) for operand in step.inputs]
 
 
-def bytes_of(aval: Any) -> int:
+def bytes_of(aval: Aval) -> int:
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
-
-
-def absent_tangents(eqn: Any) -> Sequence[bool]:
-    """Return which tangents of a custom_vjp's linear part are zero; JAX 0.6.0 takes all of them."""
-    return eqn.params.get("in_zeros", [False] * (len(eqn.invars) - eqn.params["num_res"]))
 
 
 class _Tangents(Reach):
     """Which values are tangents, in the same steps as ``Graph``'s."""
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if name_of(eqn) in _FOLLOWED:
             return super().equation(eqn, operands)
         # A new ref of zeros may hold a tangent later.

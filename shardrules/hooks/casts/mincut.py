@@ -12,7 +12,7 @@ INFINITE = 1 << 100  # integers don't overflow here; no sum of bytes comes near 
 
 
 class Network:
-    def __init__(self):
+    def __init__(self) -> None:
         self._heads: list[int] = []
         self._left: list[int] = []  # what each edge can still take; edge e's reverse is e ^ 1
         self._edges: list[list[int]] = []

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules.door import watching
 from shardrules.door.jaxprs import is_differentiated
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.casts.cheapest import (
     Cost,
     cast_at,
@@ -27,19 +28,11 @@ from shardrules.hooks.casts.cheapest import (
     in_the_way,
 )
 from shardrules.hooks.casts.cuts import Limits
-from shardrules.hooks.casts.linear import (
-    NONE,
-    Axes,
-    BwdSums,
-    Graph,
-    Unplaceable,
-    absent_tangents,
-    bytes_of,
-)
+from shardrules.hooks.casts.linear import NONE, Axes, BwdSums, Graph, Unplaceable, bytes_of
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.communication import moved_by_kernels
 from shardrules.hooks.cotangents.linearity import linearity
-from shardrules.hooks.cotangents.steps import Shares
+from shardrules.hooks.cotangents.steps import Shares, absent_tangents
 from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK
@@ -54,7 +47,7 @@ class CastHooks(Hooks):
                 transpose = getattr(self.door, key)
                 patches.attribute(*self.door.owner(key), functools.partial(self._run, transpose))
 
-    def _linearize(self, *args, **kwargs):
+    def _linearize(self, *args: Any, **kwargs: Any) -> Any:
         # The count is in the scope, and so in JAX's trace key: a jit inside that takes a gradient
         # is traced again for this derivative.
         scope = self.state.scope
@@ -63,7 +56,16 @@ class CastHooks(Hooks):
         with self.state.enter(scope):
             return self.door.linearize(*args, **kwargs)
 
-    def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
+    def _run(
+        self,
+        transpose: Callable[..., Any],
+        jaxpr: Jaxpr,
+        transform_stack: Any,
+        consts: Sequence[Any],
+        primals_in: Sequence[Any],
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
         self.state.record_gradient()
         if self.state.here.transpose.placed or not self.door.checking():
             return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
@@ -88,7 +90,15 @@ class CastHooks(Hooks):
                 return self._transpose(transpose, *arguments)
             return transpose(placed, transform_stack, consts, primals_in, *rest, **kwargs)
 
-    def _transpose(self, transpose, jaxpr, transform_stack, consts, primals_in, cotangents):
+    def _transpose(
+        self,
+        transpose: Callable[..., Any],
+        jaxpr: Jaxpr,
+        transform_stack: Any,
+        consts: Sequence[Any],
+        primals_in: Sequence[Any],
+        cotangents: Any,
+    ) -> Any:
         """Transpose a program that casts residuals; JAX 0.7 and older need it to be all linear."""
         # Evaluate the equations of residuals first, as shard_map's own transpose does there.
         door = self.door
@@ -108,24 +118,24 @@ class CastHooks(Hooks):
             for is_in, var in zip(linear, jaxpr.invars)
         ]
 
-    def _asked(self, jaxpr: Any) -> bool:
+    def _asked(self, jaxpr: Jaxpr) -> bool:
         """Whether to place this program's casts: by ``install``, or by ``place_casts`` in it."""
         scope = self.state.scope
         return (scope.active and scope.casts == "cheapest") or bool(named(jaxpr, MARK))
 
-    def _linear(self, jaxpr: Any, values: Sequence[Any]) -> list[bool]:
+    def _linear(self, jaxpr: Jaxpr, values: Sequence[Any]) -> list[bool]:
         """Return whether each input is a tangent."""
         tangents = tuple(filter(None, (self.door.UndefinedPrimal, self.door.GradAccum)))
         # In JAX 0.12 and older, constants are the first inputs.
         return [isinstance(x, tangents) for x in values[len(jaxpr.constvars) :]]
 
-    def _is_opaque(self, eqn: Any) -> bool:
+    def _is_opaque(self, eqn: Eqn) -> bool:
         return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
 
-    def _shares(self, jaxpr: Any, values: Sequence[Any]) -> Shares:
+    def _shares(self, jaxpr: Jaxpr, values: Sequence[Any]) -> Shares:
         return Shares(self.door, self._is_opaque, jaxpr, self._linear(jaxpr, values))
 
-    def _placed(self, jaxpr: Any, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
+    def _placed(self, jaxpr: Jaxpr, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
         """Return the program with its casts placed, or unchanged if that saves too little."""
         linear = self._linear(jaxpr, values)
         wanted = [not isinstance(ct, self.door.Zero) for ct in cotangents]
@@ -194,7 +204,7 @@ class CastHooks(Hooks):
         self.state.note_placement(note, function)
         return placed
 
-    def _sums(self, eqn: Any) -> BwdSums:
+    def _sums(self, eqn: Eqn) -> BwdSums:
         """Return what the hooks sum of a custom_vjp's cotangents, for ``Graph.settle``."""
         # If bwd itself returns a cotangent that is already summed over an axis, the axis is not
         # among ``moves``: an earlier cast would only add a psum. Over axes over which bwd does not
@@ -246,26 +256,26 @@ class CastHooks(Hooks):
             axes |= gradient_sums(sliced) - moved.summed.get(i, NONE)
         return axes
 
-    def _varying(self, atoms: Sequence[Any]) -> Axes:
+    def _varying(self, atoms: Sequence[Var]) -> Axes:
         return NONE.union(*(self.door.axis_type(atom.aval).varying for atom in atoms))
 
 
 class _TracedBwd:
     """The bwd of a custom_vjp's linear part, traced with residuals and cotangents that are cast."""
 
-    def __init__(self, hooks: CastHooks, eqn: Any, residuals: Axes, cotangents: Axes = NONE):
+    def __init__(self, hooks: CastHooks, eqn: Eqn, residuals: Axes, cotangents: Axes = NONE):
         door, count = hooks.door, eqn.params["num_res"]
-        avals = [(atom.aval, residuals) for atom in eqn.invars[:count]]
-        avals += [(door.cotangent_aval(var.aval), cotangents) for var in eqn.outvars]
+        wanted = [(atom.aval, residuals) for atom in eqn.invars[:count]]
+        wanted += [(door.cotangent_aval(var.aval), cotangents) for var in eqn.outvars]
         avals = [
             door.with_axis_type(aval, door.axis_type(aval).vary(*axes))
             if door.can_cast(aval)
             else aval
-            for aval, axes in avals
+            for aval, axes in wanted
         ]
         self.zeros: list[bool] = []  # of each cotangent that bwd returns
 
-        def run(*flat):
+        def run(*flat: Any) -> Any:
             returned = eqn.params["bwd"].call_wrapped(*flat)
             if returned and isinstance(returned[0], (list, tuple)):  # with logs, from JAX 0.11
                 returned = returned[0]

@@ -12,11 +12,12 @@ from shardrules.door.jaxprs import (
     CALLS,
     name_of,
     opened,
-    read,
     renamed_effects,
     scan_counts,
+    value_of,
     variable,
 )
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.casts.cuts import Labels
 from shardrules.hooks.casts.linear import IDENTITIES, Axes, Graph, Step, Unplaceable, Value, Where
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
@@ -51,14 +52,14 @@ class Writer:
         new = AxisType(self.labels[value], have.unreduced, have.reduced)
         return self.door.with_axis_type(value.aval, new)
 
-    def cast(self, atom: Any, want: Axes, source: Any) -> list[Any]:
+    def cast(self, atom: Var, want: Axes, source: Any) -> list[Any]:
         """Return equations that cast an atom, or un-cast it; the last one's result is it then."""
         have = self.door.axis_type(atom.aval)
         wide = have.vary(*want)
         if (have, want) not in self._casts:
             order = tuple(a for a in self.door.manual_axes() if a in wide.varying - want)
 
-            def cast(x):
+            def cast(x: jax.Array) -> jax.Array:
                 x = self.door.cast(x, wide)
                 return uncast(x, order) if order else x
 
@@ -73,7 +74,7 @@ class Writer:
             (atom,) = outvars
         return eqns
 
-    def jaxpr(self, jaxpr: Any, where: Where, ends: Sequence[Any]) -> Any:
+    def jaxpr(self, jaxpr: Jaxpr, where: Where, ends: Sequence[Any]) -> Any:
         """Return a jaxpr of the program, rewritten so that its outputs have the avals ``ends``."""
         # A jaxpr that is called in two places stays a single object if its labels agree.
         types = self.door.axis_types(ends)
@@ -99,7 +100,7 @@ class Writer:
 class Body:
     """A jaxpr that is being rewritten; ``where`` is its place."""
 
-    def __init__(self, writer: Writer, jaxpr: Any, where: Where):
+    def __init__(self, writer: Writer, jaxpr: Jaxpr, where: Where):
         self.writer = writer
         self.door = writer.door
         self.graph = writer.graph
@@ -108,20 +109,20 @@ class Body:
         self.new = Rewrite(jaxpr)
         self.cast: dict[tuple[Any, Axes], Any] = {}
 
-    def value(self, atom: Any) -> Value | None:
+    def value(self, atom: Var) -> Value | None:
         return None if hasattr(atom, "val") else self.graph.values.get((self.where, atom))
 
-    def renew(self, var: Any) -> Any:
+    def renew(self, var: Var) -> Any:
         value = self.value(var)
         if value is None or self.writer.aval(value) is var.aval:
             return var
         return self.new.renew(var, self.writer.aval(value))
 
-    def read(self, atom: Any, want: Axes | None, source: Any) -> Any:
+    def read(self, atom: Var, want: Axes | None, source: Any) -> Any:
         """Return an atom that varies over ``want``; None means no particular type."""
         # A tangent is cast once, to all the axes that any use needs. A use that needs fewer axes
         # un-casts the result, so that all cotangents share one psum.
-        value, now = self.value(atom), read(self.new.env, atom)
+        value, now = self.value(atom), value_of(self.new.env, atom)
         have = self.door.axis_type(now.aval).varying
         if want is None or want == have or not self.door.can_cast(atom.aval):
             return now
@@ -136,14 +137,14 @@ class Body:
             self.cast[atom, want] = self._cast(now, want, source)
         return self.cast[atom, want]
 
-    def _cast(self, atom: Any, want: Axes, source: Any) -> Any:
+    def _cast(self, atom: Var, want: Axes, source: Any) -> Any:
         """Append equations that cast an atom, or un-cast it."""
         self.new.eqns += self.writer.cast(atom, want, source)
         return self.new.eqns[-1].outvars[0]
 
     # Equations.
 
-    def write(self, eqn: Any) -> None:
+    def write(self, eqn: Eqn) -> None:
         name, inside = name_of(eqn), (*self.where, id(eqn))
         if all(self.value(atom) is None for atom in (*eqn.invars, *eqn.outvars)):
             self.new.eqns.append(eqn)
@@ -167,15 +168,15 @@ class Body:
         else:
             self._operation(eqn, self.graph.at[inside])
 
-    def _made(self, var: Any) -> Axes | None:
+    def _made(self, var: Var) -> Axes | None:
         value = self.value(var)
         return None if value is None else self.labels[value]
 
-    def _aval(self, var: Any) -> Any:
+    def _aval(self, var: Var) -> Any:
         value = self.value(var)
         return var.aval if value is None else self.writer.aval(value)
 
-    def _done(self, eqn: Any, operands: list[Any], **changes: Any) -> None:
+    def _done(self, eqn: Eqn, operands: list[Any], **changes: Any) -> None:
         outvars = [self.renew(var) for var in eqn.outvars]
         effects = renamed_effects(eqn.effects, self.new.env)
         params = {**eqn.params, **changes}
@@ -183,7 +184,7 @@ class Body:
             eqn.replace(invars=operands, outvars=outvars, params=params, effects=effects)
         )
 
-    def _calls(self, eqn: Any, key: str, places: list[Where], ends: list[Any]) -> None:
+    def _calls(self, eqn: Eqn, key: str, places: list[Where], ends: list[Any]) -> None:
         ends = [
             end if value is None else self.writer.aval(value)
             for end, value in zip(ends, map(self.value, eqn.outvars))
@@ -198,7 +199,7 @@ class Body:
         new = tuple(self.writer.jaxpr(jaxpr, at, ends) for jaxpr, at in zip(jaxprs, places))
         self._done(eqn, operands, **{key: new if key == "branches" else new[0]})
 
-    def _operation(self, eqn: Any, step: Step) -> None:
+    def _operation(self, eqn: Eqn, step: Step) -> None:
         over, types = self.labels[step], self.door.axis_types(atom.aval for atom in eqn.invars)
         wants: list[Axes | None] = [type_.varying for type_ in types]
         changes = {}

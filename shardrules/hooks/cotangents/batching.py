@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import JaxTrace, Primitive
+from shardrules.hooks.frames import BwdFrame
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
 
@@ -36,25 +40,49 @@ class BatchedVjpHooks(Hooks):
         if psum in table and not psum.multiple_results:  # from JAX 0.8
             patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
 
-    def _batch_psum(self, rule, axis_data, vals_in, dims_in, axes):
+    def _batch_psum(
+        self,
+        rule: Callable[..., Any],
+        axis_data: Any,
+        vals_in: Sequence[Any],
+        dims_in: Sequence[Any],
+        axes: Any,
+    ) -> Any:
         """Batch a psum without the parameter that JAX 0.8.3 wrongly passes it."""
         if not self.state.active or axis_data.name in axes or len(vals_in) != 1:
             return rule(axis_data, vals_in, dims_in, axes)
         return self.door.psum_invariant_p.bind(*vals_in, axes=axes), dims_in[0]
 
-    def _see(self, trace, prim, fun, fwd, bwd, tracers, *args, **kwargs):
+    def _see(
+        self,
+        trace: JaxTrace,
+        prim: Primitive,
+        fun: Any,
+        fwd: Any,
+        bwd: Any,
+        tracers: Sequence[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         with self._primals(tracers):
             return self._process(trace, prim, fun, fwd, bwd, tracers, *args, **kwargs)
 
-    def _see_rule(self, rule, axis_data, args, in_dims, **params):
+    def _see_rule(
+        self,
+        rule: Callable[..., Any],
+        axis_data: Any,
+        args: Sequence[Any],
+        in_dims: Sequence[Any],
+        **params: Any,
+    ) -> Any:
         with self._primals(args[params["num_consts"] :]):
             return rule(axis_data, args, in_dims, **params)
 
-    def _primals(self, values):
+    def _primals(self, values: Sequence[Any]) -> BwdFrame:
         batched = [self.door.typeof(x) for x in values]
         return dataclasses.replace(self.state.here.bwd, batched=batched)
 
-    def _batch(self, bwd, tag, axis_data, *rest, **named):
+    def _batch(self, bwd: Any, tag: Any, axis_data: Any, *rest: Any, **named: Any) -> Any:
         axes, primals = axis_data.spmd_name, self.state.here.bwd.batched
         axes = frozenset((axes,) if isinstance(axes, str) else axes or ())
         if primals is None or not axes or not self.state.active:
@@ -64,14 +92,21 @@ class BatchedVjpHooks(Hooks):
         batched = self.door.batch_bwd(inner, tag, axis_data, *rest, **named)
         dims = rest[1] if len(rest) > 1 else named["out_dim_dests"]
 
-        def run(*args):
+        def run(*args: Any) -> Any:
             # Primals that were cast to vary over these axes are summed by the cast's transpose.
             cast = axes & self.state.here.bwd.over
             return self._sum(batched.call_wrapped(*args), primals, axes - cast, cast, dims)
 
         return self.door.wrapped(run, like=batched)
 
-    def _sum(self, cotangents, primals, axes, cast, out_dim_dests):
+    def _sum(
+        self,
+        cotangents: Any,
+        primals: Sequence[Any],
+        axes: frozenset[str],
+        cast: frozenset[str],
+        out_dim_dests: Sequence[Any],
+    ) -> Any:
         if not self.door.checking():
             return cotangents
         if cotangents and isinstance(cotangents[0], (list, tuple)):  # with logs, from JAX 0.11
@@ -79,7 +114,7 @@ class BatchedVjpHooks(Hooks):
             return (self._sum(first, primals, axes, cast, out_dim_dests), *logs)
         summed = []
         for ct, primal, dim in zip(cotangents, primals, out_dim_dests):
-            over = whole = frozenset()
+            over = whole = frozenset[str]()
             if not isinstance(dim, int) and isinstance(ct, jax.Array):
                 want = self.door.cotangent_type(primal)
                 have = self.door.axis_type(self.door.typeof(ct))

@@ -16,12 +16,13 @@ from typing import Any
 import jax
 
 from shardrules.door.jaxprs import SUMS, inner_jaxprs, is_inexact, named_axes
+from shardrules.door.protocols import Jaxpr
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.communication import communicates
 from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, size_of
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
-from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
+from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Path, Trace
 from shardrules.jaxprs.rewrite import split
 from shardrules.jaxprs.walk import equations, program_text
 from shardrules.paths import is_library
@@ -31,7 +32,7 @@ from shardrules.registry.axistypes import AxisType, show_axes
 class Bwd:
     """One run of a bwd on ``args``: residuals, then the outputs' cotangents."""
 
-    def __init__(self, hooks, bwd, parts: CustomVjpInfo, args):
+    def __init__(self, hooks: Any, bwd: Any, parts: CustomVjpInfo, args: Sequence[Any]):
         self.hooks = hooks
         self.door = hooks.door
         self.bwd = bwd
@@ -61,7 +62,8 @@ class Bwd:
 
     def _type(self, leaf: Any) -> AxisType:
         if isinstance(leaf, self.door.SymbolicZero):
-            return self.door.axis_type(leaf.aval)
+            zero: AxisType = self.door.axis_type(leaf.aval)
+            return zero
         is_array = isinstance(leaf, jax.Array)
         return self.door.axis_type(self.door.typeof(leaf)) if is_array else AxisType()
 
@@ -83,7 +85,7 @@ class Bwd:
                 axes=error.axes,
             ) from None
 
-    def share(self, path, axes: frozenset[str]) -> Any:
+    def share(self, path: Path, axes: frozenset[str]) -> Any:
         """Return this device's share of a cotangent that bwd sums, or None if that is unproven."""
         # In a branch that only some devices take, the sum would wait for the other devices. The
         # primal is cast before the branch, and the cast's transpose sums after it. So we leave out
@@ -107,7 +109,7 @@ class Bwd:
         if proof.summed != frozenset() or proof.rounds:
             return None
 
-        def run(jaxpr, consts, args):
+        def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Any:
             needed = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
             return jax.core.eval_jaxpr(needed, consts, *args)
 
@@ -118,7 +120,7 @@ class Bwd:
         shares = [jax.lax.psum(x, tuple(over)) if over else x for x, over in zip(shares, others)]
         return run(after, consts, [*shares, *args])[0]
 
-    def differs(self, path) -> frozenset[str]:
+    def differs(self, path: Path) -> frozenset[str]:
         """Return the axes along which devices may hold different values of one cotangent."""
         # The type may name more axes: a value that was cast is still equal along them.
         seen = self._seen()
@@ -321,7 +323,8 @@ class Bwd:
         key = id(self.parts.bwd), structure, *map(self.door.typeof, leaves)
         if key not in kept:
             kept[key] = self.parts.bwd, Trace(self.door, self.bwd, self.args)
-        return kept[key][1].of(self.args)
+        trace: Trace = kept[key][1]
+        return trace.of(self.args)
 
     @property
     def text(self) -> str:
@@ -348,7 +351,7 @@ class Bwd:
     def _typed(self) -> list[Origin]:
         return [Origin(axes=axes_of(type_)) for type_ in self.entering]
 
-    def origins_of(self, path, seen: Sequence[Origin] = (), declared: str = "") -> Origins:
+    def origins_of(self, path: Path, seen: Sequence[Origin] = (), declared: str = "") -> Origins:
         """Return one cotangent's origins, from the types of bwd's arguments or from ``seen``."""
         kept = not seen and not declared
         if kept and path in self._cached:
@@ -369,16 +372,16 @@ class Bwd:
     def _leaves(self, origin: Origin) -> set[int]:
         return {self.trace.dynamic[i] for i in origin.inputs}
 
-    def _origin(self, path, declared: str = "") -> Origin:
+    def _origin(self, path: Path, declared: str = "") -> Origin:
         origins = self.origins_of(path, declared=declared)
         return functools.reduce(Origin.__or__, origins.outputs, NOWHERE)
 
-    def _used(self, path, declared: str = "") -> set[int]:
+    def _used(self, path: Path, declared: str = "") -> set[int]:
         """Return the outputs whose cotangents it needs, without those cast over ``declared``."""
         leaves = self._leaves(self._origin(path, declared))
         return {i - self.first for i in leaves if i >= self.first}
 
-    def _reductions(self, path, arriving: frozenset[str]) -> Sequence[Reduction]:
+    def _reductions(self, path: Path, arriving: frozenset[str]) -> Sequence[Reduction]:
         # A residual that was cast may still be equal on the devices. That matters over axes along
         # which no cotangent differs (they differ along ``arriving``), and the forward shows it.
         typed = self.origins_of(path).reductions
@@ -402,14 +405,15 @@ class Bwd:
         gradients = frozenset().union(*(saved[i].gradients for i in residuals))
         return axes & gradients | equal & sums
 
-    def sliced(self, path):
+    def sliced(self, path: Path) -> Jaxpr:
         trace = self.trace
         used = [p == path for p in trace.paths]
         if path not in trace.returned:  # a bwd that returns another structure each time
             used = [True] * len(trace.paths)
-        return self.door.dce_jaxpr(trace.jaxpr, used, instantiate=True)[0]
+        jaxpr: Jaxpr = self.door.dce_jaxpr(trace.jaxpr, used, instantiate=True)[0]
+        return jaxpr
 
-    def _communicates(self, jaxpr, axes: frozenset[str], **only: bool) -> Iterator[str]:
+    def _communicates(self, jaxpr: Jaxpr, axes: frozenset[str], **only: bool) -> Iterator[str]:
         return communicates(self.hooks.state, jaxpr, axes, **only)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from shardrules.door.jaxprs import CASTS, named_axes
+from shardrules.door.protocols import Jaxpr
 from shardrules.hooks.cotangents.origins import rule_of
 from shardrules.hooks.state import COLLECT, State
+from shardrules.hooks.types.calls.opaque import OpaqueCall
 from shardrules.jaxprs.walk import equations
 from shardrules.registry.axistypes import Effect, show_axes
 
@@ -17,7 +18,7 @@ _REDUCING_RULES = ("all_reduce", "reduce_scatter")
 
 
 def communicates(
-    state: State, jaxpr: Any, axes: frozenset[str], *, reductions: bool = False
+    state: State, jaxpr: Jaxpr, axes: frozenset[str], *, reductions: bool = False
 ) -> Iterator[str]:
     """Describe each equation that may move data along ``axes``, or only those that may sum."""
     for equation in equations(jaxpr):
@@ -33,7 +34,7 @@ def communicates(
             yield f"{name} over {show_axes(over)}"
 
 
-def moved_by_kernels(state: State, jaxpr: Any, axes: frozenset[str]) -> frozenset[str]:
+def moved_by_kernels(state: State, jaxpr: Jaxpr, axes: frozenset[str]) -> frozenset[str]:
     """Return those of ``axes`` along which opaque calls may move data, as their rules say."""
     calls = []
     for equation in equations(jaxpr):
@@ -51,7 +52,7 @@ def moved_by_kernels(state: State, jaxpr: Any, axes: frozenset[str]) -> frozense
 
 
 def _opaque(
-    state: State, opaque: Any, output_count: int, axes: frozenset[str], reductions: bool
+    state: State, opaque: OpaqueCall, output_count: int, axes: frozenset[str], reductions: bool
 ) -> Iterator[str]:
     rule = rule_of(opaque)
     if rule is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,11 +19,12 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact, widened
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Aval
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.doubts import Doubts
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.steps import hashable
-from shardrules.hooks.cotangents.traced import CustomVjpInfo
+from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
 
@@ -66,14 +67,14 @@ class CustomVjpHooks(Hooks):
         patches.attribute(*self.door.owner("flatten_fwd"), self._flatten_fwd)
         patches.attribute(*self.door.owner("flatten_bwd"), self._flatten_bwd)
 
-    def _flatten_primal(self, fun, *rest, **options):
+    def _flatten_primal(self, fun: Any, *rest: Any, **options: Any) -> Any:
         return self.door.flatten_primal(self._scoped(fun), *rest, **options)
 
-    def _flatten_fwd(self, fun, *rest, **options):
+    def _flatten_fwd(self, fun: Any, *rest: Any, **options: Any) -> Any:
         gradients: list[None] = []
         perturbed: list[bool] = []
 
-        def see(*args):
+        def see(*args: Any) -> None:
             leaves = jax.tree_util.tree_leaves(args)
             kind = jax.custom_derivatives.CustomVJPPrimal
             perturbed[:] = [leaf.perturbed for leaf in leaves if isinstance(leaf, kind)]
@@ -85,7 +86,7 @@ class CustomVjpHooks(Hooks):
         self._forwards[trees] = scoped, gradients, perturbed
         return flat, trees
 
-    def _flat_fwd(self, fwd, *rest, **options):
+    def _flat_fwd(self, fwd: Any, *rest: Any, **options: Any) -> Any:
         return widened_fwd(self.door, self.state, fwd, *rest, **options)
 
     def trees_over(self, trees: Any, axes: frozenset[str]) -> Any:
@@ -95,15 +96,15 @@ class CustomVjpHooks(Hooks):
             self._forwards[widened] = self._forwards[trees]
         return widened
 
-    def _flatten_bwd(self, fun, *rest):
+    def _flatten_bwd(self, fun: Any, *rest: Any) -> Any:
         flat = self.door.flatten_bwd(fun, *rest)
         scope = self._inside()
         if not scope.active:
             return flat
-        in_tree, in_avals, trees, *rest = rest
-        bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(rest), scope)
+        in_tree, in_avals, trees, *others = rest
+        bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(others), scope)
 
-        def run(*args):
+        def run(*args: Any) -> Any:
             # It is traced after its forward's scope has closed.
             with self._inside_bwd() as gained:
                 staged = bwd
@@ -136,7 +137,13 @@ class CustomVjpHooks(Hooks):
         count = scope.derivatives_count
         return dataclasses.replace(scope, derivatives_count=count - 1) if count else scope
 
-    def _scoped(self, fun, scope=None, gradients=None, see=None):
+    def _scoped(
+        self,
+        fun: Any,
+        scope: Scope | None = None,
+        gradients: list[None] | None = None,
+        see: Callable[..., Any] | None = None,
+    ) -> Any:
         scope = self.state.scope if scope is None else scope
         if not scope.active:
             return fun
@@ -144,7 +151,9 @@ class CustomVjpHooks(Hooks):
         enter = lambda scope: self._enter(name, scope, gradients)  # noqa: E731
         return self.door.scoped(fun, enter, scope, see)
 
-    def _enter(self, name: str, scope: Scope, gradients: list[None] | None = None):
+    def _enter(
+        self, name: str, scope: Scope, gradients: list[None] | None = None
+    ) -> contextlib.ExitStack:
         """Enter the scope of a custom_vjp; raise if the hooks are gone."""
         if not self.state.patched and self.door.checking():
             raise self.state.outlived(f"{name!r}, of a custom_vjp,", function=name)
@@ -173,10 +182,12 @@ class CustomVjpHooks(Hooks):
 
     stages: ClassVar[tuple[Stage, ...]] = (_sharing, _typing)
 
-    def _wider(self, aval: Any, axes: frozenset[str]) -> Any:
+    def _wider(self, aval: Aval, axes: frozenset[str]) -> Any:
         return self.door.with_axis_type(aval, widened(self.door.axis_type(aval), axes))
 
-    def _shares(self, fun, parts, axes, by_cast, *args):
+    def _shares(
+        self, fun: Any, parts: CustomVjpInfo, axes: Any, by_cast: frozenset[str], *args: Any
+    ) -> Any:
         """Run a bwd, and replace each cotangent that is a full sum by this device's share."""
         # A bwd that was written for an invariant primal may reduce its cotangent. The primal is now
         # cast before the branch, and the cast's psum adds up what the devices return.
@@ -187,7 +198,7 @@ class CustomVjpHooks(Hooks):
         kept = self.state.here.transpose.bwds is not None
         cotangents = bwd.cotangents() if by_cast or kept else fun(*args)
 
-        def share_of(path, index, value):
+        def share_of(path: Path, index: int, value: Any) -> Any:
             if isinstance(value, self.door.SymbolicZero) or not is_inexact(value):
                 return value
             aval = parts.in_avals[index]
@@ -209,7 +220,7 @@ class CustomVjpHooks(Hooks):
 
         return parts.each(cotangents, share_of)
 
-    def _run_bwd(self, bwd, scope, parts, *args):
+    def _run_bwd(self, bwd: Any, scope: Scope, parts: CustomVjpInfo, *args: Any) -> Any:
         with self._enter(parts.name, scope):
             if not self.door.checking():
                 return bwd(*args)
@@ -224,8 +235,8 @@ class CustomVjpHooks(Hooks):
                     Doubts(run, cotangents).warn_of_sums()
             return self._match(run, parts, cotangents)
 
-    def _match(self, bwd, parts, cotangents):
-        def match(path, index, value):
+    def _match(self, bwd: Any, parts: CustomVjpInfo, cotangents: Any) -> Any:
+        def match(path: Path, index: int, value: Any) -> Any:
             if getattr(value, "dtype", None) == jax.dtypes.float0:
                 return value
             primal = parts.in_avals[index]
@@ -237,7 +248,7 @@ class CustomVjpHooks(Hooks):
 
         return parts.each(cotangents, match)
 
-    def _cotangent(self, path, index, value, primal, bwd):
+    def _cotangent(self, path: Path, index: int, value: Any, primal: Any, bwd: Any) -> Any:
         door = self.door
         ct = Cotangent(path, index, door.axis_type(door.typeof(value)), door.cotangent_type(primal))
         for step in self.steps:
@@ -287,12 +298,12 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
     current: frozenset[str] = frozenset()  # that set, of the current run
     returned: Any = None
 
-    def see(fwd, *args):
+    def see(fwd: Any, *args: Any) -> Any:
         nonlocal returned
         returned = fwd(*args)
         return returned
 
-    def out_type():
+    def out_type() -> Any:
         """Give the primal's outputs the types of fwd's outputs, which JAX compares with them."""
         tree, avals, *others = primal()
         if current:
@@ -302,9 +313,10 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
                 avals = [*map(door.with_axis_type, avals, types)]
         return (tree, avals, *others)
 
-    def run(flat, trees, *args):
+    def run(flat: Any, trees: Any, *args: Any) -> Any:
         nonlocal current, returned
-        values, marks = args[::2], args[1::2]
+        values: Sequence[Any] = args[::2]
+        marks = args[1::2]
         axes = frozenset().union(*(getattr(mark, "axes", frozenset()) for mark in marks))
         if axes:
             if door.checking():
@@ -319,7 +331,7 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
         kept[axes] = trees()
         return results
 
-    def trees_of_run():  # JAX's own function returns only the trees of the last run
+    def trees_of_run() -> Any:  # JAX's own function returns only the trees of the last run
         axes = state.here.bwd.widened
         return kept[axes] if axes in kept else trees()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardrules.door.jaxprs import CASTS
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 
 Number = Callable[[Any], "float | None"]  # from an atom to the number that all its elements hold
 # From a jaxpr's variables to the equation that makes each, and to those that use it.
@@ -24,7 +25,7 @@ _MOST_FACTORS = 12  # whose products are formed
 
 
 def divisors_of(
-    jaxpr: Any, made: Makers, used: Uses, number: Number, operand: Any, result: Any
+    jaxpr: Jaxpr, made: Makers, used: Uses, number: Number, operand: Any, result: Any
 ) -> list[float]:
     """Return the known numbers that divide a sum's operand, or all uses of its result.
 
@@ -54,7 +55,7 @@ def divisors_of(
     return divisors
 
 
-def _scaled_by(eqn: Any, number: Number) -> float:
+def _scaled_by(eqn: Eqn, number: Number) -> float:
     if eqn.primitive.name == "reduce_sum":
         return size_ratio(eqn)
     if eqn.primitive.name in ("div", "mul"):
@@ -62,11 +63,12 @@ def _scaled_by(eqn: Any, number: Number) -> float:
     return 1
 
 
-def size_ratio(eqn: Any) -> float:
-    return max(eqn.outvars[0].aval.size, 1) / max(eqn.invars[0].aval.size, 1)
+def size_ratio(eqn: Eqn) -> float:
+    ratio: float = max(eqn.outvars[0].aval.size, 1) / max(eqn.invars[0].aval.size, 1)
+    return ratio
 
 
-def maker_of(made: Makers, atom: Any) -> Any:
+def maker_of(made: Makers, atom: Var) -> Any:
     """Return the equation that computed an atom's values, before reshapes; None for an input."""
     while not hasattr(atom, "val"):
         eqn = made.get(atom)

@@ -10,11 +10,13 @@ from typing import Any
 import jax
 
 from shardrules.door.jaxprs import is_inexact
+from shardrules.door.protocols import Eqn
 from shardrules.errors import WholeCotangentWarning
 from shardrules.hooks.cotangents.bwd import Bwd, axes_of
 from shardrules.hooks.cotangents.communication import communicates
 from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.origins import size_of
+from shardrules.hooks.cotangents.traced import Path
 from shardrules.jaxprs.walk import equations
 from shardrules.paths import is_library
 
@@ -99,9 +101,9 @@ class Doubts:
     @functools.cached_property
     def _returned(self) -> list[tuple[Any, frozenset[str]]]:
         """Return the path of each cotangent that is not zero, and the axes over which it varies."""
-        bwd, returned = self.bwd, []
+        bwd, returned = self.bwd, list[tuple[Any, frozenset[str]]]()
 
-        def note(path, index, value):
+        def note(path: Path, index: int, value: Any) -> Any:
             zero = isinstance(value, bwd.door.SymbolicZero) or not is_inexact(value)
             if not zero and any(origin.number != 0 for origin in bwd.origins_of(path).outputs):
                 have = bwd.door.axis_type(bwd.door.typeof(value))
@@ -114,7 +116,7 @@ class Doubts:
     def _communicates(self, axis: str) -> bool:
         return any(communicates(self.state, self.bwd.trace.jaxpr, frozenset({axis})))
 
-    def _opaque_call(self, eqn: Any) -> Any:
+    def _opaque_call(self, eqn: Eqn) -> Any:
         return self.state.opaque_call_of(eqn.primitive, eqn.params)
 
     def _nonlinear(self, paths: Sequence[Any], axis: str) -> str:

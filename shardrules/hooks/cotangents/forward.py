@@ -9,13 +9,16 @@ had been cast before jvp was called. A gradient taken inside is then each device
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from shardrules.door.jaxprs import widened
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import JaxTrace
 from shardrules.hooks.state import Hooks
+from shardrules.registry.axistypes import AxisType
 
 
 class ForwardHooks(Hooks):
@@ -24,22 +27,24 @@ class ForwardHooks(Hooks):
         patches.attribute(*door.owner("jvp_tracer"), self._jvp_tracer)
         patches.attribute(door.JetTracer, "__init__", self._jet_tracer(door.JetTracer.__init__))
 
-    def _jvp_tracer(self, trace, primal, tangent):
+    def _jvp_tracer(self, trace: JaxTrace, primal: Any, tangent: Any) -> Any:
         if self.acts:
             primal, (tangent,) = self._joined(trace, primal, (tangent,))
         return self.door.jvp_tracer(trace, primal, tangent)
 
-    def _jet_tracer(self, init):
+    def _jet_tracer(self, init: Callable[..., Any]) -> Any:
         hooks = self
 
-        def __init__(self, trace, primal, terms):
+        def __init__(self: Any, trace: JaxTrace, primal: Any, terms: Any) -> None:
             if hooks.acts and isinstance(terms, (list, tuple)):
                 primal, terms = hooks._joined(trace, primal, terms)
             init(self, trace, primal, terms)
 
         return __init__
 
-    def _joined(self, trace, primal: Any, tangents) -> tuple[Any, list[Any]]:
+    def _joined(
+        self, trace: JaxTrace, primal: Any, tangents: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
         values = [primal, *tangents]
         types = [self._type(value) for value in values]
         varying = [type_.varying for type_ in types if type_ is not None]
@@ -53,7 +58,7 @@ class ForwardHooks(Hooks):
             )
         return primal, tangents
 
-    def _type(self, value: Any) -> Any:
+    def _type(self, value: Any) -> AxisType | None:
         """Return the axis type of a value; None for a symbolic zero, a ref or a float0."""
         if isinstance(value, self.door.Zero):
             return None

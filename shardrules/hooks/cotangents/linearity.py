@@ -21,6 +21,7 @@ from shardrules.door.jaxprs import (
     name_of,
     opened,
 )
+from shardrules.door.protocols import Eqn, Jaxpr, Params, Var
 from shardrules.jaxprs.fold import Cell, Fold, TooLong
 from shardrules.jaxprs.walk import equations
 
@@ -54,14 +55,14 @@ def is_less(a: Precision, b: Precision) -> bool:
     return a[0] < b[0] or a[1] < b[1]
 
 
-def rounded_to(eqn: Any) -> Precision | None:
+def rounded_to(eqn: Eqn) -> Precision | None:
     """Return the precision that an equation rounds cotangents to in one dtype, or None."""
     if name_of(eqn) != "reduce_precision":
         return None
     return eqn.params["mantissa_bits"], eqn.params["exponent_bits"]
 
 
-class Proof(NamedTuple):
+class LinearityProof(NamedTuple):
     """What a jaxpr does to some of its inputs."""
 
     # The mesh axes that it sums over, if it is linear in them; else None. Over these axes, the sum
@@ -72,7 +73,7 @@ class Proof(NamedTuple):
     is_narrow: bool  # whether something that depends on them has a narrow range
 
 
-def linearity(jaxpr: Any, inputs: Sequence[Any], kernels: bool = False) -> Proof:
+def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> LinearityProof:
     """Prove that a jaxpr is linear in ``inputs`` together, or not.
 
     With ``kernels``, Pallas kernels are read, and collectives may move the inputs.
@@ -82,12 +83,12 @@ def linearity(jaxpr: Any, inputs: Sequence[Any], kernels: bool = False) -> Proof
     try:
         results = fold.run(jaxpr, given)
     except TooLong:
-        return Proof(None, frozenset(), True, True)
+        return LinearityProof(None, frozenset(), True, True)
     is_linear = {_LINEAR, _ZERO}.issuperset(results)
     ends = [*inputs, *jaxpr.outvars]
     kept = [precision(atom.aval.dtype) for atom in ends if is_inexact(atom.aval)]
     least = min((p[0] for p in kept), default=0), min((p[1] for p in kept), default=0)
-    return Proof(
+    return LinearityProof(
         frozenset(fold.summed) if is_linear else None,
         frozenset(fold.summed_of_others),
         any(is_less(each, least) for each in fold.precisions),
@@ -112,7 +113,7 @@ class _Linearity(Fold[str]):
     def literal(self, value: Any) -> str:
         return _ZERO if getattr(value, "size", 1) == 1 and value == 0 else _FIXED
 
-    def constant(self, var: Any) -> str:
+    def constant(self, var: Var) -> str:
         return _FIXED
 
     def join(self, values: Iterable[str]) -> str:
@@ -122,17 +123,17 @@ class _Linearity(Fold[str]):
     def chosen(self, by: str, value: str) -> str:
         return value if by in _KNOWN else _UNKNOWN
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         results = super().equation(eqn, operands)
         for var, result in zip(eqn.outvars, results):
             if result in (_LINEAR, _UNKNOWN) and is_inexact(var.aval):
                 self.precisions.add(precision(var.aval.dtype))
         return results
 
-    def other(self, eqn: Any, name: str, operands: list[str]) -> Sequence[str]:
+    def other(self, eqn: Eqn, name: str, operands: list[str]) -> Sequence[str]:
         return [self._result(eqn, name, operands)] * len(eqn.outvars)
 
-    def _result(self, eqn: Any, name: str, given: list[str]) -> str:
+    def _result(self, eqn: Eqn, name: str, given: list[str]) -> str:
         row = ROWS.get(name)
         if _KNOWN.issuperset(given):
             inner = () if name in KERNELS else inner_jaxprs(eqn.params)
@@ -147,7 +148,7 @@ class _Linearity(Fold[str]):
             return _UNKNOWN
         return row(self, eqn, given)
 
-    def _note_inside(self, eqn: Any) -> None:
+    def _note_inside(self, eqn: Eqn) -> None:
         """Note that anything inside of an equation may depend on the inputs."""
         for jaxpr in inner_jaxprs(eqn.params):
             for other in equations(jaxpr, kernels=True):
@@ -156,12 +157,12 @@ class _Linearity(Fold[str]):
                     if is_inexact(var.aval):
                         self.precisions.add(precision(var.aval.dtype))
 
-    def _note_rounding(self, eqn: Any) -> None:
+    def _note_rounding(self, eqn: Eqn) -> None:
         to = rounded_to(eqn)
         if to is not None:
             self.precisions.add(to)
 
-    def on_refs(self, eqn: Any, name: str, operands: list[Any]) -> Sequence[str]:
+    def on_refs(self, eqn: Eqn, name: str, operands: list[Any]) -> Sequence[str]:
         data: list[str] = []
         positions: list[str] = []
         cells = [kind for kind in operands if isinstance(kind, Cell)]
@@ -200,7 +201,7 @@ def _rows(names: str) -> Callable[[Row], Row]:
     "dynamic_update_slice scatter scatter-add reduce_window_sum roll repeat name "
     "with_memory_space_constraint sharding_constraint layout_constraint"
 )
-def _together(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _together(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     """Linear in all operands of a float type together; the others are positions."""
     if _applies(eqn):
         fold._note_inside(eqn)
@@ -216,19 +217,19 @@ def _together(fold: _Linearity, eqn: Any, given: list[str]) -> str:
     return fold.join(data)
 
 
-def _applies(eqn: Any) -> bool:
+def _applies(eqn: Eqn) -> bool:
     """Whether a scatter applies a function of the program's (``x.at[i].apply(f)``)."""
     update = opened(eqn.params.get("update_jaxpr"))
     return update is not None and name_of(eqn) == "scatter" and any(equations(update))
 
 
 @_rows(" ".join(CASTS))
-def _cast(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _cast(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     return _together(fold, eqn, given)
 
 
 @_rows(" ".join(SUMS))
-def _sum(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _sum(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     if eqn.params.get("axis_index_groups"):
         return _UNKNOWN
     fold.summed |= strings(eqn.params)
@@ -236,7 +237,7 @@ def _sum(fold: _Linearity, eqn: Any, given: list[str]) -> str:
 
 
 @_rows("ppermute all_gather all_gather_invariant all_to_all reduce_scatter")
-def _moved(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _moved(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     """Linear, and moves data between devices: only where that is asked about, too."""
     if not fold.reads_kernels:
         return _UNKNOWN
@@ -245,7 +246,7 @@ def _moved(fold: _Linearity, eqn: Any, given: list[str]) -> str:
 
 
 @_rows("mul dot_general conv_general_dilated")
-def _bilinear(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _bilinear(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     """Linear in one operand while the other is fixed."""
     if _ZERO in given:
         return _ZERO
@@ -253,29 +254,29 @@ def _bilinear(fold: _Linearity, eqn: Any, given: list[str]) -> str:
 
 
 @_rows("div dynamic_slice gather")
-def _in_first(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _in_first(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     if eqn.params.get("fill_value") not in (None, 0):  # a gather that fills what is out of bounds
         return _UNKNOWN
     return given[0] if _KNOWN.issuperset(given[1:]) else _UNKNOWN
 
 
 @_rows("triangular_solve")
-def _in_second(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _in_second(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     return given[1] if given[0] in _KNOWN else _UNKNOWN
 
 
 @_rows("convert_element_type")
-def _converted(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _converted(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     ends = (eqn.invars[0].aval, eqn.outvars[0].aval)
     return given[0] if all(is_inexact(a) and a.dtype.itemsize > 1 for a in ends) else _UNKNOWN
 
 
 @_rows("select_n")
-def _selected(fold: _Linearity, eqn: Any, given: list[str]) -> str:
+def _selected(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     return fold.join(given[1:]) if given[0] in _KNOWN else _UNKNOWN
 
 
-def strings(params: dict[str, Any]) -> frozenset[str]:
+def strings(params: Params) -> frozenset[str]:
     """Return all strings in an equation's parameters, which include its mesh axes."""
     names: set[str] = set()
     queue = list(params.values())

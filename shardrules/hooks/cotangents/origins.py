@@ -26,6 +26,7 @@ from shardrules.door.jaxprs import (
     is_transposed,
     named_axes,
 )
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.divisors import (
     SAME_VALUES,
     divided_by,
@@ -35,6 +36,7 @@ from shardrules.hooks.cotangents.divisors import (
     products_of,
     size_ratio,
 )
+from shardrules.hooks.types.calls.opaque import OpaqueCall
 from shardrules.jaxprs.fold import Cell, Fold
 from shardrules.jaxprs.walk import makers, uses
 from shardrules.registry.axistypes import show_axes
@@ -148,9 +150,9 @@ class Origins(Fold[Origin]):
     def __init__(
         self,
         door: Door,
-        opaque_of: Callable[[Any, dict], Any],
+        opaque_of: Callable[[Any, dict[str, Any]], Any],
         mesh_axes: frozenset[str],
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         inputs: Sequence[Origin],
         declared: str = "",
     ):
@@ -160,11 +162,15 @@ class Origins(Fold[Origin]):
         self.mesh_axes = mesh_axes
         self.declared = declared
         # Keyed by place, since several equations may hold one jaxpr and loops are read repeatedly.
-        self._reductions: dict[tuple, Reduction] = {}
-        self._divisors: dict[tuple, float] = {}  # of the equations that divide by a known number
-        self._means: dict[tuple, float] = {}  # of the equations that divide a sum over elements
+        self._reductions: dict[tuple[Any, ...], Reduction] = {}
+        self._divisors: dict[
+            tuple[Any, ...], float
+        ] = {}  # of the equations that divide by a known number
+        self._means: dict[
+            tuple[Any, ...], float
+        ] = {}  # of the equations that divide a sum over elements
         # What is to be completed when the jaxpr at a place was read: see ``finished``.
-        self._noted: dict[tuple, list[tuple[tuple, Any, int | None]]] = {}
+        self._noted: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, int | None]]] = {}
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
         self.outputs = self.run(jaxpr, [*map(self.constant, closed), *inputs])
 
@@ -197,7 +203,7 @@ class Origins(Fold[Origin]):
     def literal(self, value: Any) -> Origin:
         return _literal(value)
 
-    def constant(self, var: Any) -> Origin:
+    def constant(self, var: Var) -> Origin:
         axes = self.door.axes_of(var.aval)
         return Origin(axes=self.mesh_axes if axes is None else axes)
 
@@ -213,7 +219,7 @@ class Origins(Fold[Origin]):
 
     # Equations.
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         opaque = self.opaque_of(eqn.primitive, eqn.params)
         if opaque is not None:
             joined = _union(map(self.content, operands))
@@ -227,7 +233,7 @@ class Origins(Fold[Origin]):
         number = _number(eqn, operands)
         return results if number is None else [Origin(number=number)] * len(results)
 
-    def other(self, eqn: Any, name: str, operands: list[Origin]) -> Sequence[Origin]:
+    def other(self, eqn: Eqn, name: str, operands: list[Origin]) -> Sequence[Origin]:
         params, count = eqn.params, len(eqn.outvars)
         if name in CASTS:
             if self.declared in named_axes(params) and is_in(eqn, DECLARED):
@@ -251,14 +257,14 @@ class Origins(Fold[Origin]):
             joined.along(self.door.axis_type(var.aval).varying - entering) for var in eqn.outvars
         ]
 
-    def finished(self, jaxpr: Any, read: Callable[[Any], Any]) -> None:
+    def finished(self, jaxpr: Jaxpr, read: Callable[[Any], Any]) -> None:
         """Complete the reductions of a jaxpr by the numbers that divide them there."""
         noted = self._noted.pop(self.place, None)
         if noted is None:
             return
         made, used = makers(jaxpr), uses(jaxpr)
 
-        def number(atom: Any) -> float | None:
+        def number(atom: Var) -> float | None:
             return self.content(read(atom)).number
 
         for key, eqn, i in noted:
@@ -279,17 +285,17 @@ class Origins(Fold[Origin]):
                 reduction, divisors=frozenset(factors), products=products_of(factors)
             )
 
-    def _note(self, eqn: Any, i: int | None = None) -> tuple[Any, ...]:
+    def _note(self, eqn: Eqn, i: int | None = None) -> tuple[Any, ...]:
         """Note a reduction's operand, or a division, for ``finished``; return its key."""
         key = (*self.place, id(eqn))
         self._noted.setdefault(self.place, []).append((key, eqn, i))
         return key
 
-    def _reduces(self, eqn: Any, i: int, reduction: Reduction) -> None:
+    def _reduces(self, eqn: Eqn, i: int, reduction: Reduction) -> None:
         self._reductions[(*self._note(eqn, i), i)] = reduction
 
     def _collective(
-        self, eqn: Any, operands: list[Origin], joined: Origin, over: frozenset[str]
+        self, eqn: Eqn, operands: list[Origin], joined: Origin, over: frozenset[str]
     ) -> list[Origin]:
         name = eqn.primitive.name
         scatters = "scatter" in name
@@ -317,7 +323,7 @@ class Origins(Fold[Origin]):
             return [joined.along(over)] * len(eqn.outvars)
         return [joined.moved(over)] * len(eqn.outvars)
 
-    def _opaque(self, eqn: Any, opaque: Any, joined: Origin, count: int) -> Origin:
+    def _opaque(self, eqn: Eqn, opaque: OpaqueCall, joined: Origin, count: int) -> Origin:
         rule = rule_of(opaque)
         if rule is None:
             return joined.crossing(self.mesh_axes).moved(self.mesh_axes)
@@ -335,7 +341,7 @@ class Origins(Fold[Origin]):
         return joined.summed(over) if rule.drops and whole else joined.moved(over or self.mesh_axes)
 
 
-def rule_of(opaque: Any) -> Any:
+def rule_of(opaque: OpaqueCall) -> Any:
     """Return the rule that an opaque call obeys, or None; None for other equations."""
     return getattr(getattr(opaque, "registration", None), "rule", None)
 
@@ -355,7 +361,7 @@ def _literal(value: Any) -> Origin:
     return Origin(number=number) if math.isfinite(number) else NOWHERE
 
 
-def _number(eqn: Any, operands: Sequence[Any]) -> float | None:
+def _number(eqn: Eqn, operands: Sequence[Any]) -> float | None:
     """Return the one number that an equation's results hold, if known."""
     name = eqn.primitive.name
     numbers = [None if isinstance(x, Cell) else x.number for x in operands]
@@ -378,7 +384,9 @@ def _number(eqn: Any, operands: Sequence[Any]) -> float | None:
         size = size_of(named_axes(eqn.params))
         return None if size is None else first * size
     if name == "reduce_sum":
-        return first * eqn.invars[0].aval.size / max(eqn.outvars[0].aval.size, 1)
+        summed = eqn.invars[0].aval.size
+        total: float = first * summed / max(eqn.outvars[0].aval.size, 1)
+        return total
     return (
         first
         if (name in _SAME_NUMBER and (is_float or not first)) or (not first and name in _OF_ZEROS)
@@ -389,6 +397,7 @@ def _number(eqn: Any, operands: Sequence[Any]) -> float | None:
 def size_of(axes: frozenset[str]) -> int | None:
     """Return the number of devices along mesh axes; None if an axis is not in scope."""
     try:
-        return jax.lax.psum(1, tuple(sorted(axes)))
+        size: int = jax.lax.psum(1, tuple(sorted(axes)))
+        return size
     except NameError:
         return None

@@ -201,7 +201,9 @@ class Refusals:
             f"    return (ct,){keeps if self.has_casts else ''}",
         )
 
-    def lost(self, ct: Cotangent, axes: frozenset[str], lost: frozenset[str], by: str):
+    def lost(
+        self, ct: Cotangent, axes: frozenset[str], lost: frozenset[str], by: str
+    ) -> CotangentError:
         """Return the error for a varying result that JAX types as invariant."""
         names = quoted(axes)
         return self._error(

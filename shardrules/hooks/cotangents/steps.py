@@ -15,6 +15,7 @@ from typing import Any
 from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, CASTS, NEW_REFS, SUMS, is_inexact, name_of, opened
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.linearity import (
     is_less,
     is_narrow,
@@ -37,7 +38,7 @@ _FOLLOWED = frozenset((*CALLS, "scan", "cond"))
 _TRANSPOSE_CALLS = ("linear_call", "custom_transpose_call")
 
 
-def why_not_linear(door: Door, eqn: Any, is_opaque: IsOpaque) -> str:
+def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
     """Say why an equation's transpose may not be linear on each device; empty if it is."""
     name = name_of(eqn)
     if name == "custom_linear_solve":
@@ -50,7 +51,7 @@ def why_not_linear(door: Door, eqn: Any, is_opaque: IsOpaque) -> str:
     return ""
 
 
-def has_rule(door: Door, eqn: Any) -> bool:
+def has_rule(door: Door, eqn: Eqn) -> bool:
     """Whether an equation is differentiated by a rule that its author wrote, or rounds."""
     name = name_of(eqn)
     if name.startswith("custom_jvp_call"):
@@ -64,7 +65,14 @@ def has_rule(door: Door, eqn: Any) -> bool:
     )
 
 
-class Rules:
+def absent_tangents(eqn: Eqn) -> Sequence[bool]:
+    """Return which tangents of a custom_vjp's linear part are zero; JAX 0.6.0 takes all of them."""
+    none_zero = [False] * (len(eqn.invars) - eqn.params["num_res"])
+    zeros: Sequence[bool] = eqn.params.get("in_zeros", none_zero)
+    return zeros
+
+
+class CustomRules:
     """The custom rules that a program calls and that no derivative of it has run yet, by keys.
 
     Two calls have one key only if they have the same rule. No name or place is a key, since the
@@ -123,7 +131,7 @@ def hashable(rule: Any) -> Any:
 class Shares(Reach):
     """What keeps gradients from being those of the check off, in one linear program."""
 
-    def __init__(self, door: Door, is_opaque: IsOpaque, jaxpr: Any, linear: Sequence[bool]):
+    def __init__(self, door: Door, is_opaque: IsOpaque, jaxpr: Jaxpr, linear: Sequence[bool]):
         super().__init__()
         self.door = door
         self._is_opaque = is_opaque
@@ -148,7 +156,7 @@ class Shares(Reach):
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         name = name_of(eqn)
         if name in _FOLLOWED and not (name == "cond" and self.content(operands[0])):
             return super().equation(eqn, operands)
@@ -161,11 +169,11 @@ class Shares(Reach):
             return super().equation(eqn, operands)
         return self.one_step(eqn, operands, bool(tangents))
 
-    def _varying(self, atoms: Sequence[Any]) -> frozenset[str]:
+    def _varying(self, atoms: Sequence[Var]) -> frozenset[str]:
         types = [self.door.axis_type(atom.aval).varying for atom in atoms]
         return frozenset().union(*types) & self._every
 
-    def _cast(self, eqn: Any, tangents: list[Any]) -> None:
+    def _cast(self, eqn: Eqn, tangents: list[Any]) -> None:
         """Note where the cotangents of invariant tangents are summed over the devices."""
         over = self._varying([*eqn.invars, *eqn.outvars])
         for atom in tangents:
@@ -176,7 +184,7 @@ class Shares(Reach):
                 if is_less(precision(atom.aval.dtype), self._kept):
                     self._reasons.append(f"a gradient would be summed in {atom.aval.dtype}")
 
-    def _operation(self, eqn: Any, tangents: list[Any]) -> None:
+    def _operation(self, eqn: Eqn, tangents: list[Any]) -> None:
         results = [var for var in eqn.outvars if is_inexact(var.aval)] or tangents
         whole = frozenset().union(*(self._every - self._varying([var]) for var in results))
         if not whole:
@@ -199,7 +207,7 @@ class Shares(Reach):
                 self._rounding.append((whole, why))
 
 
-def _solves(eqn: Any) -> bool:
+def _solves(eqn: Eqn) -> bool:
     """Whether a linear solve calls functions that are linear on each device."""
     jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
     return all(
@@ -212,11 +220,11 @@ def _solves(eqn: Any) -> bool:
     )
 
 
-def _is_linear(jaxpr: Any, const_count: int) -> bool:
+def _is_linear(jaxpr: Jaxpr, const_count: int) -> bool:
     return linearity(jaxpr, jaxpr.invars[const_count:]).summed == frozenset()
 
 
-def _calls(eqn: Any) -> bool:
+def _calls(eqn: Eqn) -> bool:
     """Whether an equation calls functions that no graph sees into."""
     if eqn.primitive.name.startswith("scatter"):  # its function only adds or replaces
         return False

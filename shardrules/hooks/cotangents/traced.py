@@ -12,9 +12,12 @@ import jax
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CASTS, named_axes
+from shardrules.door.protocols import Jaxpr
 from shardrules.hooks.cotangents.origins import Origin, Origins, rule_of, size_of
 from shardrules.jaxprs.walk import equations
 from shardrules.registry.axistypes import AxisType
+
+Path = tuple[Any, ...]  # of a cotangent, in what a bwd returns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,7 +46,7 @@ class CustomVjpInfo:
         except (ValueError, TypeError):  # Leave mismatches to JAX.
             return cotangents
 
-        def call(path, value, placeholder):
+        def call(path: Path, value: Any, placeholder: Any) -> Any:
             # A None covers a whole subtree of primals; JAX drops cotangents of a None.
             index = None if value is None else indices.get(id(placeholder))
             return value if index is None else function(path, index, value)
@@ -66,13 +69,13 @@ class CustomVjpInfo:
 class Trace:
     """A bwd's jaxpr, which runs in place of the bwd."""
 
-    def __init__(self, door: Door, bwd, args):
+    def __init__(self, door: Door, bwd: Any, args: Sequence[Any]):
         tree = jax.tree_util
         leaves, structure = tree.tree_flatten(args)
         self.dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
         self.arrays = [leaves[i] for i in self.dynamic]
 
-        def run(*arrays):
+        def run(*arrays: Any) -> Any:
             full = list(leaves)
             for i, array in zip(self.dynamic, arrays):
                 full[i] = array
@@ -80,11 +83,11 @@ class Trace:
             if isinstance(out, list):
                 out = tuple(out)
             outputs, self._structure = tree.tree_flatten_with_path(out)
-            arrays = [(path, leaf) for path, leaf in outputs if isinstance(leaf, jax.Array)]
-            self.paths = [path for path, _ in arrays]
+            returned = [(path, leaf) for path, leaf in outputs if isinstance(leaf, jax.Array)]
+            self.paths = [path for path, _ in returned]
             self.returned = [path for path, _ in outputs]
             self._constant = [None if isinstance(leaf, jax.Array) else leaf for _, leaf in outputs]
-            return [leaf for _, leaf in arrays]
+            return [leaf for _, leaf in returned]
 
         # Inlining binds the same equations as bwd itself. eval_jaxpr would not do: without a jit
         # around the whole program, JAX 0.6.0 can't run a kernel's equation by itself.
@@ -136,11 +139,11 @@ class Forward:
         avals = parts.in_avals if parts.fwd_avals is None else parts.fwd_avals
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
-        def run(*flat):
-            flat = [door.cast(x, door.axis_type(a)) for x, a in zip(flat, avals)]
+        def run(*flat: Any) -> Any:
+            leaves: list[Any] = [door.cast(x, door.axis_type(a)) for x, a in zip(flat, avals)]
             if parts.perturbed:
-                flat = [*map(jax.custom_derivatives.CustomVJPPrimal, flat, parts.perturbed)]
-            return parts.fwd.call_wrapped(*jax.tree_util.tree_unflatten(parts.in_tree, flat))
+                leaves = [*map(jax.custom_derivatives.CustomVJPPrimal, leaves, parts.perturbed)]
+            return parts.fwd.call_wrapped(*jax.tree_util.tree_unflatten(parts.in_tree, leaves))
 
         try:
             return jax.make_jaxpr(run)(*structs).jaxpr
@@ -152,7 +155,7 @@ class Forward:
         """The origins of its outputs, then of its residuals."""
         return self._origins_of(self.jaxpr)
 
-    def _origins_of(self, jaxpr: Any) -> Origins:
+    def _origins_of(self, jaxpr: Jaxpr) -> Origins:
         types = enumerate(self.primals)
         inputs = [Origin(frozenset((at,)), type_.varying | type_.unreduced) for at, type_ in types]
         return Origins(self.door, self.opaque_call_of, self.mesh_axes, jaxpr, inputs)

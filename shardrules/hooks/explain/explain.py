@@ -18,6 +18,7 @@ import jax
 from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.door.jaxprs import SUMS, TO_UNREDUCED, TO_VARYING, named_axes, opened, scan_counts
+from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.explain.explanation import (
     WRITTEN,
@@ -33,8 +34,8 @@ from shardrules.hooks.explain.explanation import (
 from shardrules.hooks.install import held, state
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT
-from shardrules.hooks.types.calls.opaque import confirm, to_paste
-from shardrules.jaxprs.walk import Inside, read, uses
+from shardrules.hooks.types.calls.opaque import OpaqueCall, confirm, to_paste
+from shardrules.jaxprs.walk import Inside, uses, visited
 from shardrules.paths import is_library
 from shardrules.registry.axistypes import show_axes
 
@@ -130,7 +131,7 @@ def _missing(explainer: _Explainer) -> tuple[MissingRule, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _EqnPlace:
     stack: str = ""  # the name stacks of the equations around it
     at: str = ""  # its source line, or ``within`` and the source line of an equation around it
     checked: bool | None = None  # whether the check is on; None outside shard_map
@@ -150,7 +151,7 @@ _LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
 
 
 class _Explainer:
-    def __init__(self):
+    def __init__(self) -> None:
         self.door = internals.load()
         self.notes = Notes()
         self.unknown: set[tuple[str, str, str]] = set()
@@ -159,7 +160,7 @@ class _Explainer:
         self.sums: list[ExplainedSum] = []
         self.claims: list[str] = []
 
-    def program(self, f: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+    def program(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace a program as after ``install()``, past calls without a rule, and read it."""
         if not callable(f):
             raise ShardrulesError(
@@ -174,9 +175,9 @@ class _Explainer:
                 closed = jax.make_jaxpr(f)(*args, **kwargs)
                 for call, *_ in self.notes.unknown:
                     self.unknown.add((call.primitive, call.name, call.place))
-                read(opened(closed), self._equation, _Place(), _entered)
+                visited(opened(closed), self._equation, _EqnPlace(), _entered)
 
-    def _equation(self, eqn: Any, place: _Place, read_inside: Inside) -> Sequence[Any]:
+    def _equation(self, eqn: Eqn, place: _EqnPlace, read_inside: Inside[Any, Any]) -> Sequence[Any]:
         around = f"within {place.at.removeprefix('within ')}" if place.at else ""
         at = self.door.source_line(eqn.source_info)
         if around and is_library(at):  # JAX's traceback ends at a library's own jit
@@ -217,7 +218,7 @@ class _Explainer:
         read_inside(inside)
         return ()
 
-    def _call(self, eqn: Any, opaque: Any, place: _Place) -> None:
+    def _call(self, eqn: Eqn, opaque: OpaqueCall, place: _EqnPlace) -> None:
         count = len(eqn.invars) if opaque.operand_count is None else opaque.operand_count
         # Raises where lowering would. On a copy, so that the status stays the declared one.
         confirm(dataclasses.replace(opaque), state(), eqn.primitive.name, eqn.params, count)
@@ -246,7 +247,7 @@ class _Explainer:
             )
         )
 
-    def _cast(self, eqn: Any, place: _Place) -> None:
+    def _cast(self, eqn: Eqn, place: _EqnPlace) -> None:
         axes, value, size = _described(eqn)
         to = "unreduced" if eqn.primitive.name in TO_UNREDUCED else "varying"
         why = self._reason(place.uses.get(eqn.outvars[0], ()), place.outcome)
@@ -272,13 +273,13 @@ class _Explainer:
             return self._reason(uses(inner).get(inner.invars[i], ()), "a result")
         return f"operand {i} of {name}, by JAX or the program"
 
-    def _chooses(self, eqn: Any) -> bool:
+    def _chooses(self, eqn: Eqn) -> bool:
         """Whether the predicate of a cond, or the condition of a while_loop, varies."""
         is_while = eqn.primitive.name == "while"
         atoms = opened(eqn.params["cond_jaxpr"]).outvars if is_while else eqn.invars
         return bool(self.door.axis_type(atoms[0].aval).varying)
 
-    def _sum(self, eqn: Any, place: _Place) -> None:
+    def _sum(self, eqn: Eqn, place: _EqnPlace) -> None:
         axes, value, size = _described(eqn)
         aval = eqn.invars[0].aval
         why = WRITTEN
@@ -300,19 +301,19 @@ class _Explainer:
         self.sums.append(ExplainedSum(axes, value, size, place.at, place.phase, why, place.steps))
 
 
-def _entered(jaxpr: Any, place: _Place) -> _Place:
+def _entered(jaxpr: Jaxpr, place: _EqnPlace) -> _EqnPlace:
     return dataclasses.replace(place, uses=uses(jaxpr))
 
 
-def _carries(eqn: Any, i: int) -> bool:
+def _carries(eqn: Eqn, i: int) -> bool:
     params = eqn.params
     if eqn.primitive.name == "while":
-        return i >= params["cond_nconsts"] + params["body_nconsts"]
+        return bool(i >= params["cond_nconsts"] + params["body_nconsts"])
     constants, carry = scan_counts(params)
     return 0 <= i - constants < carry
 
 
-def _described(eqn: Any) -> tuple[tuple[str, ...], str, int]:
+def _described(eqn: Eqn) -> tuple[tuple[str, ...], str, int]:
     """Return an equation's axes, its operand's dtype and shape, and its bytes."""
     aval = eqn.invars[0].aval
     text = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"

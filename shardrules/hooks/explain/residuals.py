@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.door.jaxprs import scan_counts
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.errors import ShardrulesError
 from shardrules.jaxprs.fold import Fold
 from shardrules.jaxprs.walk import makers
@@ -30,8 +31,10 @@ class NamedValue(NamedTuple):
 # Equations whose result is the same residual as their operand. A new name makes a new one.
 _SAME = ("copy", "copy_p", "device_put", "optimization_barrier", "reduce_precision", "pvary")
 _ORDER = ("offloaded", "saved", "recomputed", "not a residual")
-_Place = tuple[Any, ...]  # where a named value is made
-_Copied = frozenset[tuple[_Place, bool]]  # the named values of which it is a copy; if by the host
+_EqnPlace = tuple[Any, ...]  # where a named value is made
+_Copied = frozenset[
+    tuple[_EqnPlace, bool]
+]  # the named values of which it is a copy; if by the host
 _NONE: _Copied = frozenset()
 
 
@@ -88,14 +91,14 @@ class _Names(Fold[_Copied]):
         super().__init__()
         self.line = internals.load().source_line
         self.has_backward = False
-        self.values: dict[_Place, NamedValue] = {}
+        self.values: dict[_EqnPlace, NamedValue] = {}
         # The named values that enter such a pass, and whether by the host.
-        self.kept: set[tuple[_Place, bool]] = set()
+        self.kept: set[tuple[_EqnPlace, bool]] = set()
 
     def literal(self, value: Any) -> _Copied:
         return _NONE
 
-    def constant(self, var: Any) -> _Copied:
+    def constant(self, var: Var) -> _Copied:
         return _NONE
 
     def join(self, values: Iterable[_Copied]) -> _Copied:
@@ -104,7 +107,7 @@ class _Names(Fold[_Copied]):
     def chosen(self, by: _Copied, value: _Copied) -> _Copied:
         return value
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if _recomputes(eqn):
             self.has_backward = True
             self.kept.update(*map(self.content, operands))
@@ -115,7 +118,7 @@ class _Names(Fold[_Copied]):
             return [*[_NONE] * carries, *results[carries:]]
         return super().equation(eqn, operands)
 
-    def other(self, eqn: Any, name: str, operands: list[_Copied]) -> Sequence[_Copied]:
+    def other(self, eqn: Eqn, name: str, operands: list[_Copied]) -> Sequence[_Copied]:
         if name == "name":
             return [frozenset({(self._name(eqn), False)})]
         if name in _SAME:
@@ -125,7 +128,7 @@ class _Names(Fold[_Copied]):
         results, _ = self.anything(eqn, operands)
         return [_NONE] * len(eqn.outvars) if results is None else results
 
-    def _name(self, eqn: Any) -> _Place:
+    def _name(self, eqn: Eqn) -> _EqnPlace:
         aval, place = eqn.outvars[0].aval, (*self.place, id(eqn))
         scans = [outer.params["length"] for outer in self.around if "length" in outer.params]
         self.values[place] = NamedValue(
@@ -138,7 +141,7 @@ class _Names(Fold[_Copied]):
         )
         return place
 
-    def finished(self, jaxpr: Any, read: Callable[[Any], Any]) -> None:
+    def finished(self, jaxpr: Jaxpr, read: Callable[[Any], Any]) -> None:
         made = makers(jaxpr)
         for out in jaxpr.outvars:
             eqn = None if hasattr(out, "val") else made.get(out)
@@ -147,12 +150,12 @@ class _Names(Fold[_Copied]):
                 self.values[place] = self.values[place]._replace(is_output=True)
 
 
-def _recomputes(eqn: Any) -> bool:
+def _recomputes(eqn: Eqn) -> bool:
     """Whether an equation is the backward pass of a ``jax.checkpoint`` (``remat2``)."""
     return bool(eqn.params.get("differentiated")) and "policy" in eqn.params
 
 
-def _to_host(equation: Any) -> bool:
+def _to_host(equation: Eqn) -> bool:
     # JAX 0.4.31 and older call the parameter ``device``.
     params = equation.params
     where = params.get("devices", params.get("device"))

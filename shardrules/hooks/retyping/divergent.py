@@ -23,10 +23,11 @@ from shardrules.door.jaxprs import (
     opened,
 )
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Eqn, Jaxpr
 from shardrules.errors import AxisError
 from shardrules.hooks.frames import BranchFrame
 from shardrules.hooks.state import Hooks
-from shardrules.jaxprs.walk import Inside, read
+from shardrules.jaxprs.walk import Inside, visited
 from shardrules.registry.axistypes import show_axes
 
 # Primitives that name mesh axes and wait for no device along them.
@@ -49,7 +50,7 @@ class Divergent(Hooks):
             if table is not None and cond in table:
                 patches.entry(table, cond, functools.partial(self._transpose, table[cond]))
 
-    def _transpose(self, rule, *args, **params):
+    def _transpose(self, rule: Callable[..., Any], *args: Any, **params: Any) -> Any:
         trace = self.door.trace_here.trace
         with BranchFrame(trace, params["branches"]):
             return rule(*args, **params)
@@ -98,7 +99,7 @@ class Divergent(Hooks):
             axes=axes,
         )
 
-    def _communicated(self, eqn: Any) -> frozenset[str]:
+    def _communicated(self, eqn: Eqn) -> frozenset[str]:
         """Return the axes over which a collective, or a kernel by its rule, communicates."""
         opaque = self.state.opaque_call_of(eqn.primitive, eqn.params)
         if opaque is None:
@@ -110,7 +111,7 @@ class Divergent(Hooks):
         return frozenset(axis for effect in effects or () for axis in effect.axes)
 
     def _waiting(
-        self, jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
+        self, jaxpr: Jaxpr, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
     ) -> list[Any]:
         jaxpr = opened(jaxpr)
         if not _collectives(jaxpr, over, everywhere, axes_of):
@@ -120,14 +121,18 @@ class Divergent(Hooks):
         return _collectives(used, over, everywhere, axes_of)
 
 
-def _summed(eqn: Any) -> frozenset[str]:
+def _summed(eqn: Eqn) -> frozenset[str]:
     return named_axes(eqn.params) if eqn.primitive.name in SUMS else frozenset()
 
 
-def _collectives(jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf) -> list[Any]:
+def _collectives(
+    jaxpr: Jaxpr, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
+) -> list[Any]:
     """Return the collectives over some of ``over`` in order; of a call, (equation, list)."""
 
-    def visit(eqn: Any, everywhere: bool, inside: Inside) -> Iterator[tuple[Any, list[Any]]]:
+    def visit(
+        eqn: Eqn, everywhere: bool, inside: Inside[Any, Any]
+    ) -> Iterator[tuple[Any, list[Any]]]:
         waits = everywhere or is_transposed(eqn)
         # What is cast to join a branch is a collective's result, of one that its user wrote there:
         # inputs were cast before. The sum waits as that one does.
@@ -136,7 +141,7 @@ def _collectives(jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _A
         elif eqn.primitive.name not in KERNELS and any(inner := inside(waits)):
             yield eqn, inner
 
-    return read(jaxpr, visit, everywhere)
+    return visited(jaxpr, visit, everywhere)
 
 
 def _kinds(collectives: Sequence[Any]) -> list[Any]:

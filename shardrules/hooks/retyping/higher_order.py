@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     JOINED,
     TO_VARYING,
@@ -24,6 +25,7 @@ from shardrules.door.jaxprs import (
     union,
     widened,
 )
+from shardrules.door.protocols import Aval, Eqn, Jaxpr, Params, Primitive
 from shardrules.jaxprs.fold import Cell
 from shardrules.jaxprs.reach import Reach
 from shardrules.jaxprs.rewrite import cast_outputs
@@ -57,7 +59,7 @@ class Retyped(NamedTuple):
 class HigherOrderOp:
     """A call of jaxprs, which were traced with operands of the types ``traced``."""
 
-    def __init__(self, retyping: Any, params: dict[str, Any], traced: Sequence[AxisType]):
+    def __init__(self, retyping: Any, params: Params, traced: Sequence[AxisType]):
         self.retyping = retyping
         self.door = retyping.door
         self.params = params
@@ -65,7 +67,7 @@ class HigherOrderOp:
 
     @staticmethod
     def of(
-        retyping: Any, primitive: Any, params: dict[str, Any], avals: Sequence[Any]
+        retyping: Any, primitive: Primitive, params: Params, avals: Sequence[Any]
     ) -> HigherOrderOp | None:
         """Return the call; None if it calls no jaxpr, or calls one with other values."""
         door = retyping.door
@@ -101,7 +103,7 @@ class HigherOrderOp:
 
 
 class _Cond(HigherOrderOp):
-    def retyped(self, types, what):
+    def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
         door, retyping, branches = self.door, self.retyping, self.params["branches"]
         over, operands = types[0].varying, [*types[1:]]
         avals = [var.aval for var in opened(branches[0]).invars]
@@ -119,7 +121,9 @@ class _Cond(HigherOrderOp):
         new = [cast_outputs(door, branch, results, JOINED) for branch in new]
         return Retyped([types[0], *operands], {"branches": tuple(new)}, retyping.results(new[0]))
 
-    def _casts_inside(self, over, operands, avals) -> bool:
+    def _casts_inside(
+        self, over: frozenset[str], operands: Sequence[AxisType], avals: Sequence[Any]
+    ) -> bool:
         """Whether a branch casts what may come from an operand: its gradient is then a psum."""
         now = [*map(self.door.with_axis_type, avals, operands)]
         narrow = [
@@ -143,11 +147,11 @@ class _Casts(Reach):
         self._over = over
         self._is_found = False
 
-    def found_in(self, jaxpr: Any, narrow: Sequence[int]) -> bool:
+    def found_in(self, jaxpr: Jaxpr, narrow: Sequence[int]) -> bool:
         self.run(jaxpr, [n in narrow for n in range(len(jaxpr.invars))])
         return self._is_found
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         takes = any(map(self.content, operands))
         if takes and eqn.primitive.name in TO_VARYING:
             self._is_found |= bool(self._over & named_axes(eqn.params))
@@ -165,7 +169,7 @@ class _Casts(Reach):
 
 
 class _While(HigherOrderOp):
-    def retyped(self, types, what):
+    def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
         # A carry that the body returns as it is stays the same however often the body runs.
         door, retyping, params = self.door, self.retyping, self.params
         first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -194,7 +198,7 @@ class _While(HigherOrderOp):
 
 
 class _Scan(HigherOrderOp):
-    def retyped(self, types, what):
+    def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
         constants, carries = scan_counts(self.params)
         types, jaxpr = [*types], self.params["jaxpr"]
         carry = slice(constants, constants + carries)
@@ -214,7 +218,7 @@ class _Scan(HigherOrderOp):
 class _Alike(HigherOrderOp):
     """A call whose transpose users wrote: all operands and the result vary alike."""
 
-    def wanted(self, have):
+    def wanted(self, have: Sequence[AxisType]) -> list[AxisType]:
         axes = union((*have, *self.traced))
         return [widened(own, axes) for own in have]
 
@@ -223,7 +227,7 @@ class _LinearSolve(_Alike):
     """A linear solve: what its functions take varies alike."""
 
     @classmethod
-    def of_jaxprs(cls, retyping, params):
+    def of_jaxprs(cls, retyping: Any, params: Params) -> _LinearSolve:
         traced: list[AxisType] = []
         for jaxpr, count in zip(params["jaxprs"], params["const_lengths"]):
             if jaxpr is not None:
@@ -231,11 +235,11 @@ class _LinearSolve(_Alike):
         traced += _entering(retyping.door, params["jaxprs"].solve)[params["const_lengths"].solve :]
         return cls(retyping, params, traced)
 
-    def retyped(self, types, what):
+    def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
         door, retyping, jaxprs = self.door, self.retyping, self.params["jaxprs"]
         axes = union(types)
 
-        def wide(have):
+        def wide(have: Sequence[AxisType]) -> list[AxisType]:
             return [widened(axis_type, axes) for axis_type in have]
 
         new = []
@@ -251,11 +255,11 @@ class _LinearSolve(_Alike):
 class _JaxprCall(HigherOrderOp):
     """An op that calls one jaxpr, its parameter ``key``, with all of its operands."""
 
-    def __init__(self, retyping, params, traced, key: str):
+    def __init__(self, retyping: Any, params: Params, traced: Any, key: str):
         super().__init__(retyping, params, traced)
         self.key = key
 
-    def retyped(self, types, what):
+    def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
         params, retyping = self.params, self.retyping
         changes: dict[str, Any] = {}
         thunks = [name for name in _THUNKS if name in params]
@@ -274,11 +278,11 @@ class _JaxprCall(HigherOrderOp):
         changes[self.key] = retyping.jaxpr(params[self.key], types, what)
         return Retyped(types, changes, retyping.results(changes[self.key]))
 
-    def _thunk(self, thunk, types, what, cast: frozenset[str]) -> Any:
+    def _thunk(self, thunk: Any, types: Sequence[AxisType], what: Any, cast: frozenset[str]) -> Any:
         """Return a custom rule's thunk that retypes its jaxpr when called."""
         retyping, jaxprs = self.retyping, {}
 
-        def run(*zeros):
+        def run(*zeros: Any) -> Any:
             if cast:
                 axes = [cast | getattr(zero, "axes", frozenset()) for zero in zeros]
                 zeros = tuple(map(Mark, map(bool, zeros), axes))
@@ -303,20 +307,20 @@ class _LinearCall(_Alike, _JaxprCall):
     """A ``linear_call``."""
 
 
-def _entering(door: Any, jaxpr: Any) -> tuple[AxisType, ...]:
+def _entering(door: Door, jaxpr: Jaxpr) -> tuple[AxisType, ...]:
     return door.axis_types(var.aval for var in opened(jaxpr).invars)
 
 
-def _missing(door: Any, over: frozenset[str], avals: Iterable[Any]) -> bool:
+def _missing(door: Door, over: frozenset[str], avals: Iterable[Any]) -> bool:
     """Whether a chosen value is typed as if all devices along ``over`` chose alike."""
     types = [door.axis_type(aval) for aval in avals if door.can_cast(aval)]
     return any(over - axis_type.varying - axis_type.unreduced for axis_type in types)
 
 
-def _takes_operands(door: Any, variables: Sequence[Any], avals: Sequence[Any]) -> bool:
+def _takes_operands(door: Door, variables: Sequence[Any], avals: Sequence[Aval]) -> bool:
     """Whether a jaxpr takes the operands of its call as they are."""
 
-    def form(aval):
+    def form(aval: Aval) -> Any:
         return (getattr(aval, "shape", None), getattr(aval, "dtype", None), door.can_cast(aval))
 
     return len(variables) == len(avals) and all(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -29,6 +29,7 @@ from shardrules.door.jaxprs import (
     widened,
 )
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Aval, Jaxpr, JaxTrace, Params, Primitive, Rest
 from shardrules.hooks.retyping.divergent import Divergent
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
@@ -66,7 +67,9 @@ class ReplayHooks(Hooks):
                 primitive, "bind", functools.partial(self._bind_custom_vjp, primitive.bind)
             )
 
-    def _called(self, rest, primitive, trace, args, params):
+    def _called(
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
+    ) -> Any:
         """Bind a primitive that calls jaxprs, fitted to its operands."""
         if not self.acts:
             return rest(primitive, trace, args, params)
@@ -87,7 +90,14 @@ class ReplayHooks(Hooks):
                 note_called(self.state, called, results)
         return results
 
-    def _refused(self, primitive, trace, args, params, error):
+    def _refused(
+        self,
+        primitive: Primitive,
+        trace: JaxTrace,
+        args: Sequence[Any],
+        params: Params,
+        error: Exception,
+    ) -> Any:
         """Bind what JAX refused with operands that its functions would cast, or raise its error."""
         # Programs that JAX accepts never get here: they pay nothing and stay the same.
         # JAX 0.10 has an option against casts by its functions.
@@ -115,37 +125,37 @@ class ReplayHooks(Hooks):
             except (TypeError, ValueError):
                 raise error from None
 
-    def _managed(self):
+    def _managed(self) -> Any:
         """Return how an equation's context is entered: with the current mesh if it had none."""
         # JAX (0.6 to 0.12) runs equations that were traced outside of shard_map without a mesh, so
         # inside shard_map it doesn't follow their types.
         hooks, door, plain = self, self.door, self.door.JaxprEqnContextManager
         full: Any = None  # the last mesh that was not empty; a program has only one
 
-        class Here(plain):
-            def __enter__(self):
+        class Entered(plain):  # type: ignore[valid-type, misc]  # a class of JAX's, looked up here
+            def __enter__(self) -> None:
                 super().__enter__()
                 door.use_abstract_mesh(self.mesh).__enter__()  # __exit__ puts back what was before
 
         # This replaces JAX's method and does what it does in its last line, instead of calling it:
         # every equation comes here.
-        def manager(self):
+        def manager(self: Any) -> Any:
             nonlocal full
             mesh = self.cur_abstract_mesh
             if mesh is not full:
                 if not mesh.empty:
                     full = mesh
                 elif hooks.acts:
-                    here = Here(self)
+                    here = Entered(self)
                     here.mesh = door.abstract_mesh()
                     return here
             return plain(self)
 
         return property(manager)
 
-    def _evaluator(self, original):
+    def _evaluator(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def eval_jaxpr(jaxpr, consts, *args, **options):
+        def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any, **options: Any) -> Any:
             if self.acts:
                 if self.state.here.look.gradients is not None and gradient_sums(jaxpr):
                     self.state.record_gradient()  # it was taken before
@@ -158,7 +168,9 @@ class ReplayHooks(Hooks):
 
     # What calls jaxprs.
 
-    def _fitted(self, primitive, trace, args, params):
+    def _fitted(
+        self, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
+    ) -> Any:
         """Return the types to cast operands to, and changed parameters; None if nothing changes."""
         avals = [*map(self.door.typeof, args)]
         if primitive.name in CALLS and _as_traced(params.get(CALLS[primitive.name]), avals):
@@ -181,7 +193,9 @@ class ReplayHooks(Hooks):
             self.state.of(TypeNoteHooks).note(f"{primitive.name}, as {what} varies,", over)
         return retyped.operands, retyped.changes
 
-    def _decides(self, primitive, avals, params) -> tuple[str | None, frozenset[str]]:
+    def _decides(
+        self, primitive: Primitive, avals: Sequence[Aval], params: Params
+    ) -> tuple[str | None, frozenset[str]]:
         """Return what devices decide differently here, if anything, and along which axes."""
         door = self.door
         if primitive is door.cond_p:
@@ -200,7 +214,7 @@ class ReplayHooks(Hooks):
 
     # A custom_vjp: its bwd closes over the primals' types.
 
-    def _bind_params(self, original, params):
+    def _bind_params(self, original: Callable[..., Any], params: Params) -> Any:
         new = original(params)
         functions = new["subfuns"] if isinstance(new, dict) else new[0]
         fun, fwd, bwd = functions
@@ -209,7 +223,7 @@ class ReplayHooks(Hooks):
         functions = type(functions)((fun, fwd, self.door.wrapped(run, bwd)))
         return {**new, "subfuns": functions} if isinstance(new, dict) else (functions, new[1])
 
-    def _bind_custom_vjp(self, bind, *args, **params):
+    def _bind_custom_vjp(self, bind: Callable[..., Any], *args: Any, **params: Any) -> Any:
         first = 0 if "subfuns" in params else 3
         bwd = (params.get("subfuns") or args)[2]
         run = getattr(bwd, "f", bwd)
@@ -234,11 +248,11 @@ class _Replayed:
         self.axes: frozenset[str] = frozenset()  # those that the primals have gained since
         self.__name__ = retyping.door.function_name(bwd)
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         return self.retyping.run_bwd(self.bwd, self.axes, False, *args)
 
 
-def _as_traced(jaxpr: Any, avals: Sequence[Any]) -> bool:
+def _as_traced(jaxpr: Any, avals: Sequence[Aval]) -> bool:
     """Whether a jaxpr is called with the avals that it was traced with, as jit mostly is."""
     jaxpr = opened(jaxpr)
     if jaxpr is None or len(jaxpr.invars) != len(avals):

@@ -26,11 +26,12 @@ from shardrules.door.jaxprs import (
     is_inexact,
     name_of,
     opened,
-    read,
     renamed_effects,
     union,
+    value_of,
     widened,
 )
+from shardrules.door.protocols import Aval, Eqn, Jaxpr, Primitive, Var
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.state import Hooks, State
@@ -45,7 +46,7 @@ class Retyping(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self._replayed: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
+        self._replayed: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     # A bwd may run for primals that vary over more axes than when it was traced.
 
@@ -76,12 +77,12 @@ class Retyping(Hooks):
         with bare:
             yield frame.over, frame.cast
 
-    def results(self, jaxpr: Any) -> tuple[AxisType, ...]:
+    def results(self, jaxpr: Jaxpr) -> tuple[AxisType, ...]:
         return self.door.axis_types(var.aval for var in opened(jaxpr).outvars)
 
     # A jaxpr.
 
-    def jaxpr(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
+    def jaxpr(self, jaxpr: Jaxpr, types: Sequence[AxisType], what: str | None) -> Any:
         """Return a jaxpr for inputs of these types; the same object if they are what it takes."""
         if what is not None:
             return self._retyped(jaxpr, types, what)
@@ -98,7 +99,7 @@ class Retyping(Hooks):
             replayed[key] = None if new is jaxpr else new  # else the value would keep its key alive
         return jaxpr if replayed[key] is None else replayed[key]
 
-    def check_gradients(self, jaxpr: Any, variables: Any, avals: Any) -> None:
+    def check_gradients(self, jaxpr: Jaxpr, variables: Any, avals: Sequence[Aval]) -> None:
         """Raise AxisError if a jaxpr sums a gradient over axes that an input gained."""
         # The gradient of what is invariant is summed over the devices; of what varies, each has its
         # own. The jaxpr doesn't say which psum belongs to which of its inputs.
@@ -120,12 +121,12 @@ class Retyping(Hooks):
                 why=why,
             )
 
-    def _retraced(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
+    def _retraced(self, jaxpr: Any, avals: Sequence[Aval]) -> Any:
         run = functools.partial(jax.core.eval_jaxpr, opened(jaxpr), getattr(jaxpr, "consts", ()))
         new = jax.make_jaxpr(run)(*avals)
         return new if isinstance(new, type(jaxpr)) else new.jaxpr  # it had no constants
 
-    def _retyped(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
+    def _retyped(self, jaxpr: Jaxpr, types: Sequence[AxisType], what: str | None) -> Any:
         new = Rewrite(jaxpr)
         inner, env = new.inner, new.env
         old = [var.aval for var in inner.invars]
@@ -134,8 +135,8 @@ class Retyping(Hooks):
             return jaxpr
         over = frozenset() if what is None else gained(types, self.door.axis_types(old))
 
-        def write(eqn: Any) -> None:
-            operands = [read(env, atom) for atom in eqn.invars]
+        def write(eqn: Eqn) -> None:
+            operands = [value_of(env, atom) for atom in eqn.invars]
             if over and name_of(eqn) in NEW_REFS:
                 # What some devices store there varies, whatever it was made of.
                 with eqn.ctx.manager:
@@ -149,9 +150,9 @@ class Retyping(Hooks):
                     _Equation(self, eqn, operands, new, what).retyped()
 
         new.each(write)
-        return new.finish(invars, [read(env, atom) for atom in inner.outvars])
+        return new.finish(invars, [value_of(env, atom) for atom in inner.outvars])
 
-    def retype_variable(self, var: Any, axis_type: AxisType, new: Rewrite) -> Any:
+    def retype_variable(self, var: Var, axis_type: AxisType, new: Rewrite) -> Any:
         """Return a variable of this type in the new jaxpr, in the place of ``var``."""
         has_type = self.door.can_cast(var.aval) or isinstance(var.aval, self.door.AbstractRef)
         if not has_type or self.door.axis_type(var.aval) == axis_type:
@@ -167,7 +168,7 @@ class _Equation:
     """
 
     def __init__(
-        self, retyping: Any, eqn: Any, operands: list[Any], new: Rewrite, what: str | None
+        self, retyping: Any, eqn: Eqn, operands: list[Any], new: Rewrite, what: str | None
     ):
         self.retyping = retyping
         self.door = retyping.door
@@ -297,10 +298,11 @@ class _Equation:
         return AxisError(text, primitive=name, axes=axes)
 
 
-def transposed_by_jax(primitive: Any) -> bool:
+def transposed_by_jax(primitive: Primitive) -> bool:
     """Whether a primitive's transpose is JAX's or ours, linear and without collectives."""
     # A user's may clip a cotangent, or sum it, and has to be given what it was given before.
-    rules = [ad.primitive_transposes.get(primitive)]
+    transposes: dict[Any, Any] = ad.primitive_transposes
+    rules = [transposes.get(primitive)]
     while rules:
         rule = rules.pop()
         if isinstance(rule, functools.partial):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.tree_util import SequenceKey, tree_leaves
@@ -21,6 +21,7 @@ from jax.tree_util import SequenceKey, tree_leaves
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import inner_jaxprs, is_inexact, named_axes
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Aval, JaxMesh, Params, Primitive
 from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks, FlatBwd, Gained
@@ -37,7 +38,7 @@ from shardrules.registry.axistypes import AxisType, Effect, Resolution, show_axe
 _BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))
 
 
-class _Bwd(Bwd):
+class _SetBwd(Bwd):
     """One run of a bwd; its cotangents are matched in order after it returned."""
 
     entering: tuple[AxisType, ...] = ()  # empty before bwd is entered
@@ -53,7 +54,7 @@ class _Bwd(Bwd):
 
 
 class SetVjpHooks(CustomVjpHooks):
-    def _flat_fwd(self, fwd, *rest, **options):
+    def _flat_fwd(self, fwd: Any, *rest: Any, **options: Any) -> Any:
         return self.door.flatten_fwd(fwd, *rest, **options)
 
     @contextlib.contextmanager
@@ -70,7 +71,7 @@ class SetVjpHooks(CustomVjpHooks):
 
 
 class SetPrimitiveHooks(PrimitiveHooks):
-    def unchecked(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+    def unchecked(self, opaque: OpaqueCall, params: Params) -> dict[str, Any]:
         """Return parameters that carry the OpaqueCall: the check reads it outside the scope."""
         return params if opaque.registration is None else self.carrying(opaque, params)
 
@@ -89,7 +90,9 @@ class SetHooks(Hooks):
         door = self.door
         leave_out_zeros(door, patches)
 
-        def entries(primitive, check, rewrite):
+        def entries(
+            primitive: Primitive, check: Callable[..., Any], rewrite: Callable[..., Any]
+        ) -> None:
             missing = functools.partial(door.rule_missing, primitive)
             for table, entry in ((door.check_rules, check), (door.rewrite_rules, rewrite)):
                 original = table.get(primitive, missing)
@@ -109,14 +112,29 @@ class SetHooks(Hooks):
 
     # The two tables.
 
-    def _check_by_device(self, primitive, original, mesh, *in_rep, **params):
+    def _check_by_device(
+        self,
+        primitive: Primitive,
+        original: Callable[..., Any],
+        mesh: JaxMesh,
+        *in_rep: set[str] | None,
+        **params: Any,
+    ) -> Any:
         return self._by_device(mesh, original(mesh, *in_rep, **params), params)
 
-    def _rewrite_by_device(self, primitive, original, mesh, in_rep, *args, **params):
+    def _rewrite_by_device(
+        self,
+        primitive: Primitive,
+        original: Callable[..., Any],
+        mesh: JaxMesh,
+        in_rep: Any,
+        *args: Any,
+        **params: Any,
+    ) -> Any:
         results, reps = original(mesh, in_rep, *args, **params)
         return results, [self._by_device(mesh, rep, params) for rep in reps]
 
-    def _by_device(self, mesh, rep, params):
+    def _by_device(self, mesh: JaxMesh, rep: Any, params: Params) -> Any:
         if not self.state.active:
             return rep
         if "axes" not in params:  # a draw
@@ -125,7 +143,16 @@ class SetHooks(Hooks):
             return rep
         return set(rep) - named_axes(params)
 
-    def rewrite(self, primitive, original, mesh, in_rep, /, *args, **params):
+    def rewrite(
+        self,
+        primitive: Primitive,
+        original: Callable[..., Any],
+        mesh: JaxMesh,
+        in_rep: Any,
+        /,
+        *args: Any,
+        **params: Any,
+    ) -> Any:
         opaque = self._opaque_call(primitive, params)
         if self._leaves(primitive, original, opaque):
             return original(mesh, in_rep, *args, **params)
@@ -141,7 +168,15 @@ class SetHooks(Hooks):
         reps = [_rep(mesh, output) for output in resolution.outputs]
         return (results if primitive.multiple_results else [results]), reps
 
-    def check(self, primitive, original, mesh, /, *in_rep, **params):
+    def check(
+        self,
+        primitive: Primitive,
+        original: Callable[..., Any],
+        mesh: JaxMesh,
+        /,
+        *in_rep: set[str] | None,
+        **params: Any,
+    ) -> Any:
         opaque = self._opaque_call(primitive, params)
         if opaque.registration is None:
             opaque = self._rewritten.get((primitive.name, opaque.call.name), opaque)
@@ -164,20 +199,22 @@ class SetHooks(Hooks):
         reps = [_rep(mesh, output) for output in resolution.outputs]
         return reps if primitive.multiple_results else reps[0]
 
-    def _rewrite_cond(self, original, mesh, in_rep, /, *args, **params):
+    def _rewrite_cond(
+        self, original: Callable[..., Any], mesh: JaxMesh, in_rep: Any, /, *args: Any, **params: Any
+    ) -> Any:
         """Cast operands before branches that devices choose differently."""
         # A cast in a branch is a psum in its gradient, which the devices that took another branch
         # never reach (JAX 0.5.3: the program hangs).
-        args, in_rep = [*args], [*in_rep]
+        cast, in_rep = [*args], [*in_rep]
         over = _type(mesh, in_rep[0]).varying if self.state.active else frozenset()
-        for i, (x, rep) in enumerate(zip(args, in_rep)):
+        for i, (x, rep) in enumerate(zip(cast, in_rep)):
             aval = self.door.typeof(x)
             want = _type(mesh, rep).vary(*over)
             if i and rep is not None and is_inexact(aval) and want != _type(mesh, rep):
-                args[i], in_rep[i] = self._cast(x, aval, mesh, rep, want), _rep(mesh, want)
-        return original(mesh, in_rep, *args, **params)
+                cast[i], in_rep[i] = self._cast(x, aval, mesh, rep, want), _rep(mesh, want)
+        return original(mesh, in_rep, *cast, **params)
 
-    def _missing(self, primitive, /, *args, **params):
+    def _missing(self, primitive: Primitive, /, *args: Any, **params: Any) -> Any:
         """Answer for a primitive that no table holds, as for a user's own."""
         original = functools.partial(self.door.rule_missing, primitive)
         if next(inner_jaxprs(params), None) is not None:
@@ -194,12 +231,14 @@ class SetHooks(Hooks):
         entry = self.rewrite if rewrites else self.check
         return entry(primitive, original, *args, **params)
 
-    def _opaque_call(self, primitive, params) -> OpaqueCall:
+    def _opaque_call(self, primitive: Primitive, params: Params) -> OpaqueCall:
         return self.state.opaque_call_of(primitive, params) or self.primitives.opaque_call(
             primitive, params
         )
 
-    def _leaves(self, primitive, original, opaque: OpaqueCall) -> bool:
+    def _leaves(
+        self, primitive: Primitive, original: Callable[..., Any], opaque: OpaqueCall
+    ) -> bool:
         """Whether JAX's table decides: outside our scopes, or by a user's own entry for Pallas."""
         if not opaque.active(self.state):
             return True
@@ -209,7 +248,15 @@ class SetHooks(Hooks):
             and getattr(original, "func", None) is not self.door.rule_missing
         )
 
-    def _resolve(self, opaque: OpaqueCall, primitive, mesh, in_rep, avals, params) -> Resolution:
+    def _resolve(
+        self,
+        opaque: OpaqueCall,
+        primitive: Primitive,
+        mesh: JaxMesh,
+        in_rep: Any,
+        avals: Sequence[Aval] | None,
+        params: Params,
+    ) -> Resolution:
         types = tuple(_type(mesh, rep) for rep in in_rep)
         count = self._output_count(primitive, avals, params)
         with self.door.over_axes(tuple(mesh.axis_names)):
@@ -226,7 +273,9 @@ class SetHooks(Hooks):
             )
         return resolution
 
-    def _output_count(self, primitive, avals, params) -> int:
+    def _output_count(
+        self, primitive: Primitive, avals: Sequence[Aval] | None, params: Params
+    ) -> int:
         for key in ("out_avals", "out_shapes", "result_avals"):
             if key in params:
                 return len(params[key])
@@ -239,7 +288,7 @@ class SetHooks(Hooks):
             self._counts[call] = len(outputs)
         return self._counts[call]  # the check, without avals, comes after the rewrite
 
-    def _cast(self, value, aval, mesh, rep, want: AxisType):
+    def _cast(self, value: Any, aval: Aval, mesh: JaxMesh, rep: Any, want: AxisType) -> Any:
         extra = want.varying - _type(mesh, rep).varying
         if not extra or isinstance(aval, self.door.AbstractRef):
             return value
@@ -247,13 +296,13 @@ class SetHooks(Hooks):
 
     # A custom_vjp's cotangents.
 
-    def _rewrite_bwd(self, bwd, mesh, in_reps, reps_dst):
+    def _rewrite_bwd(self, bwd: Any, mesh: JaxMesh, in_reps: Any, reps_dst: Any) -> Any:
         if not self.state.active:
             return self.door.rewrite_bwd(bwd, mesh, in_reps, reps_dst)
         call = getattr(bwd, "call_wrapped", bwd)
         parts = CustomVjpInfo(self.door.function_name(bwd), None, (), (), None, ())
 
-        def recorded(*args):
+        def recorded(*args: Any) -> Any:
             results = call(*args)
             self.state.here.bwd.running[-1].returned = True
             return results
@@ -261,8 +310,8 @@ class SetHooks(Hooks):
         rewritten = self.door.rewrite_bwd(self.door.wrapped(recorded, bwd), mesh, in_reps, reps_dst)
         matched = getattr(rewritten, "call_wrapped", rewritten)
 
-        def run(*args):
-            current = _Bwd(self.custom_vjp, lambda *args: tuple(call(*args)), parts, args)
+        def run(*args: Any) -> Any:
+            current = _SetBwd(self.custom_vjp, lambda *args: tuple(call(*args)), parts, args)
             current.refusals.has_casts = False
             current.mesh_axes = frozenset(mesh.axis_names)
             current.primals = tuple(_type(mesh, rep) for rep in reps_dst)
@@ -273,14 +322,14 @@ class SetHooks(Hooks):
 
         return self.door.wrapped(run, rewritten)
 
-    def see(self, parts: CustomVjpInfo, *args) -> None:
+    def see(self, parts: CustomVjpInfo, *args: Any) -> None:
         """Record a bwd's CustomVjpInfo and the types of its arguments."""
         running = self.state.here.bwd.running
         # Only once: bwd may differentiate something whose own bwd runs inside it.
         if running and not running[-1].returned and not running[-1].entering:
             running[-1].enter(parts, args)
 
-    def _match_replication(self, src, dst, x):
+    def _match_replication(self, src: Any, dst: Any, x: Any) -> Any:
         """Sum a cotangent that varies where its primal doesn't, unless it is whole already."""
         running = self.state.here.bwd.running
         if not running or not running[-1].returned:  # a custom_jvp's tangents
@@ -294,7 +343,7 @@ class SetHooks(Hooks):
         return self.door.match_replication(src, dst, x)
 
 
-def _type(mesh, rep) -> AxisType:
+def _type(mesh: JaxMesh, rep: Any) -> AxisType:
     """Return the axis type of a replication set; None is a constant."""
     return AxisType() if rep is None else AxisType(frozenset(mesh.axis_names) - frozenset(rep))
 
@@ -322,5 +371,5 @@ def _weaker(earlier: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> 
     )
 
 
-def _rep(mesh, axis_type: AxisType) -> set[str]:
+def _rep(mesh: JaxMesh, axis_type: AxisType) -> set[str]:
     return set(mesh.axis_names) - axis_type.varying

@@ -8,11 +8,12 @@ type, and each branch to the join of all. The cast is before the loop, and so is
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.patching import ModuleProxy, Patches
+from shardrules.door.protocols import Aval
 from shardrules.hooks.state import Hooks, State
 from shardrules.jaxprs.rewrite import cast_outputs
 from shardrules.registry.axistypes import AxisType
@@ -43,7 +44,7 @@ class ControlHooks(Hooks):
 
     # Loops.
 
-    def _trace(self, fun, in_avals, debug_info, *rest, **kwargs):
+    def _trace(self, fun: Any, in_avals: Any, debug_info: Any, *rest: Any, **kwargs: Any) -> Any:
         """Trace a loop's body with the carry at its fixpoint."""
         traced = self.door.trace_to_jaxpr(fun, in_avals, debug_info, *rest, **kwargs)
         if not (self.door.is_loop_body(debug_info) and self.acts):
@@ -51,7 +52,7 @@ class ControlHooks(Hooks):
         operands = in_avals.unpack()[0]
         count = _carry_count(operands.tree, traced[1].tree)
 
-        def again(types):
+        def again(types: Sequence[AxisType]) -> Any:
             return self.door.trace_to_jaxpr(
                 fun, _retyped(self.door, in_avals, types), debug_info, *rest, **kwargs
             )
@@ -61,14 +62,16 @@ class ControlHooks(Hooks):
         )
         return self._cast(jaxpr, types), _retyped(self.door, out_avals, types)
 
-    def _trace_body(self, trace, fun, in_tree, in_avals, debug_info):
+    def _trace_body(
+        self, trace: Callable[..., Any], fun: Any, in_tree: Any, in_avals: Any, debug_info: Any
+    ) -> Any:
         """Do what ``_trace`` does, on JAX to 0.7."""
         traced = trace(fun, in_tree, in_avals, debug_info)
         if not (self.door.is_loop_body(debug_info) and self.acts):
             return traced
         count = _carry_count(in_tree, traced[2])
 
-        def again(types):
+        def again(types: Sequence[AxisType]) -> Any:
             avals = (*map(self.door.with_axis_type, in_avals, types), *in_avals[count:])
             return trace(fun, in_tree, avals, debug_info)
 
@@ -77,25 +80,31 @@ class ControlHooks(Hooks):
         )
         return self._cast(jaxpr, types), *others
 
-    def _fixpoint(self, carry, traced, results, again):
+    def _fixpoint(
+        self,
+        carry: Sequence[Any],
+        traced: Any,
+        results: Callable[..., Any],
+        again: Callable[..., Any],
+    ) -> tuple[list[AxisType], Any]:
         """Trace a body until its carry varies as much as what it returns."""
         door, first = self.door, traced
         types = [door.axis_type(aval) for aval in carry]
         while True:
             joined = [_join(door, a, b, carry=True) for a, b in zip(carry, results(traced))]
-            if None in joined:
-                return [], first
             if joined == types:
                 return types, traced
-            types = joined
+            types = [have for have in joined if have is not None]
+            if len(types) < len(joined):
+                return [], first
             carry = [*map(door.with_axis_type, carry, types)]
             traced = again(types)
 
-    def _cast(self, jaxpr, types: Sequence[AxisType]):
+    def _cast(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
         have = self.door.axis_types(jaxpr.out_avals)
         return cast_outputs(self.door, jaxpr, [*types, *have[len(types) :]])
 
-    def _promote(self, in_val, in_aval, out_aval):
+    def _promote(self, in_val: Any, in_aval: Aval, out_aval: Aval) -> Any:
         """Cast an initial carry to the type that its body was traced to return."""
         value, changed = self.door.promote_carry(in_val, in_aval, out_aval)
         if not self.acts:
@@ -105,32 +114,42 @@ class ControlHooks(Hooks):
             return value, changed
         return self.door.cast(value, joined), True
 
-    def _promote_carries(self, in_vals, in_avals, out_avals):
+    def _promote_carries(self, in_vals: Sequence[Any], in_avals: Any, out_avals: Any) -> Any:
         """Do what ``_promote`` does for a whole carry, on JAX to 0.7."""
         values, changed = self.door.promote_carries(in_vals, in_avals, out_avals)
         if not self.acts or not len(values) == len(in_avals) == len(out_avals):
             return values, changed
         joined = [_join(self.door, a, b, carry=True) for a, b in zip(in_avals, out_avals)]
-        if None in joined or joined == [*self.door.axis_types(in_avals)]:
+        types = [have for have in joined if have is not None]
+        if len(types) < len(joined) or types == [*self.door.axis_types(in_avals)]:
             return values, changed
-        return [*map(self.door.cast, values, joined)], True
+        return [*map(self.door.cast, values, types)], True
 
     # Branches.
 
-    def _trace_branches(self, *args, **kwargs):
+    def _trace_branches(self, *args: Any, **kwargs: Any) -> Any:
         jaxprs, *others = self.door.trace_branches(*args, **kwargs)  # JAX to 0.8.1
         return self._cast_branches(jaxprs), *others
 
-    def _merge_branches(self, jaxprs, all_consts):
+    def _merge_branches(self, jaxprs: Sequence[Any], all_consts: Any) -> Any:
         return self.door.merge_branches(self._cast_branches(jaxprs), all_consts)
 
-    def _cast_branches(self, jaxprs):
+    def _cast_branches(self, jaxprs: Sequence[Any]) -> Any:
         types = _joined(self.door, [jaxpr.out_avals for jaxpr in jaxprs]) if self.acts else None
         if types is None:
             return jaxprs
         return [cast_outputs(self.door, jaxpr, types) for jaxpr in jaxprs]
 
-    def _check_branches(self, api_name, name1, name2, f1, f2, out_avals1, out_avals2):
+    def _check_branches(
+        self,
+        api_name: str,
+        name1: str,
+        name2: str,
+        f1: Any,
+        f2: Any,
+        out_avals1: Any,
+        out_avals2: Any,
+    ) -> Any:
         """Compare two branches with the types they are cast to."""
         outputs = [out_avals1, out_avals2]
         types = _joined(self.door, [each.vals for each in outputs]) if self.acts else None

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import inner_jaxprs
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Aval, JaxTrace, Params, Primitive, Rest
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.lowering import lower as lower_opaque
 from shardrules.hooks.types.laws import DEFAULT, HIJAX, ROWS, USERS, Row
@@ -41,7 +42,7 @@ class Law:
     tagged: Callable[[dict[str, Any]], Any] | None = None
 
 
-class _Evaluations(dict):
+class _Evaluations(dict[Any, Any]):
     """Each primitive's abstract eval under its law, made when JAX first asks for it."""
 
     def __init__(self, original: Any, law_of: Callable[[Any], Law]):
@@ -49,7 +50,7 @@ class _Evaluations(dict):
         self._original = original  # of the class: raises that there is none
         self._law_of = law_of
 
-    def __missing__(self, primitive: Any) -> Any:
+    def __missing__(self, primitive: Primitive) -> Any:
         own = primitive.__dict__.get("abstract_eval")
         if own is None:
             return self._original.__get__(primitive)
@@ -61,16 +62,18 @@ class _Evaluations(dict):
         """Return the data descriptor; it calls C, so that reading it costs no Python frame."""
         return property(self.__getitem__, self._define, self._delete)
 
-    def _define(self, primitive: Any, evaluate: Any) -> None:
+    def _define(self, primitive: Primitive, evaluate: Any) -> None:
         self.pop(primitive, None)
         primitive.__dict__["abstract_eval"] = evaluate
 
-    def _delete(self, primitive: Any) -> None:
+    def _delete(self, primitive: Primitive) -> None:
         self.pop(primitive, None)
         del primitive.__dict__["abstract_eval"]
 
 
-def _raise(primitive, trace, args, params, error):
+def _raise(
+    primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params, error: Exception
+) -> None:
     raise error
 
 
@@ -108,7 +111,7 @@ class Funnel(Hooks):
 
     # The table.
 
-    def law_of(self, primitive: Any) -> Law:
+    def law_of(self, primitive: Primitive) -> Law:
         law = self._laws.get(primitive) or self._declared.get(primitive)
         if law is None:
             row = self.row(primitive)
@@ -116,7 +119,7 @@ class Funnel(Hooks):
             law = self._laws[primitive] = Law() if judge is None else judge.law(primitive, row)
         return law
 
-    def _row(self, primitive: Any) -> Row:
+    def _row(self, primitive: Primitive) -> Row:
         if is_users(self.door, primitive):
             return USERS
         # pallas_call is a hijax primitive without a class of its own (JAX 0.8 to 0.10).
@@ -125,25 +128,32 @@ class Funnel(Hooks):
             return HIJAX
         return ROWS.get(primitive.name, HIJAX if is_hijax else DEFAULT)
 
-    def declare(self, primitive: Any, law: Law) -> None:
+    def declare(self, primitive: Primitive, law: Law) -> None:
         self._declared[primitive] = law
 
-    def opaque_call_of(self, primitive: Any, params: dict[str, Any]) -> Any:
+    def opaque_call_of(self, primitive: Primitive, params: Params) -> Any:
         """Return the OpaqueCall of an equation, or None."""
         opaque_call_of = self.law_of(primitive).opaque_call_of
         return None if opaque_call_of is None else opaque_call_of(params)
 
     # Binding.
 
-    def _binder(self, original):
+    def _binder(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # Every equation that JAX traces goes through here, those of kernels too, where the check
         # is off: what asks little comes first, and the parameters are those of this JAX, since
         # passing on any takes twice as long as the rest.
         funnel, bound = self, self._bound
-        check = getattr(self.door, "check_vma", None)  # to JAX 0.5.3 no law asks for it
+        check: Any = getattr(self.door, "check_vma", None)  # to JAX 0.5.3 no law asks for it
         typeof, at_once = self.door.typeof, self.door.binds_by_processing
 
-        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
+        def by_avals(
+            self: Primitive,
+            trace: JaxTrace,
+            args: Sequence[Any],
+            avals: Sequence[Aval],
+            params: Params,
+            /,
+        ) -> Any:  # JAX 0.9 to 0.12
             try:
                 cast, bind, always = bound[self]
             except KeyError:
@@ -161,7 +171,9 @@ class Funnel(Hooks):
             except (TypeError, ValueError) as error:
                 return funnel.refused(self, trace, args, params, error)
 
-        def by_args(self, trace, args, params):  # to JAX 0.8
+        def by_args(
+            self: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
+        ) -> Any:  # to JAX 0.8
             try:
                 cast, bind, always = bound[self]
             except KeyError:
@@ -175,7 +187,7 @@ class Funnel(Hooks):
 
         takes_avals = "avals" in inspect.signature(original).parameters
 
-        def rest(primitive, trace, args, params):
+        def rest(primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params) -> Any:
             try:
                 if at_once and not trace.requires_low:
                     return trace.process_primitive(primitive, args, params)
@@ -187,7 +199,7 @@ class Funnel(Hooks):
 
         return by_avals if takes_avals else by_args
 
-    def _meet(self, primitive, params, rest):
+    def _meet(self, primitive: Primitive, params: Params, rest: Rest) -> Any:
         """Return how a primitive is bound; called once for each, at its first equation."""
         law = self.law_of(primitive)
         calls = law.opaque_call_of is None and next(inner_jaxprs(params), None) is not None
@@ -201,11 +213,19 @@ class Funnel(Hooks):
 
     # Lowering.
 
-    def _lower(self, original):
+    def _lower(self, original: Callable[..., Any]) -> Callable[..., Any]:
         here, tagged_by = self.state.here, self._tagged
 
         @functools.wraps(original)
-        def lower(ctx, description, platform_rules, default_rule, effects, *operands, **params):
+        def lower(
+            ctx: Any,
+            description: Any,
+            platform_rules: Any,
+            default_rule: Any,
+            effects: Any,
+            *operands: Any,
+            **params: Any,
+        ) -> Any:
             primitive, rules = ctx.primitive, (description, platform_rules, default_rule, effects)
             if primitive not in tagged_by:  # JAX lowers more than equations
                 is_one = isinstance(primitive, self.door.Primitive)
@@ -216,7 +236,7 @@ class Funnel(Hooks):
             if opaque is None or not opaque.active(self.state):
                 return original(ctx, *rules, *operands, **params)
 
-            def rule(ctx, *operands, **params):
+            def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
                 before, here.lowering = here.lowering, ctx
                 try:
                     return original(ctx, *rules, *operands, **params)

@@ -8,6 +8,7 @@ to 0.6.0 sums or casts a cotangent that is known to be zero (a bwd returns None)
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from shardrules.door import internals
 from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Aval
 from shardrules.errors import AxisError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.calls.annotations import note_cast
@@ -28,29 +30,29 @@ MARK = "place_casts"
 _CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
 
 
-def uncast(x: Any, axes: tuple[str, ...]) -> Any:
+def uncast(x: jax.Array, axes: tuple[str, ...]) -> Any:
     """Type ``x`` as invariant over ``axes``, along which its values are equal."""
     return _UNCAST.bind(x, axes=axes)
 
 
-def retype_varying(x: Any, axes: tuple[str, ...]) -> Any:
+def retype_varying(x: jax.Array, axes: tuple[str, ...]) -> Any:
     """Type ``x`` as varying over ``axes``, along which its values differ."""
     # A cast's transpose would sum the devices' different values. So this is not a cast, and its
     # transpose raises.
     return _RETYPED.bind(x, axes=axes)
 
 
-def mark(x: Any) -> Any:
+def mark(x: jax.Array) -> Any:
     """Return ``x``, marked so that casts are placed in the linear program of its tangent."""
     return _MARKED.bind(x)
 
 
-def _dropped(aval: Any, *, axes: tuple[str, ...]) -> Any:
+def _dropped(aval: Aval, *, axes: tuple[str, ...]) -> Any:
     door = internals.load()
     return door.with_axis_type(aval, door.axis_type(aval).drop(*axes))
 
 
-def _added(aval: Any, *, axes: tuple[str, ...]) -> Any:
+def _added(aval: Aval, *, axes: tuple[str, ...]) -> Any:
     door = internals.load()
     have = door.axis_type(aval)
     return door.with_axis_type(aval, have.vary(*(frozenset(axes) - have.axes)))
@@ -103,7 +105,9 @@ def leave_out_zeros(door: Door, patches: Patches) -> None:
         patches.entry(table, primitive, transpose)
 
 
-def _transpose_nonzero(Zero: Any, rule, cts, *args, **params):
+def _transpose_nonzero(
+    Zero: Any, rule: Callable[..., Any], cts: Sequence[Any], *args: Any, **params: Any
+) -> Any:
     kept = [ct for ct in cts if not isinstance(ct, Zero)]
     rest = iter(rule(kept, **params) if kept else ())
     return [Zero(x.aval) if isinstance(ct, Zero) else next(rest) for ct, x in zip(cts, args)]
@@ -120,7 +124,7 @@ class RedundantCastHooks(Hooks):
             cast = functools.partial(self._noted, door.pcast_steps["invarying", "varying"])
             patches.entry(door.pcast_steps, ("invarying", "varying"), cast)
 
-    def _from(self, aval: Any, axes: tuple[Any, ...], name: str) -> str:
+    def _from(self, aval: Aval, axes: tuple[Any, ...], name: str) -> str:
         """Return the state over the axes that are still to be cast."""
         if self.acts and name == "jax.lax.pcast":
             varying = self.door.axis_type(aval).varying
@@ -128,8 +132,10 @@ class RedundantCastHooks(Hooks):
             if left and len(left) < len(axes):
                 state = self.door.pcast_from(aval, left, name)
                 # The primitive for all of them is refused, and bound for those that are left.
-                return state if state == "invarying" else self.door.pcast_from(aval, axes, name)
-        return self.door.pcast_from(aval, axes, name)
+                return str(
+                    state if state == "invarying" else self.door.pcast_from(aval, axes, name)
+                )
+        return str(self.door.pcast_from(aval, axes, name))
 
     def _stay(self, leaf: Any, axes: tuple[Any, ...]) -> Any:
         if not self.acts:

@@ -18,6 +18,7 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union, widened
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Aval, JaxTrace, Params, Primitive, Rest
 from shardrules.errors import AxisError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
@@ -39,7 +40,9 @@ class LostAxesHooks(Hooks):
             return
         original, hooks = type(shard_map).bind_with_trace, self
 
-        def bind_with_trace(self, trace, fun_and_args, params):
+        def bind_with_trace(
+            self: Any, trace: JaxTrace, fun_and_args: Sequence[Any], params: Params
+        ) -> Any:
             results = original(self, trace, fun_and_args, params)
             with hooks.door.set_current_trace(trace):
                 return hooks._retyped(results, fun_and_args, params)
@@ -50,10 +53,10 @@ class LostAxesHooks(Hooks):
         else:  # a cond's linearized branch passes residuals on, which only this method returns
             patches.attribute(type(shard_map), "bind_with_trace", bind_with_trace)
 
-    def _bind_shard_map(self, bind, *args, **params):
+    def _bind_shard_map(self, bind: Callable[..., Any], *args: Any, **params: Any) -> Any:
         return self._retyped(bind(*args, **params), args, params)
 
-    def _retyped(self, outputs, args, params):
+    def _retyped(self, outputs: Any, args: Sequence[Any], params: Params) -> Any:
         """Let an unchecked inner shard_map's results vary as its operands do."""
         # JAX (0.6.2 to 0.12) drops the types of the outer shard_map there.
         door = self.door
@@ -63,7 +66,7 @@ class LostAxesHooks(Hooks):
         over = union(door.axis_types(map(door.typeof, operands)))
         order = tuple(a for a in door.manual_axes() if a in over)
 
-        def retyped(x):
+        def retyped(x: Any) -> Any:
             if not door.can_cast(door.typeof(x)) or over <= door.axis_type(door.typeof(x)).axes:
                 return x
             self.state.of(TypeNoteHooks).note("shard_map, whose own check is off,", over)
@@ -73,7 +76,7 @@ class LostAxesHooks(Hooks):
 
     # The law.
 
-    def law(self, primitive: Any, row: Row) -> Law:
+    def law(self, primitive: Primitive, row: Row) -> Law:
         evaluate = vars(primitive).get("abstract_eval")
         if (
             row.law == "called"
@@ -97,10 +100,12 @@ class LostAxesHooks(Hooks):
             for argument in evaluate.args
         )
 
-    def _typed(self, primitive, row: Row, evaluate):
+    def _typed(
+        self, primitive: Primitive, row: Row, evaluate: Callable[..., Any]
+    ) -> Callable[..., Any]:
         several, name = primitive.multiple_results, primitive.name
 
-        def abstract_eval(*avals, **params):
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             answer = evaluate(*avals, **params)
             if not self.acts:
                 return answer
@@ -111,7 +116,9 @@ class LostAxesHooks(Hooks):
 
         return abstract_eval
 
-    def _kept(self, name: str, row: Row, avals, outputs, params) -> Sequence[Any]:
+    def _kept(
+        self, name: str, row: Row, avals: Sequence[Aval], outputs: Sequence[Any], params: Params
+    ) -> Sequence[Any]:
         """Return the outputs' avals, widened to what the law says."""
         door = self.door
         joined = [door.axis_type(aval).varying for aval in avals]
@@ -133,14 +140,16 @@ class LostAxesHooks(Hooks):
             for aval, have, need in zip(outputs, types, needs)
         ]
 
-    def _added(self, row: Row, params: dict[str, Any]) -> frozenset[str]:
+    def _added(self, row: Row, params: Params) -> frozenset[str]:
         if row.draws:
             return frozenset(self.door.manual_axes())
         if row.adds or params.get("axis_index_groups") is not None:
             return _named(params) & frozenset(self.door.manual_axes())
         return frozenset()
 
-    def _cast(self, row: Row, trace, args, avals, params):
+    def _cast(
+        self, row: Row, trace: JaxTrace, args: Sequence[Any], avals: Sequence[Aval], params: Params
+    ) -> Any:
         """Cast operands to their join; the transpose of the cast sums the gradient."""
         if len(args) < 2:  # of one operand the type is its own
             return None
@@ -165,10 +174,12 @@ class HijaxHooks(Hooks):
 
     laws = ("hijax",)
 
-    def law(self, primitive: Any, row: Row) -> Law:
+    def law(self, primitive: Primitive, row: Row) -> Law:
         return Law(bind=self._bind)
 
-    def _bind(self, rest, primitive, trace, args, params):
+    def _bind(
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
+    ) -> Any:
         called = hijax_object(self.door, primitive, params)
         if self.acts and is_typed_by_hand(called):
             types = [*self.door.axis_types(map(self.door.typeof, args))]
@@ -182,7 +193,7 @@ class HijaxHooks(Hooks):
         if not self.acts or (is_jaxs(called) and self._keeps_all(args, outputs)):
             return result  # JAX types its others by tracing, which a replay doesn't repeat
 
-        def expand(*flat):
+        def expand(*flat: Any) -> Any:
             if called is primitive:
                 return primitive.to_lojax(*flat, **params)
             return called.expand(*jax.tree_util.tree_unflatten(called.in_tree, flat))
@@ -190,14 +201,16 @@ class HijaxHooks(Hooks):
         self._check(called, expand, args, outputs)
         return result
 
-    def _keeps_all(self, args, outputs) -> bool:
+    def _keeps_all(self, args: Sequence[Any], outputs: Any) -> bool:
         """Whether each result varies over all axes that an operand varies over."""
         door = self.door
         takes, gives = ([*filter(door.can_cast, map(door.typeof, x))] for x in (args, outputs))
         need = union(door.axis_types(takes))
         return all(need <= have.varying for have in door.axis_types(gives))
 
-    def _check(self, called: Any, expand: Callable[..., Any], args, outputs) -> None:
+    def _check(
+        self, called: Any, expand: Callable[..., Any], args: Sequence[Any], outputs: Any
+    ) -> None:
         """Raise AxisError if a result's type has fewer axes than in the call's expansion."""
         door = self.door
         takes, gives = [*map(door.typeof, args)], [*map(door.typeof, outputs)]
@@ -230,12 +243,12 @@ class HijaxHooks(Hooks):
                     axes=lost,
                 )
 
-    def _expanded(self, expand: Callable[..., Any], takes) -> list[Any]:
+    def _expanded(self, expand: Callable[..., Any], takes: Sequence[Any]) -> list[Any]:
         """Return the avals of the results when the call is expanded to arrays."""
         arrays = [array for aval in takes for array in aval.lo_ty()]
         results: list[Any] = []
 
-        def run(*flat):
+        def run(*flat: Any) -> None:
             typed = iter([self.door.cast(x, self.door.axis_type(a)) for x, a in zip(flat, arrays)])
             values = [aval.raise_val(*itertools.islice(typed, len(aval.lo_ty()))) for aval in takes]
             results.extend(map(jax.typeof, jax.tree_util.tree_leaves(expand(*values))))
@@ -244,7 +257,7 @@ class HijaxHooks(Hooks):
         return results
 
 
-def hijax_object(door: Door, primitive: Any, params: dict[str, Any]) -> Any:
+def hijax_object(door: Door, primitive: Primitive, params: Params) -> Any:
     """Return the object that the user made; None for another primitive."""
     if isinstance(primitive, door.HiPrimitive or ()):  # JAX 0.11 and older
         return primitive
@@ -264,10 +277,10 @@ def is_typed_by_hand(called: Any) -> bool:
     return is_jaxs(called) and ".numpy." in type(called).__module__
 
 
-def typed_alike(door: Door, params: dict[str, Any], called: Any, axes) -> dict[str, Any]:
+def typed_alike(door: Door, params: Params, called: Any, axes: frozenset[str]) -> dict[str, Any]:
     """Return the parameters to change for a call all of whose types vary over ``axes``."""
 
-    def lacks(aval: Any) -> bool:
+    def lacks(aval: Aval) -> bool:
         return door.can_cast(aval) and not axes <= door.axis_type(aval).varying
 
     if not any(map(lacks, (*called.in_avals_flat, *called.out_avals_flat))):
@@ -283,12 +296,12 @@ def typed_alike(door: Door, params: dict[str, Any], called: Any, axes) -> dict[s
     return {name: new for name, value in params.items() if value is called}
 
 
-def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:
+def _dropped(row: Row, params: Params) -> frozenset[str]:
     """Return the axes that a collective may drop: all that it names, none within groups."""
     drops = row.drops and params.get("axis_index_groups") is None
     return _named(params) if drops else frozenset()
 
 
-def _named(params: dict[str, Any]) -> frozenset[str]:
+def _named(params: Params) -> frozenset[str]:
     named = params.get("axes", params.get("axis_name", ()))
     return frozenset(named if isinstance(named, (tuple, list)) else (named,))

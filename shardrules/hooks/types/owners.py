@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardrules.door.internals import Door
+from shardrules.door.protocols import Primitive
 
 # What JAX's own functions are made of.
 _NEUTRAL = frozenset(("jax", "jaxlib", "shardrules", "numpy", "ml_dtypes")) | frozenset(
@@ -18,7 +19,7 @@ _NEUTRAL = frozenset(("jax", "jaxlib", "shardrules", "numpy", "ml_dtypes")) | fr
 _DEPTH = 5  # functools.partial of a closure of a closure: what JAX's helpers make of a function
 
 
-def is_users(door: Door, primitive: Any) -> bool:
+def is_users(door: Door, primitive: Primitive) -> bool:
     """Whether a primitive isn't JAX's own: one of its functions comes from elsewhere."""
     # A lowering alone doesn't tell, since a plugin may lower JAX's primitives its own way: then it
     # matters whether JAX holds the primitive.
@@ -75,7 +76,7 @@ def module_of(function: Any) -> str:
     return getattr(innermost(function), "__module__", None) or ""
 
 
-def is_held_by_jax(primitive: Any) -> bool:
+def is_held_by_jax(primitive: Primitive) -> bool:
     """Whether a module of JAX has the primitive as an attribute."""
     return any(
         value is primitive

@@ -8,7 +8,7 @@ fixpoint. ``jax.new_ref`` can't, so a value that varies more than the ref is ref
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,11 @@ import jax
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Aval, Jaxpr, JaxTrace, Params, Primitive, Rest
 from shardrules.errors import RefError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import AxisType, show_axes
 
 # What can differ between devices and decides what runs, for messages.
@@ -34,7 +36,7 @@ def written(door: Door, effects: Iterable[Any]) -> set[Any]:
     }
 
 
-def written_variables(door: Door, jaxpr: Any) -> set[Any]:
+def written_variables(door: Door, jaxpr: Jaxpr) -> set[Any]:
     """Return the variables of a jaxpr that it writes or adds to."""
     own = (*jaxpr.constvars, *jaxpr.invars)  # JAX 0.9 and older: an effect's input is an index
     return {own[i] if isinstance(i, int) else i for i in written(door, jaxpr.effects)}
@@ -79,7 +81,7 @@ class RefHooks(Hooks):
     def install(self, patches: Patches) -> None:
         patches.attribute(*self.door.owner("trace_run_state"), self._trace_run_state)
 
-    def law(self, primitive: Any, row: Any) -> Law:
+    def law(self, primitive: Primitive, row: Row) -> Law:
         door = self.door
         if primitive in (door.swap_p, door.addupdate_p):
             return Law(typed=self._checking_store, cast=self._cast_stored)
@@ -89,8 +91,8 @@ class RefHooks(Hooks):
 
     # Writes.
 
-    def _checking_store(self, evaluate):
-        def abstract_eval(ref, value, *indices, **params):
+    def _checking_store(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def abstract_eval(ref: Any, value: Any, *indices: Any, **params: Any) -> Any:
             # Before JAX 0.12 raises: run_state needs the RefError, to grow its types.
             if self.acts:
                 check_written(self.door, "a value", ref, self.door.axis_type(value))
@@ -101,7 +103,9 @@ class RefHooks(Hooks):
 
         return abstract_eval
 
-    def _cast_stored(self, trace, args, avals, params):
+    def _cast_stored(
+        self, trace: JaxTrace, args: Sequence[Any], avals: Sequence[Aval], params: Params
+    ) -> Any:
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
         if not self.acts or len(args) < 2 or not self.door.can_cast(avals[1]):
             return None
@@ -113,11 +117,11 @@ class RefHooks(Hooks):
 
     # Writes in a branch or loop body happen only where the predicate says so.
 
-    def _control(self, name: str, evaluate):
+    def _control(self, name: str, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Raise RefError if a branch or body writes a ref that varies less than the predicate."""
         which = "that a branch writes" if name == "cond" else "that its body writes"
 
-        def abstract_eval(*avals, **params):
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             answer = evaluate(*avals, **params)
             if self.acts:
                 predicate = avals[0] if name == "cond" else params["cond_jaxpr"].out_avals[0]
@@ -131,7 +135,7 @@ class RefHooks(Hooks):
 
     # run_state can make its refs again, from values that were cast.
 
-    def _trace_run_state(self, fun, in_tree, in_avals, dbg):
+    def _trace_run_state(self, fun: Any, in_tree: Any, in_avals: Any, dbg: Any) -> Any:
         """Trace the body of a run_state with its refs' types at their fixpoint."""
         # A store that does not fit ends the trace. If the trace went on, JAX would cache the jaxprs
         # of the jits inside under the narrow types, and a ref that has these types and can't grow
@@ -156,7 +160,9 @@ class RefHooks(Hooks):
     def _wider(self, ref: Any, extra: frozenset[str]) -> Any:
         return self.door.with_axis_type(ref, self.door.axis_type(ref).vary(*extra))
 
-    def _bind_run_state(self, rest, primitive, trace, args, params):
+    def _bind_run_state(
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
+    ) -> Any:
         """Cast the initial values to the grown types of the body's refs."""
         if self.acts and all(params["is_initialized"]):
             jaxpr = params["jaxpr"]
@@ -175,7 +181,7 @@ class RefHooks(Hooks):
     def _replayed(self, jaxpr: Any, avals: list[Any]) -> Any:
         """Trace a body again for values that vary more."""
 
-        def body(values):
+        def body(values: Sequence[Any]) -> None:
             jax.core.eval_jaxpr(jaxpr, (), *values)
 
         tree = jax.tree_util.tree_structure(avals)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import JaxMesh
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.frames import BodyFrame
 from shardrules.hooks.state import Hooks
@@ -80,14 +81,14 @@ class TypeNoteHooks(Hooks):
             return
         bind = door.shard_map_p.bind
 
-        def bound(*args, **params):
+        def bound(*args: Any, **params: Any) -> Any:
             if not self.state.active:
                 return bind(*args, **params)
             returned: list[_Returned] = []
             if "subfuns" in params:  # from JAX 0.9
                 (function,) = params["subfuns"]
 
-                def body(*args):
+                def body(*args: Any) -> Any:
                     outputs = function(*args)
                     returned.append(self._returned(outputs))
                     return outputs
@@ -105,7 +106,7 @@ class TypeNoteHooks(Hooks):
             wide.append(self.door.axis_type(self.door.typeof(value)).varying - _named(spec))
         return _Returned(flat.tree, wide)
 
-    def _specs_error(self, f, mesh, tree, specs, fails):
+    def _specs_error(self, f: Any, mesh: JaxMesh, tree: Any, specs: Any, fails: Any) -> Any:
         """Return JAX's message for out_specs, about the outputs alone, with the causes."""
         here = self.state.here
         (causes, outputs), here.refused = here.refused, ("", None)

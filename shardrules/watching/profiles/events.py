@@ -69,9 +69,9 @@ class Events:
 
     def __init__(self) -> None:
         self._origin: int | None = None
-        self._programs: list[wire.Program] = []  # of the host that is read
+        self._programs: list[wire.WireProgram] = []  # of the host that is read
         # By device and program; a program that the profile doesn't hold has no proto.
-        self.timelines: dict[tuple[str, wire.Program], Timeline] = {}
+        self.timelines: dict[tuple[str, wire.WireProgram], Timeline] = {}
         self.numbers: dict[str, int] = {}  # of operations, by their names
         # When each step began and ended, as each host marked it.
         self.markers: dict[str, list[tuple[float, float]]] = {}
@@ -102,7 +102,7 @@ class Events:
                 name = f"{host} {plane.name}"
                 self.planes[name] = self.planes.get(name, 0) + count
 
-    def operations(self, program: wire.Program) -> set[str]:
+    def operations(self, program: wire.WireProgram) -> set[str]:
         """Return the names of all operations of a program that ran."""
         names = list(self.numbers)
         return {
@@ -112,7 +112,7 @@ class Events:
             for number in np.unique(timeline.ran().operation).tolist()
         }
 
-    def merge(self, into: dict[wire.Program, wire.Program]) -> None:
+    def merge(self, into: dict[wire.WireProgram, wire.WireProgram]) -> None:
         """Count what ran of one program as another one's."""
         for (device, program), timeline in list(self.timelines.items()):
             if (other := into.get(program, program)) is not program:
@@ -174,23 +174,25 @@ class Events:
             self.markers[host] = list(itertools.chain.from_iterable(marks))
         return count
 
-    def _batches(self, line: wire.Line | None, stats: Sequence[str] = ()) -> Iterator[wire.Batch]:
+    def _batches(
+        self, line: wire.WireLine | None, stats: Sequence[str] = ()
+    ) -> Iterator[wire.Batch]:
         """Yield a line's events, with times after the first line's start."""
         if line is not None:
             if self._origin is None:
                 self._origin = line.start_ns
             yield from line.batches(self._origin, stats)
 
-    def _program(self, name: str, number: int) -> wire.Program:
+    def _program(self, name: str, number: int) -> wire.WireProgram:
         """Return the host's program of a name and an id, else its only one of that name."""
         named = [program for program in self._programs if program.name == name]
         fitting = [p for p in named if number == p.number][-1:] or [p for p in named if p.proto]
         if len(fitting) != 1:
-            fitting = [wire.Program(name, number, b"")]
+            fitting = [wire.WireProgram(name, number, b"")]
             self._programs += fitting
         return fitting[0]
 
-    def _timeline(self, device: str, program: wire.Program) -> Timeline:
+    def _timeline(self, device: str, program: wire.WireProgram) -> Timeline:
         return self.timelines.setdefault((device, program), Timeline())
 
     def _codes(self, column: np.ndarray, names: dict[int, str]) -> np.ndarray:

@@ -16,7 +16,7 @@ from shardrules import hlo
 from shardrules.costs.timings import Timing, Timings
 from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching.profiles.events import UNKNOWN_RUN, Events, Timeline
-from shardrules.watching.profiles.wire import Program
+from shardrules.watching.profiles.wire import WireProgram
 
 # Loops and branches run other operations, which have events of their own.
 _HIDES_NOTHING = re.compile(rf"while|conditional|call|{'|'.join(KINDS)}|.*-(start|done)")
@@ -28,7 +28,7 @@ _BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
 class Times:
     """When the programs of a profile ran, and what their collectives took in a step."""
 
-    def __init__(self, seen: Events, judged: Mapping[Program, hlo.Judgement]):
+    def __init__(self, seen: Events, judged: Mapping[WireProgram, hlo.Judgement]):
         self._seen = seen
         self._sites = {program: sites(judgement) for program, judgement in judged.items()}
         hosts = {device: device.partition(" ")[0] for device, _ in seen.timelines}
@@ -49,7 +49,7 @@ class Times:
         ]
         return max(runs, key=lambda spans: sum(end - start for start, end in spans))
 
-    def _cover(self, judged: Mapping[Program, hlo.Judgement]) -> dict[str, Covered]:
+    def _cover(self, judged: Mapping[WireProgram, hlo.Judgement]) -> dict[str, Covered]:
         """Return by device when anything ran that hides collectives."""
         numbers, parts = self._seen.numbers, collections.defaultdict(list)
         for (device, program), timeline in self._seen.timelines.items():
@@ -71,7 +71,7 @@ class Times:
             device: Covered(*map(np.concatenate, zip(*pairs))) for device, pairs in parts.items()
         }
 
-    def taken(self, program: Program, verdicts: Sequence[hlo.Verdict]) -> Timings:
+    def taken(self, program: WireProgram, verdicts: Sequence[hlo.Verdict]) -> Timings:
         """Return what each of a program's verdicts took, and one step of its slowest device."""
         names = [verdict.collective.name for verdict in verdicts]
         timelines = {d: line for (d, p), line in self._seen.timelines.items() if p is program}
@@ -132,14 +132,14 @@ class Times:
         return in_seconds, self._covered[device].drawn(begin, last, _BUSY)
 
 
-class Site(NamedTuple):
+class ProfiledSite(NamedTuple):
     """The operations by which a profile names one collective."""
 
     first: str  # the collective, or its start
     done: str | None  # waits for its end
 
 
-def sites(judgement: hlo.Judgement) -> dict[str, Site]:
+def sites(judgement: hlo.Judgement) -> dict[str, ProfiledSite]:
     """Return, by a collective's name, the operations that a profile has events of."""
     callers: dict[str, Any] = {}
     users: dict[str, str] = {}
@@ -158,7 +158,7 @@ def sites(judgement: hlo.Judgement) -> dict[str, Site]:
         while inside in callers:
             caller, around = callers[inside]
             name, inside = caller.name, around.name
-        result[collective.name] = Site(name, users.get(name))
+        result[collective.name] = ProfiledSite(name, users.get(name))
     return result
 
 
@@ -186,7 +186,10 @@ class Executions(NamedTuple):
 
 
 def executions(
-    timeline: Timeline, numbers: Mapping[str, int], markers: Sequence[float], of: Mapping[str, Site]
+    timeline: Timeline,
+    numbers: Mapping[str, int],
+    markers: Sequence[float],
+    of: Mapping[str, ProfiledSite],
 ) -> dict[str, Executions]:
     """Return the executions of each collective on a device, from its start to its end."""
     ran = timeline.ran()
@@ -250,7 +253,8 @@ class Covered:
 
     def within(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Return the covered part of each of some windows."""
-        return self._until(end) - self._until(start)
+        between: np.ndarray = self._until(end) - self._until(start)
+        return between
 
     def drawn(self, begin: float, last: float, most: int) -> tuple[tuple[float, float], ...]:
         """Return intervals between two times, in seconds after the first; close short gaps."""

@@ -154,7 +154,7 @@ def of_judged(
 
 
 def _judged(
-    program: wire.Program,
+    program: wire.WireProgram,
     text: str,
     mesh: Mapping[str, int] | None,
     registry: Any,
@@ -278,11 +278,13 @@ def _mapped(file: pathlib.Path) -> Iterator[memoryview]:
         ) from error
 
 
-def _texts(seen: events.Events, dumped: Dumps | None, notes: list[str]) -> dict[wire.Program, str]:
+def _texts(
+    seen: events.Events, dumped: Dumps | None, notes: list[str]
+) -> dict[wire.WireProgram, str]:
     """Return the HLO of each program that ran; programs of one text become one."""
-    texts: dict[wire.Program, str] = {}
-    first: dict[tuple[str, str], wire.Program] = {}
-    kept: dict[wire.Program, wire.Program] = {}
+    texts: dict[wire.WireProgram, str] = {}
+    first: dict[tuple[str, str], wire.WireProgram] = {}
+    kept: dict[wire.WireProgram, wire.WireProgram] = {}
     lacking: set[str] = set()
     for program in dict.fromkeys(program for _, program in seen.timelines):
         text = None

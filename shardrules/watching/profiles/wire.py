@@ -164,7 +164,7 @@ def _varints(data: np.ndarray, at: np.ndarray, end: np.ndarray) -> tuple[np.ndar
 # A profile's planes, lines and programs.
 
 
-class Program:
+class WireProgram:
     """One program of a profile, by its name, ``jit_step``, and its serialized HloModuleProto."""
 
     def __init__(self, name: str, number: int, proto: bytes):
@@ -209,11 +209,11 @@ class Plane:
                     self._metadata += [(name, value)] if number == EVENT_METADATA else []
         self.stats = {name: number for number, name in self.texts.items()}  # to their numbers
 
-    def programs(self) -> Iterator[Program]:
+    def programs(self) -> Iterator[WireProgram]:
         """Yield the programs that the plane ``PROGRAMS`` holds."""
         for name, metadata in self._metadata:
             for module in messages(metadata, METADATA_STATS, STAT_BYTES, HLO_MODULE):
-                yield Program(*read_title(name), bytes(module))
+                yield WireProgram(*read_title(name), bytes(module))
 
     def number_of(self, text: str) -> int:
         """Give a text that stands in an event itself a number of ``texts``, below zero."""
@@ -221,8 +221,8 @@ class Plane:
         self.texts[number] = text
         return number
 
-    def lines(self) -> Iterator[Line]:
-        return (Line(self, data) for data in self._lines)
+    def lines(self) -> Iterator[WireLine]:
+        return (WireLine(self, data) for data in self._lines)
 
 
 class Batch(NamedTuple):
@@ -235,7 +235,7 @@ class Batch(NamedTuple):
     stats: list[tuple[np.ndarray, np.ndarray]]
 
 
-class Line:
+class WireLine:
     """One line of a plane: a device's queue, or a thread of the host; it began at ``start_ns``."""
 
     def __init__(self, plane: Plane, data: memoryview):

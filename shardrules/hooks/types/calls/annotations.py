@@ -17,6 +17,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, TO_VARYING, inner_jaxprs, is_inexact, named_axes
+from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.errors import AnnotationWarning, RuleError
 from shardrules.hooks.state import State
 from shardrules.hooks.types.calls.opaque import Contradiction, OpaqueCall
@@ -67,7 +68,7 @@ def note_results(state: State, opaque: OpaqueCall, results: Any) -> None:
         contradiction.values.append(weakref.ref(results[contradiction.output]))
 
 
-def note_called(state: State, jaxpr: Any, results: Any) -> None:
+def note_called(state: State, jaxpr: Jaxpr, results: Any) -> None:
     """Record the results of a jit that returns a contradicted kernel's output."""
     # Between the kernel and the jit's end they may have been converted, reshaped or masked: no
     # gradient flows into anything but the kernel there.
@@ -95,14 +96,14 @@ class _Sources(Fold[_Source]):
     def literal(self, value: Any) -> _Source:
         return None
 
-    def constant(self, var: Any) -> _Source:
+    def constant(self, var: Var) -> _Source:
         return _ELSEWHERE
 
     def join(self, values: Iterable[_Source]) -> _Source:
         into = set(values) - {None}
         return into.pop() if len(into) == 1 else _ELSEWHERE if into else None
 
-    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         name, outputs = eqn.primitive.name, range(len(eqn.outvars))
         opaque = self._opaque_of(eqn.primitive, eqn.params)
         if opaque is not None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.hooks.state import State
-from shardrules.hooks.types.calls.opaque import confirm, resolve
+from shardrules.hooks.types.calls.opaque import OpaqueCall, confirm, resolve
 from shardrules.registry.axistypes import AxisType, Effect, format_effects
 from shardrules.registry.table import normalise
 
 _ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attributes={...}
 
 
-def lower(door: Door, state: State, rule, opaque, ctx, *operands, **params):
+def lower(
+    door: Door,
+    state: State,
+    rule: Callable[..., Any],
+    opaque: OpaqueCall,
+    ctx: Any,
+    *operands: Any,
+    **params: Any,
+) -> Any:
     """Lower one opaque call: interpret without types, or tag the custom call."""
     count = len(operands) if opaque.operand_count is None else opaque.operand_count
     confirm(opaque, state, ctx.primitive.name, params, count)
@@ -41,7 +50,7 @@ def lower(door: Door, state: State, rule, opaque, ctx, *operands, **params):
     return results
 
 
-def _tag(door: Door, state: State, ctx, opaque, calls, results) -> None:
+def _tag(door: Door, state: State, ctx: Any, opaque: OpaqueCall, calls: Any, results: Any) -> None:
     opaque.settle(state)
     tag, effects = {"shardrules.kernel": normalise(opaque.call.name)}, None
     if opaque.registration is not None:
@@ -62,7 +71,7 @@ def _tag(door: Door, state: State, ctx, opaque, calls, results) -> None:
         call.attributes[_ATTRIBUTES] = door.ir.DictAttr.get(attributes)
 
 
-def _effects(door: Door, state: State, ctx, opaque) -> tuple[Effect, ...]:
+def _effects(door: Door, state: State, ctx: Any, opaque: OpaqueCall) -> tuple[Effect, ...]:
     layout, count = opaque.layout, len(ctx.avals_out)
     if layout is not None and len(layout.answers) != count:
         layout = None
@@ -71,8 +80,9 @@ def _effects(door: Door, state: State, ctx, opaque) -> tuple[Effect, ...]:
     if any(t.axes for t in types):
         effects = resolve(door, state, opaque, types, count).effects
     else:  # the check is off: only what needs no types is available
-        effects = opaque.effects or opaque.registration.rule.effects(count)
-        effects = effects or (Effect("unknown"),) * count
+        assert opaque.registration is not None, "only a rule's effects are asked for"
+        declared = opaque.effects or opaque.registration.rule.effects(count)
+        effects = declared or (Effect("unknown"),) * count
     if layout is None:
         return effects
     local = Effect("local")  # what the kernel doesn't write
@@ -115,7 +125,7 @@ def _placed(effects: tuple[Effect, ...], call: Any, results: Any) -> tuple[Effec
     return tuple(at.get(i, Effect("unknown")) for i in range(len(own)))
 
 
-def _flat(values: Any):
+def _flat(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from _flat(value)

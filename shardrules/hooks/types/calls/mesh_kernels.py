@@ -12,18 +12,20 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, opened
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
+from shardrules.door.protocols import Aval, ClosedJaxpr, Jaxpr, JaxTrace, Params, Primitive, Rest
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
 from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.owners import held_by, innermost, module_of
 from shardrules.hooks.types.refs import check_written, written_variables
 from shardrules.registry.axistypes import AxisType
@@ -32,12 +34,12 @@ from shardrules.registry.binding import Binding, binding_of
 _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
 
 
-def _jaxprs(params: dict[str, Any]) -> Sequence[Any]:
+def _jaxprs(params: Params) -> Sequence[Any]:
     """Return the jaxprs of a mpmd_map, one for each group of cores, or that of a core_map."""
     return params["jaxprs"] if "jaxprs" in params else (params["jaxpr"],)
 
 
-def _out_avals(params: dict[str, Any]) -> Sequence[Any]:
+def _out_avals(params: Params) -> Sequence[Any]:
     return params["out_avals"] if "jaxprs" in params else ()  # a core_map only writes refs
 
 
@@ -69,7 +71,7 @@ class Layout(NamedTuple):
         return tuple(types)
 
 
-def _layout(door: Door, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
+def _layout(door: Door, params: Params, avals: Sequence[Aval]) -> Layout:
     stored = set()
     for jaxpr in _jaxprs(params):
         operands = jaxpr.invars[: len(avals)] if "jaxprs" in params else jaxpr.constvars
@@ -115,8 +117,8 @@ class MeshKernelHooks(Hooks):
         recording = {n: functools.partial(hooks[n], original) for n, original in originals.items()}
         return ModuleProxy(module, recording)
 
-    def law(self, primitive: Any, row: Any) -> Law:
-        def tagged(params):
+    def law(self, primitive: Primitive, row: Row) -> Law:
+        def tagged(params: Params) -> Any:
             if not self._acts(params):
                 return None
             return self._proven(primitive, params, self._kernel(primitive, params))
@@ -131,7 +133,7 @@ class MeshKernelHooks(Hooks):
 
     # From the kernel's function to its jaxpr.
 
-    def _trace(self, trace, fun, *args, **kwargs):
+    def _trace(self, trace: Callable[..., Any], fun: Any, *args: Any, **kwargs: Any) -> Any:
         """Trace as JAX does, and record the function that was traced."""
         traced_for = getattr(getattr(fun, "debug_info", None), "traced_for", "")
         if traced_for == "pallas_call index_map":
@@ -143,7 +145,9 @@ class MeshKernelHooks(Hooks):
         self._sources[opened(traced[0])] = self._source(getattr(fun, "f", fun))
         return traced
 
-    def _lower(self, lower, closed, *args, **kwargs):
+    def _lower(
+        self, lower: Callable[..., Any], closed: ClosedJaxpr, *args: Any, **kwargs: Any
+    ) -> Any:
         lowered = lower(closed, *args, **kwargs)
         self._sources[opened(lowered)] = opened(closed)
         return lowered
@@ -160,7 +164,7 @@ class MeshKernelHooks(Hooks):
             function = held["body"]
         return function
 
-    def _origin(self, jaxpr: Any) -> tuple[OpaqueCall | None, Any]:
+    def _origin(self, jaxpr: Jaxpr) -> tuple[OpaqueCall | None, Any]:
         """Return the kernel that a jaxpr comes from, if there is one yet, or else the function."""
         source = self._sources.get(jaxpr)
         while hasattr(source, "eqns"):
@@ -169,7 +173,7 @@ class MeshKernelHooks(Hooks):
             source = self._sources.get(source)
         return None, source
 
-    def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
+    def _mpmd_map(self, meshes_and_fns: Any, /, out_types: Any = (), **kwargs: Any) -> Any:
         """Make the kernel, with the check on again if plgpu.kernel turned it off."""
         door, here = self.door, self.state.here
         again = (
@@ -185,17 +189,17 @@ class MeshKernelHooks(Hooks):
         notes = tuple(noted[before:])
         del noted[before:]
 
-        def call(*args):
+        def call(*args: Any) -> Any:
             with dataclasses.replace(here.kernel, annotations=notes), checked():
                 return kernel(*args)
 
         return call
 
-    def _custom_vmap(self):
+    def _custom_vmap(self) -> Callable[..., Any]:
         original, hooks = self.door.custom_vmap.__call__, self
 
         @functools.wraps(original)
-        def call(self, *args, **kwargs):
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             with dataclasses.replace(hooks.state.here.kernel, checked=hooks.acts):
                 return original(self, *args, **kwargs)
 
@@ -203,14 +207,14 @@ class MeshKernelHooks(Hooks):
 
     # The kernel of a call.
 
-    def _acts(self, params: dict[str, Any]) -> bool:
+    def _acts(self, params: Params) -> bool:
         if self.state.active:
             return True
         jaxpr = _jaxprs(params)[0]
         kernel = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
         return kernel is not None and kernel.active(self.state)
 
-    def _kernel(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+    def _kernel(self, primitive: Primitive, params: Params) -> OpaqueCall:
         jaxpr = _jaxprs(params)[0]
         kernel = self._kernels.get(jaxpr)
         if kernel is None:
@@ -223,18 +227,19 @@ class MeshKernelHooks(Hooks):
         kernel.settle(self.state)
         return kernel
 
-    def _proven(self, primitive: Any, params: dict[str, Any], kernel: OpaqueCall) -> OpaqueCall:
+    def _proven(self, primitive: Primitive, params: Params, kernel: OpaqueCall) -> OpaqueCall:
         """Look for a proof if the kernel is not declared."""
         # Only after a layout was made: Mosaic GPU also binds core_maps inside kernels.
         if kernel.layout is not None:
             prove(kernel, self.state, primitive.name, params, kernel.operand_count or 0)
         return kernel
 
-    def _lay_out(self, kernel: OpaqueCall, params: dict[str, Any], avals) -> Layout:
-        kernel.layout, kernel.operand_count = _layout(self.door, params, avals), len(avals)
-        return kernel.layout
+    def _lay_out(self, kernel: OpaqueCall, params: Params, avals: Sequence[Aval]) -> Layout:
+        layout = _layout(self.door, params, avals)
+        kernel.layout, kernel.operand_count = layout, len(avals)
+        return layout
 
-    def _described(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+    def _described(self, primitive: Primitive, params: Params) -> OpaqueCall:
         functions = [self._origin(jaxpr)[1] for jaxpr in _jaxprs(params)]
         name, place = kernel_name(params)
         inner = innermost(functions[0])
@@ -248,7 +253,9 @@ class MeshKernelHooks(Hooks):
 
     # Rewrite and check.
 
-    def _bind(self, rest, primitive, trace, args, params):
+    def _bind(
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
+    ) -> Any:
         if not self._acts(params):
             return rest(primitive, trace, args, params)
         first = _jaxprs(params)[0] not in self._kernels
@@ -274,8 +281,8 @@ class MeshKernelHooks(Hooks):
         note_results(self.state, kernel, results)
         return results
 
-    def _typed(self, primitive: Any, evaluate):
-        def abstract_eval(*avals, **params):
+    def _typed(self, primitive: Primitive, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             if not self._acts(params):
                 return evaluate(*avals, **params)
             # JAX 0.11 and 0.12 refuse every ref that varies, so the hooks check the writes here.
@@ -301,7 +308,7 @@ class MeshKernelHooks(Hooks):
 
         return abstract_eval
 
-    def _resolve(self, primitive: Any, params: dict[str, Any], kernel: OpaqueCall, avals):
+    def _resolve(self, primitive: Primitive, params: Params, kernel: OpaqueCall, avals: Any) -> Any:
         """Return the rule's answer, and the types of the returned arrays."""
         layout, inputs = self._proven(primitive, params, kernel).layout, self.door.axis_types(avals)
         resolution = resolve(self.door, self.state, kernel, inputs, layout.answer_count)

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import jax
 
 from shardrules.door.internals import Door
+from shardrules.door.protocols import Aval
 from shardrules.errors import RuleError, UnknownKernelError
 from shardrules.hooks.state import COLLECT, Scope, State
 from shardrules.registry import suggestions
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
 from shardrules.registry.binding import Binding
 from shardrules.registry.builtin import no_communication
-from shardrules.registry.rule import Rule
+from shardrules.registry.rule import Rule, Types
 from shardrules.registry.table import Registration
 
 # Primitives that run a Python function; functions of other modules may have the same name.
@@ -88,12 +89,12 @@ class OpaqueCall:
         return self.scope if self.scope is not None and self.scope.active else state.scope
 
 
-class Results(tuple):  # type: ignore[type-arg]  # of avals
+class Results(tuple[Any, ...]):
     """A call's result avals, among its parameters, with what is known of the call."""
 
     annotations: tuple[AxisType | None, ...] = ()  # the user's
-    opaque: OpaqueCall | None = None  # once the call is bound
-    resolution: Resolution | None = None  # of the bind that wrote these types
+    opaque: Any = None  # an OpaqueCall, once the call is bound
+    resolution: Any = None  # a Resolution, of the bind that wrote these types
 
 
 # JAX maps over some result avals once the hooks are gone.
@@ -104,7 +105,7 @@ jax.tree_util.register_pytree_node(
 
 
 def typed(
-    door: Door, opaque: OpaqueCall, avals: Any, types: tuple[AxisType, ...]
+    door: Door, opaque: OpaqueCall, avals: Sequence[Aval], types: tuple[AxisType, ...]
 ) -> tuple[Any, ...]:
     """Return avals with their axis types, widened by wider annotations."""
     if any(opaque.annotations):
@@ -172,7 +173,7 @@ def _indented(audit: Any) -> str:
     return str(audit).replace("\n", "\n  ")
 
 
-def _everywhere(context: RuleContext):
+def _everywhere(context: RuleContext) -> Types:
     everywhere = AxisType(frozenset(context.mesh_axes))
     return [everywhere] * len(context.inputs), [everywhere] * context.output_count
 

@@ -16,6 +16,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import kernel_name, only_touches_refs, union
 from shardrules.door.patching import Patches, TellingTuple
+from shardrules.door.protocols import Aval, Jaxpr, JaxTrace, Params, Primitive, Rest
 from shardrules.hooks.frames import KernelFrame
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
@@ -29,6 +30,7 @@ from shardrules.hooks.types.calls.opaque import (
     typed,
 )
 from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.owners import module_of
 from shardrules.hooks.types.refs import check_written, written_variables
 from shardrules.paths import module_at
@@ -85,7 +87,7 @@ class PallasHooks(Hooks):
         if door.convert_out_shape is not None:
             patches.attribute(*door.owner("convert_out_shape"), self._convert_out_shape)
 
-    def law(self, primitive: Any, row: Any) -> Law:
+    def law(self, primitive: Primitive, row: Row) -> Law:
         return Law(
             typed=self._typed,
             bind=self._bind,
@@ -96,7 +98,7 @@ class PallasHooks(Hooks):
 
     # Where the function object and the jaxpr meet.
 
-    def _convert_out_shape(self, out_shape):
+    def _convert_out_shape(self, out_shape: Any) -> Any:
         """Accept an output without annotation; record the annotation of one that has it."""
         if self.state.active and self.door.checking():
             annotation = self.door.annotation(out_shape)
@@ -106,11 +108,11 @@ class PallasHooks(Hooks):
                     return self.door.convert_out_shape(out_shape)
         return self.door.convert_out_shape(out_shape)
 
-    def _tracer(self, trace):
+    def _tracer(self, trace: Callable[..., Any]) -> Callable[..., Any]:
         door = self.door
 
         @functools.wraps(trace)  # with its signature, which compat checks
-        def trace_kernel(fun, *args, **kwargs):
+        def trace_kernel(fun: Any, *args: Any, **kwargs: Any) -> Any:
             annotations: tuple[AxisType | None, ...] = ()
             noted = self.state.here.annotations
             if noted:
@@ -132,7 +134,7 @@ class PallasHooks(Hooks):
 
     # Rewrite and check.
 
-    def kernel_of(self, params: dict[str, Any], known: OpaqueCall | None = None) -> OpaqueCall:
+    def kernel_of(self, params: Params, known: OpaqueCall | None = None) -> OpaqueCall:
         """Return a call's kernel, with its name, scope and rule."""
         kernel = known or self._kernels.get(params["jaxpr"])
         if kernel is None or not kernel.call.name:
@@ -153,7 +155,9 @@ class PallasHooks(Hooks):
             prove(kernel, self.state, "pallas_call", params, 0)
         return kernel
 
-    def _bind(self, rest, primitive, trace, args, params):
+    def _bind(
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
+    ) -> Any:
         jaxpr = params["jaxpr"]
         known = self._kernels.get(jaxpr)
         if not (self.state.active or self._acts(known)):
@@ -185,8 +189,8 @@ class PallasHooks(Hooks):
         if not self.state.patched and self.door.checking():
             raise self.state.outlived(f"pallas_call kernel {name!r}")
 
-    def _typed(self, evaluate):
-        def abstract_eval(*avals, **params):
+    def _typed(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             outputs, effects = evaluate(*avals, **params)
             if not self.door.checking():
                 return outputs, effects
@@ -211,7 +215,7 @@ class PallasHooks(Hooks):
         return self.state.active or (kernel is not None and kernel.active(self.state))
 
     def _check_refs(
-        self, kernel: OpaqueCall, jaxpr: Any, avals: Sequence[Any], types: tuple[AxisType, ...]
+        self, kernel: OpaqueCall, jaxpr: Jaxpr, avals: Sequence[Aval], types: tuple[AxisType, ...]
     ) -> None:
         """Raise if a kernel may store varying data into a closed-over ref that varies less."""
         # A rule speaks for the arrays that a kernel returns, not for what it stores.

@@ -11,12 +11,13 @@ import copy
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
+from shardrules.door.protocols import Aval, JaxTrace, Params, Primitive, Rest
 from shardrules.errors import CotangentError
 from shardrules.hooks.frames import KernelFrame
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
@@ -28,13 +29,13 @@ from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import binding_of
 
 
-class _Kind(NamedTuple):
+class _CallKind(NamedTuple):
     """How to read one primitive's parameters."""
 
     function: str = ""  # the parameter that holds the kernel's function, or empty
     results: str = ""  # the parameter that holds its result avals, or empty
 
-    def read(self, params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    def read(self, params: Params) -> tuple[Any, tuple[str, ...]]:
         """Return the kernel's function, or None, and the names to look up."""
         function = params.get(self.function)
         function = getattr(function, "callback_func", function)  # where JAX wraps a callback
@@ -47,14 +48,14 @@ class _Kind(NamedTuple):
 
 # JAX's own, by name; every other one is a user's.
 _KINDS = {
-    "ffi_call": _Kind("", "result_avals"),
+    "ffi_call": _CallKind("", "result_avals"),
     **dict.fromkeys(
-        ("pure_callback", "io_callback", "buffer_callback"), _Kind("callback", "result_avals")
+        ("pure_callback", "io_callback", "buffer_callback"), _CallKind("callback", "result_avals")
     ),
-    "call_exported": _Kind(),
-    "tpu_custom_call": _Kind("", "out_avals"),
+    "call_exported": _CallKind(),
+    "tpu_custom_call": _CallKind("", "out_avals"),
 }
-_USERS = _Kind("fn")
+_USERS = _CallKind("fn")
 
 # Where users register the rules of their primitives.
 _TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.partial_eval")
@@ -77,7 +78,7 @@ class PrimitiveHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, _CallKind] = {}
         self._carriers: dict[Any, Any] = {}  # by primitive and scope
 
     def install(self, patches: Patches) -> None:
@@ -85,7 +86,7 @@ class PrimitiveHooks(Hooks):
             patches.attribute(*self.door.owner("result_avals"), self._result_avals)
             patches.attribute(*self.door.owner("transpose_of"), self._transpose_of)
 
-    def law(self, primitive: Any, row: Row) -> Law:
+    def law(self, primitive: Primitive, row: Row) -> Law:
         self._kinds[primitive] = _USERS if row is USERS else _KINDS[primitive.name]
         opaque_call_of = functools.partial(self.opaque_call, primitive)
         return Law(
@@ -102,7 +103,9 @@ class PrimitiveHooks(Hooks):
             return rule
         return functools.partial(self._transpose, rule, p.name)
 
-    def _transpose(self, rule, name: str, cotangents, *args, **params):
+    def _transpose(
+        self, rule: Callable[..., Any], name: str, cotangents: Any, *args: Any, **params: Any
+    ) -> Any:
         """Transpose a user's primitive; raise if an invariant operand gets a varying cotangent."""
         # JAX to 0.7.2 takes the cotangents for the total; from 0.8.3 its error names neither the
         # primitive nor the axes.
@@ -131,7 +134,7 @@ class PrimitiveHooks(Hooks):
 
     # The OpaqueCall of a call.
 
-    def carrying(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+    def carrying(self, opaque: OpaqueCall, params: Params) -> dict[str, Any]:
         kind = self._kinds.get(opaque.call.target)
         if kind is None or kind.results not in params:
             return params
@@ -139,7 +142,7 @@ class PrimitiveHooks(Hooks):
         results.opaque = opaque
         return {**params, kind.results: results}
 
-    def _result_avals(self, results):
+    def _result_avals(self, results: Any) -> Any:
         """Accept annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
         annotations = tuple(map(self.door.annotation, results)) if self.state.active else ()
         if not any(annotations):
@@ -152,16 +155,18 @@ class PrimitiveHooks(Hooks):
         annotated.annotations = annotations
         return annotated
 
-    def opaque_call(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+    def opaque_call(self, primitive: Primitive, params: Params) -> OpaqueCall:
         kind = self._kinds.get(primitive, _USERS)
         results = params.get(kind.results)
         if isinstance(results, Results) and results.opaque is not None:
-            return results.opaque
+            bound: OpaqueCall = results.opaque
+            return bound
         function, names = kind.read(params)
         names = (*names, primitive.name)
         outer = self.state.here.kernel
         if outer.primitive is primitive and outer.call.call.name == names[0]:
-            return dataclasses.replace(outer.call, annotations=())
+            same: OpaqueCall = dataclasses.replace(outer.call, annotations=())
+            return same
         place = self.door.function_place(function)
         module = getattr(function, "__module__", None) or ""
         call = Call(
@@ -173,7 +178,9 @@ class PrimitiveHooks(Hooks):
 
     # Rewrite and check.
 
-    def _bind(self, rest, primitive, trace, args, params):
+    def _bind(
+        self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
+    ) -> Any:
         opaque, kind = self.opaque_call(primitive, params), self._kinds[primitive]
         if not opaque.active(self.state):
             return rest(primitive, trace, args, params)
@@ -195,11 +202,19 @@ class PrimitiveHooks(Hooks):
                     return type(carrier).bind(carrier, *args, **params)
             return rest(primitive, trace, args, params)
 
-    def unchecked(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+    def unchecked(self, opaque: OpaqueCall, params: Params) -> dict[str, Any]:
         """Return the parameters of a call that is bound where avals carry no types."""
         return params
 
-    def _ruled(self, kind: _Kind, opaque: OpaqueCall, primitive, trace, args, params):
+    def _ruled(
+        self,
+        kind: _CallKind,
+        opaque: OpaqueCall,
+        primitive: Primitive,
+        trace: JaxTrace,
+        args: Sequence[Any],
+        params: Params,
+    ) -> Any:
         results = params.get(kind.results)
         avals = [self.door.typeof(x) for x in args]
         may_answer = self._may_answer(opaque)
@@ -225,8 +240,8 @@ class PrimitiveHooks(Hooks):
             params = {**params, kind.results: written}
         return args, params
 
-    def _typed(self, primitive: Any, evaluate: Callable) -> Callable:
-        def abstract_eval(*avals, **params):
+    def _typed(self, primitive: Primitive, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def abstract_eval(*avals: Aval, **params: Any) -> Any:
             answer = evaluate(*avals, **params)
             if not (isinstance(answer, tuple) and len(answer) == 2):
                 return answer  # leave the mismatch to JAX
@@ -250,7 +265,7 @@ class PrimitiveHooks(Hooks):
 
         return abstract_eval
 
-    def _is_wide(self, avals, outputs) -> bool:
+    def _is_wide(self, avals: Sequence[Aval], outputs: Any) -> bool:
         """Whether the results vary as those of a kernel that doesn't communicate would."""
         types = self.door.axis_types(outputs)
         axes = union(self.door.axis_types(avals))
@@ -272,7 +287,7 @@ class PrimitiveHooks(Hooks):
     # shard_map's check to JAX 0.5.3 (``_check_rep``) sees a primitive and parameters, and JAX's
     # interpreter of kernels (``pallas/hlo_interpreter.py``) enters no equation's context.
 
-    def _carrier(self, primitive: Any, scope: Scope) -> Any:
+    def _carrier(self, primitive: Primitive, scope: Scope) -> Any:
         overlays = tuple(overlay.entries for overlay in scope.overlays)
         key = (primitive, overlays, scope.binding, scope.policy, scope.active, scope.prove)
         with self.state.lock:
@@ -290,7 +305,7 @@ class PrimitiveHooks(Hooks):
             self._complete(carrier, primitive, scope)
         return carrier
 
-    def _complete(self, carrier: Any, primitive: Any, scope: Scope) -> None:
+    def _complete(self, carrier: Any, primitive: Primitive, scope: Scope) -> None:
         for name in _TABLES:
             for table in list(vars(importlib.import_module(name)).values()):
                 if isinstance(table, dict) and primitive in table and carrier not in table:
@@ -303,7 +318,7 @@ class PrimitiveHooks(Hooks):
 
     def _scoped(self, rule: Any, scope: Scope) -> Any:
         @functools.wraps(rule)
-        def run(*args, **params):
+        def run(*args: Any, **params: Any) -> Any:
             here = self.state.scope  # current observers stay
             lent = dataclasses.replace(scope, claims=here.claims, notes=here.notes)
             with self.state.enter(lent):

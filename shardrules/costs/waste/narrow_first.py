@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from shardrules import hlo
+from shardrules.costs import walk
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.program import WHOLE, Hint, Kind, Site
+from shardrules.costs.waste.program import WHOLE, Hint, Kind, Site, is_constant
 from shardrules.hlo.reader.flow import BARRIERS, made_by
 
 # These move elements and change none: a conversion may stand on either side.
@@ -14,6 +15,8 @@ _KINDS = ("all-gather", "collective-permute", "all-to-all")
 _MOVES = WHOLE.union(BARRIERS, ["slice", "dynamic-slice", "concatenate"])
 _MOVES |= frozenset(f"{kind}-done" for kind in _KINDS)
 _COPIES = frozenset(["copy", "copy-done"])
+_TOGETHER = frozenset("add and divide maximum minimum multiply or select subtract xor".split())
+_READ_BY = ("gather", "scatter")  # as indices, which say nothing of the array's sharding
 _NARROW_FLOAT = re.compile(r"(bf|f)(16|8|4)")
 
 
@@ -48,6 +51,18 @@ def _is_for_cumsum(site: Site) -> bool:
     return not site.in_shard_map and operation(site.collective) == "reduce_window_sum"
 
 
+def _is_combined(site: Site) -> bool:
+    """Tell whether the counts meet other data, whose sharding they may have to have."""
+    # XLA then gathers the numbers again, also of a mask that each device holds whole.
+    made = walk.reached([site.node], lambda node: [] if node.opcode in _READ_BY else node.takers)
+    return any(
+        not (operand in made or is_constant(operand))
+        for node in made
+        if node.opcode in _TOGETHER
+        for operand in node.operands
+    )
+
+
 def _widened(site: Site) -> _Narrower | None:
     convert = site.made_by(WHOLE)
     if convert.opcode != "convert":
@@ -55,7 +70,7 @@ def _widened(site: Site) -> _Narrower | None:
     before, after = convert.operands[0].shape, convert.shape
     if before.bits >= after.bits or after.element_type != site.taken.element_type:
         return None
-    if before.element_type != "pred" and _is_for_cumsum(site):
+    if _is_for_cumsum(site) and (before.element_type != "pred" or _is_combined(site)):
         return None
     why = (
         f"its operand was converted from {before.element_type} to {after.element_type} just before"

@@ -70,7 +70,9 @@ def _widened(site: Site) -> _Narrower | None:
     before, after = convert.operands[0].shape, convert.shape
     if before.bits >= after.bits or after.element_type != site.taken.element_type:
         return None
-    if _is_for_cumsum(site) and (before.element_type != "pred" or _is_combined(site)):
+    if before.element_type == "pred" and not site.in_shard_map and _is_combined(site):
+        return None
+    if before.element_type != "pred" and _is_for_cumsum(site):
         return None
     why = (
         f"its operand was converted from {before.element_type} to {after.element_type} just before"

@@ -55,6 +55,7 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
 
 
 def _of_cast(verdict: hlo.Verdict) -> str:
+    """Say where a sum comes from that a line may not write; empty if its name is another."""
     if not _CAST.fullmatch(verdict.collective.op_name):
         return ""
     over = " and ".join(_equal_axes(verdict)) or "the devices"
@@ -96,7 +97,7 @@ def in_own_gradient(verdict: hlo.Verdict) -> bool:
     return is_defensive(verdict) and _OWN_GRADIENT.fullmatch(name) is not None
 
 
-def of_sums(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
+def of_averages(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
     """Say what is wrong with gradients that it averages, if a body with the check on takes them."""
     collective = verdict.collective
     averages = collective.reduction == "add" and collective.phase == "forward"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardrules import hlo
 from shardrules.costs import accounts, outputs
-from shardrules.costs.advice import Multiplied, advice, of_sums, too_large
+from shardrules.costs.advice import Multiplied, advice, of_averages, too_large
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:  # it finds what this module's findings are made of
@@ -69,7 +69,7 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
             )
         times = multiplied.times(verdict)
         change = change or (too_large(verdict, times) if times > 1 else advice(verdict))
-        change += of_sums(verdict, judgement)
+        change += of_averages(verdict, judgement)
         found.append(Finding(kind, entry, change))
     return found
 

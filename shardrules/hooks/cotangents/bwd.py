@@ -24,7 +24,7 @@ from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduct
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Path, Trace
 from shardrules.jaxprs.rewrite import split
-from shardrules.jaxprs.walk import equations, program_text
+from shardrules.jaxprs.walk import equations
 from shardrules.paths import is_library
 from shardrules.registry.axistypes import AxisType, show_axes
 
@@ -325,11 +325,6 @@ class Bwd:
             kept[key] = self.parts.bwd, Trace(self.door, self.bwd, self.args)
         trace: Trace = kept[key][1]
         return trace.of(self.args)
-
-    @property
-    def text(self) -> str:
-        """Its jaxpr as text, by which the bwds of two derivatives are compared."""
-        return program_text(self.trace.jaxpr)
 
     @functools.cached_property
     def _is_silent(self) -> bool:

@@ -116,6 +116,22 @@ def test_a_saved_pullback_takes_its_own_types(cpu_mesh):
             np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@versions.where(versions.types_values)
+def test_no_cast_passes_a_saved_pullback_whose_gradient_is_zero(cpu_mesh):
+    body = lambda x: lax.stop_gradient(jnp.sin(x))  # noqa: E731
+    op = jax.custom_vjp(body)
+    op.defvjp(lambda x: jax.vjp(body, x), lambda pullback, g: pullback(g))
+
+    def loss(x):
+        wide = jnp.tile(x, 64)
+        both = (wide + op(wide)) * (1.0 + jax.lax.axis_index("model"))
+        return lax.psum(both.sum(), ("data", "model"))
+
+    f = versions.shard_map(loss, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
+    with sr.install(casts="cheapest"):
+        np.testing.assert_allclose(jax.jit(jax.grad(f))(X[:, 0]), 64 * 3 * np.ones(len(X)))
+
+
 def differentiated(w, x):
     """A product in a loop whose bwd differentiates, and so sums w's cotangent itself."""
 

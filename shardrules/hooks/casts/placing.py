@@ -220,7 +220,8 @@ class CastHooks(Hooks):
             if run.summed.get(i)
         ]
         fixed, differentiates = NONE, any(map(is_differentiated, equations(run.jaxpr)))
-        if differentiates:
+        # The pullback of a function whose gradient is zero has no equation to tell it by.
+        if differentiates or run.ignores_a_cotangent:
             # A gradient by a residual is summed inside of bwd where the residual is invariant.
             # Where the residual is cast, bwd returns a share instead, and the hooks sum it.
             sums += transposed_sums(run.jaxpr)
@@ -230,6 +231,7 @@ class CastHooks(Hooks):
                 _TracedBwd(self, eqn, every, every)
             except Exception:  # a pullback that fwd saved takes cotangents of its own types alone  # noqa: BLE001
                 return BwdSums(sums, NONE, None)
+        if differentiates:
             fixed = self._needed_inside(run, moved)
             run = moved
         whole = {  # over these axes bwd returns a cotangent that is already summed
@@ -290,6 +292,9 @@ class _TracedBwd:
         self.summed: dict[int, Axes] = dict(recorded)  # the axes of the hooks' sum of each result
         # From JAX 0.11 closed-over values come first.
         self.cotangents = self.jaxpr.invars[len(self.jaxpr.invars) - len(eqn.outvars) :]
+        used = {id(atom) for one in equations(self.jaxpr) for atom in one.invars}
+        used.update(map(id, self.jaxpr.outvars))
+        self.ignores_a_cotangent = not used.issuperset(map(id, self.cotangents))
         # The axes over which it sums; None if it is not linear, or rounds.
         proof = linearity(self.jaxpr, self.cotangents, kernels=True)
         self.linear_in = None if proof.rounds else proof.summed

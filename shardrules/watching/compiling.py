@@ -85,6 +85,11 @@ def _begin() -> None:
 
 def _install(_: object) -> None:
     leave_out_frames()  # texts stay the same
+    # A cache on disk would answer with another program's source lines: its key leaves them out.
+    config = sys.modules["jax"].config
+    key_has_lines = "jax_compilation_cache_include_metadata_in_key"
+    _hold.callback(config.update, key_has_lines, getattr(config, key_has_lines))
+    config.update(key_has_lines, True)
     for key, wrapper in (("compile", _compile), ("compile_pmap", _compile), ("lower", _lower)):
         _hold.callback(seams.intercept(key, wrapper))
     with contextlib.suppress(UnsupportedJaxError):  # then nothing is traced again

@@ -137,10 +137,11 @@ def test_what_was_compiled_before_is_noted_when_it_is_called_again(cpu_mesh):
     assert set(names(outer)) == set(names(inner)) == {"jit_before"}
 
 
-def test_what_comes_from_the_persistent_cache_is_noted(cpu_mesh, tmp_path):
+@pytest.fixture
+def persistent_cache(tmp_path):
+    """JAX's cache on disk, for one test."""
     from jax.experimental.compilation_cache import compilation_cache
 
-    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
     options = {
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -151,20 +152,40 @@ def test_what_comes_from_the_persistent_cache_is_noted(cpu_mesh, tmp_path):
         for name, value in options.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-        doubled(cpu_mesh)(x)
-        assert any(tmp_path.iterdir())
-        jax.clear_caches()
-        hits = []
-        jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
-        with shardrules.watch() as seen:
-            doubled(cpu_mesh)(x)
-        assert "/jax/compilation_cache/cache_hits" in hits
+        yield tmp_path
     finally:
         for name, value in old.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def test_what_comes_from_the_persistent_cache_is_noted(cpu_mesh, persistent_cache):
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+    for _ in range(2):
+        jax.clear_caches()
+        del hits[:]
+        with shardrules.watch() as seen:
+            doubled(cpu_mesh)(x)
+    assert any(persistent_cache.iterdir())
+    assert "/jax/compilation_cache/cache_hits" in hits
     (one,) = [p for p in seen if p.judgement.verdicts]
     assert [v.collective.axes for v in one.judgement.redundant] == [("model",)]
+
+
+def test_the_persistent_cache_gives_no_other_programs_source_lines(cpu_mesh, persistent_cache):
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
+    doubled(cpu_mesh)(x)  # the same operations, from other lines; not watched
+    jax.clear_caches()
+    f = hooks.shard_map(lambda x: 2 * x, cpu_mesh, P("data"), P("data"), check=False)
+    before = jax.config.jax_compilation_cache_include_metadata_in_key
+    with shardrules.watch() as seen:
+        jax.jit(jax.grad(lambda x: (f(x) ** 2).sum()))(x)
+        line = sys._getframe().f_lineno - 1
+    assert jax.config.jax_compilation_cache_include_metadata_in_key == before
+    (verdict,) = [v for p in seen for v in p.judgement.redundant]
+    assert verdict.collective.source.line == line
 
 
 def test_alike_programs_are_one_row(cpu_mesh):

@@ -70,7 +70,7 @@ LOCAL = {
     "cg": lambda x, y: jax.scipy.sparse.linalg.cg(lambda v: _matrix(x) @ v, y, maxiter=12)[0],
     "cholesky": lambda x, y: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(_matrix(x)), y),
     "root": lambda x, y: lax.custom_root(
-        lambda z: z + 0.3 * jnp.sin(z * x) - y,
+        lambda z: z + 0.3 * jnp.sin(z * jnp.tanh(x)) - y,  # what z - f(z) contracts
         y,
         lambda f, z: lax.fori_loop(0, 25, lambda _, z: z - f(z), z),
         lambda g, z: z / g(jnp.ones_like(z)),

@@ -45,7 +45,7 @@ class WatchedProgram:
         self.count = 1  # of programs that share this text, from several jits for example
         self.same_text: list[WatchedProgram] = []  # the others of these
         self._traced, self._owner = traced, owner
-        self._record = owner.runs.follow(executable) if owner.runs else None
+        self._record = owner.runs.follow(executable, traced.definition) if owner.runs else None
         # The executable itself is not kept.
         self._placements = compiled.Placements(executable)
         self._module, self._failure = None, ""

@@ -1,6 +1,7 @@
 """Reports fit the terminal: no line is longer, and what is left out is named."""
 
 import io
+import json
 import os
 import re
 
@@ -137,8 +138,30 @@ def test_long_advice_stands_once():
     text = report.plain(report.content(hlo.judge(T.module("\n".join(operations)), mesh=T.MESH)))
     assert text.count("testing.verify_flags") == 1
     advice = re.findall("to do: (.*)", text)
-    assert len(advice) == 3 and advice[0].startswith("say how its parameters are sharded: ")
-    assert advice[1] == "the same as for second" and advice[2].startswith("drop it"), text
+    assert len(advice) == 2 and advice[0].startswith("say how its parameters are sharded: ")
+    assert advice[1].startswith("drop it"), text
+    assert "saves at most 96 B (75%), together with 1 other finding\n" in text
+    assert re.findall("likewise (.*)", text) == ["unknown all-reduce(model)"]
+    # What is proven keeps its own block, with what it saves.
+    operations[1] = T.parameter(T.DATA, "f32[16]", "y", 1)
+    operations[5] += ', metadata={op_name="jit(f)/psum"}'
+    text = report.plain(report.content(hlo.judge(T.module("\n".join(operations)), mesh=T.MESH)))
+    assert text.count("  redundant: ") == 2 and "likewise" not in text
+    assert text.count("saves ") == 3 and text.count("to do: ") == 3
+
+
+def test_what_is_folded_has_its_advice_in_json():
+    operations = [
+        T.parameter(T.DATA, "f32[9999]"),
+        T.parameter(T.DATA, name="y", number=1),
+        T.all_reduce("%x", shape="f32[9999]", name="first"),
+        T.all_reduce("%y", name="second", extra=', metadata={op_name="jit(f)/psum"}'),
+    ]
+    content = report.content(hlo.judge(T.module("\n".join(operations)), mesh=T.MESH))
+    (rest,) = re.findall("below 1% together: (.*)", report.plain(content))
+    assert rest.endswith(" (32 B, <0.1%); `--format json` has the advice on each"), rest
+    assert all(found["advice"] for found in json.loads(report.as_json(content))["findings"])
+    assert len(content.findings) == 2
 
 
 def test_what_all_findings_rest_on_stands_once():

@@ -122,6 +122,15 @@ def test_what_is_installed_is_what_ci_installs():
                 assert step.removesuffix(" | sh") in ci + readme, (page, step)
 
 
+def test_the_readme_s_tables_have_their_headings():
+    readme = (ROOT / "README.md").read_text()
+    (shown,) = (text for kind, text in FENCE.findall(readme) if "$ shardrules migrate" in text)
+    for heading in ("calls | verdict", "bytes now | bytes with the patch"):
+        row = shown[: shown.index(heading)].count("\n") + 1
+        cells = [line.count(" | ") for line in shown.splitlines()[row - 1 : row + 1]]
+        assert cells[0] == cells[1], heading
+
+
 def test_an_allowance_is_read(tmp_path):
     [text] = [text for page, text in blocks("toml") if page == "docs/ci.md"]
     path = tmp_path / "step.toml"

@@ -65,7 +65,8 @@ ARGUMENTS: flags.Arguments = {
         "STEPS",
         "record that many steps with jax.profiler once the script has warmed up, and say what "
         "each collective took; a step is what jax.profiler.StepTraceAnnotation marks, else a call "
-        "of the first program with collectives that is called again",
+        "of the first program with collectives that is called again. The script must run 3 more: "
+        "two warm it up, and the second one may compile anew",
         type=_count,
     ),
     **flags.SCRIPT,
@@ -191,8 +192,9 @@ class _RunReport:
             return None
         steps, left = self.arguments.profile, self.recorder.left
         if left:
-            flags.say(f"the script ended after {steps - left} of --profile's {steps} steps")
-        measured = self.seen.profiled(self.recorder.folder)
+            recorded = f"{steps - left} of --profile's {steps} steps"
+            flags.say(f"the script ended after {recorded}; {self.recorder.advice}")
+        measured = self.seen.profiled(self.recorder.folder, lasts=self.keep is not None)
         flags.say(measured.about, *measured.notes)
         return measured
 

@@ -70,7 +70,8 @@ class Entry:
     reduction: str
     # Along which parts are put together or taken apart, ``"0"``; empty for none.
     dimension: str
-    # The line within the loop, or the checkpoint, whose own line is all that XLA has left it.
+    # The line within the loop, or the checkpoint, whose own line is all that XLA has left it; JAX's
+    # name for the argument that it moves where it has no line.
     within: str
     # Its place in the account, and the verdict that it is a line of.
     number: int = dataclasses.field(compare=False)
@@ -86,7 +87,7 @@ class Entry:
 
     @property
     def place(self) -> str:
-        """Return the innermost line that is known of it, for people."""
+        """Return the innermost line that is known of it, or its argument, for people."""
         return self.within or self.source
 
 
@@ -179,7 +180,8 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
 
 
 def _made(judgement: hlo.Judgement, level: str) -> Account:
-    entries = []
+    entries, module = [], judgement.module
+    arguments = {module.metadata(parameter).op_name for parameter in module.entry.parameters}
     for number, verdict in enumerate(judgement.verdicts):
         collective = verdict.collective
         groups = collective.notation
@@ -210,7 +212,8 @@ def _made(judgement: hlo.Judgement, level: str) -> Account:
                 collective.each,
                 collective.reduction,
                 collective.dimension,
-                walk.line_within(judgement.module, collective),
+                walk.line_within(module, collective)
+                or walk.argument(module, collective, arguments),
                 number,
                 verdict,
             )

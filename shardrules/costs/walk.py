@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from shardrules import hlo
@@ -106,6 +106,18 @@ def line_within(module: hlo.Module, collective: hlo.Collective) -> str:
             if not frames or frames[0] == own[0]:
                 left.append(n)
     return ""
+
+
+def argument(module: hlo.Module, collective: hlo.Collective, arguments: Collection[str]) -> str:
+    """Give JAX's name for the argument that a collective without a line moves; else nothing.
+
+    XLA gives the all-gather of a sharded argument the argument's own name, and no line.
+    """
+    if collective.frames or collective.op_name not in arguments:
+        return ""
+    computation = module.computations[collective.computation]
+    operands = computation.instructions[computation.places[collective.name]].operands
+    return collective.op_name if len(operands) == 1 else ""  # a combined one has one name for all
 
 
 def callers(

@@ -81,10 +81,9 @@ def start(listener: Listener) -> Callable[[], None]:
 
 def on_reads(read: Callable[[Any], None]) -> Callable[[], None]:
     """Call a function with each array that the host reads, in any thread; return what stops it."""
-    _explicit()  # raises if this JAX doesn't tell
 
     def around_value(original: Any, self: Any) -> Any:
-        if getattr(self, "_npy_value", None) is None and not _explicit():
+        if getattr(self, "_npy_value", None) is None:
             read(self)
         return original(self)
 

@@ -19,9 +19,9 @@ from shardrules.costs.worth import Ledger, Switched, Worth
 from shardrules.errors import few
 from shardrules.hlo.proof import phases
 from shardrules.paths import here
-from shardrules.report import grouping
+from shardrules.report import grouping, items
 from shardrules.report.grouping import Row, alike, spread
-from shardrules.report.items import LISTED, TODO, advice_on, alike_hints, item, lacking, of_output
+from shardrules.report.items import LISTED, TODO, Group, alike_hints, flat, item
 from shardrules.report.sections import Block, Item, filled, listed, sections
 from shardrules.units import counted, percent, size
 
@@ -201,10 +201,10 @@ class Content:
             parts.append(f"{what} {words}{self._share(worth)}")
         return ", ".join(parts)
 
-    def saves(self, group: Sequence[Finding | Hint]) -> str:
-        """Say what is saved by following the advice on findings or hints that are alike."""
+    def saves(self, group: Sequence[Finding | Hint], others: int = 0) -> str:
+        """Say what following one advice saves; ``others``: of the group, not like its first."""
         together = self.ledger.switched if group[0].entry.number in self.ledger.switched else ()
-        others = len(together) - len(group)
+        others = others or len(together) - len(group)
         if together:  # following the advice on one of them removes all of them
             group = [one for one in self.findings if one.entry.number in together]
         worth = _sum(map(self.ledger.worth, group))
@@ -374,10 +374,12 @@ class Content:
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
         todo = [
-            of_output(same[0], TODO, advice_on(same), [o.name for o in same[1:]])
-            for same in alike(self.unequal, lacking)
+            items.of_output(same[0], TODO, items.advice_on(same), [o.name for o in same[1:]])
+            for same in alike(self.unequal, items.lacking)
         ]
-        stays = [of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
+        stays = [
+            items.of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed
+        ]
         allowed = [
             item(same, reason=pairs[0][1])
             for pairs in alike(self.allowed, lambda pair: pair[1])
@@ -394,35 +396,36 @@ class Content:
     def _ranked(self, title: str, groups: Iterable[Sequence[Finding | Hint]]) -> Block:
         """List groups, the costliest first, and fold those below 1% together into one line."""
         ordered = sorted(groups, key=self._rank)
-        ranked = [(group, _sum(map(self.ledger.worth, group))) for group in ordered]
-        movable = [n for n, (group, _) in enumerate(ranked) if group[0].kind not in _NEVER_FOLDED]
+        joined = sorted(alike(ordered, items.unblocking), key=lambda same: self._rank(flat(same)))
+        ranked = [(same, _sum(map(self.ledger.worth, flat(same)))) for same in joined]
+        movable = [n for n, (same, _) in enumerate(ranked) if same[0][0].kind not in _NEVER_FOLDED]
         count = self.ledger.folded([ranked[n][1] for n in movable])
         folded = movable[len(movable) - count :]
-        shown = (group for n, (group, _) in enumerate(ranked) if n not in folded)
-        items = tuple(map(self.item, shown))
+        shown = (same for n, (same, _) in enumerate(ranked) if n not in folded)
+        described = tuple(self.item(*same) for same in shown)
         if not folded:
-            return Block(title, items=items)
-        names = []
-        for first in (ranked[n][0][0] for n in folded):
-            where = f" at {here(first.entry.place)}" if first.entry.place else ""
-            names.append(f"{first.kind} {first.entry.what}{where}")
+            return Block(title, items=described)
+        names = [f"{g[0].kind} {items.place(g)}" for n in folded for g in ranked[n][0]]
         saved = sum(ranked[n][1].bytes for n in folded)
         part = f"{size(saved)}, {percent(saved, self.ledger.total.bytes)}"
-        rest = f"below 1% together: {few(names, LISTED)} ({part})"
-        return Block(title, items=items, rest=rest)
+        rest = (
+            f"below 1% together: {few([*dict.fromkeys(names)], LISTED)} ({part}); "
+            "`--format json` has the advice on each"
+        )
+        return Block(title, items=described, rest=rest)
 
     def _rank(self, group: Sequence[Finding | Hint]) -> tuple[float, ...]:
         worth, first = _sum(map(self.ledger.worth, group)), _NEVER_FOLDED.get(group[0].kind, 1)
         exposed = self.ledger.exposed_seconds(group)
         return first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips
 
-    def item(self, group: Sequence[Finding | Hint]) -> Item:
-        """Say all of findings or hints that are alike, with what they save and took."""
-        time = ""
+    def item(self, group: Group, *others: Group) -> Item:
+        """Say all of findings or hints that are alike, and name others that have their advice."""
+        time, every = "", flat((group, *others))
         if self.timings is not None:
-            timing = self.ledger.timing(group)
+            timing = self.ledger.timing(every)
             time = grouping.took(timing, self.timings.step_seconds) + spread(timing)
-        return item(group, self.saves(group), time=time)
+        return item(group, self.saves(every, len(every) - len(group)), time=time, others=others)
 
 
 def _sum(worths: Iterable[Worth]) -> Worth:

@@ -17,6 +17,7 @@ from shardrules.report.sections import Item
 TODO = "to do:"  # the label of advice
 RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
 LISTED = 3  # of the findings that are folded into one line
+Group = Sequence[Finding | Hint]  # that are alike
 
 
 def lacking(output: outputs.Unequal) -> tuple[object, ...]:
@@ -46,8 +47,31 @@ def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
     return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.place, hint.advice))
 
 
-def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time: str = "") -> Item:
-    """Say all of findings or hints that are alike; ``reason``: why they stay, if allowed."""
+def unblocking(group: Group) -> object:
+    """Give what would let an unproven collective be judged, a flag say; of others, themselves."""
+    return (group[0].kind == "unproven" and group[0].advice) or id(group)
+
+
+def flat(groups: Iterable[Group]) -> list[Finding | Hint]:
+    return [one for group in groups for one in group]
+
+
+def place(group: Group) -> str:
+    entry = group[0].entry
+    return f"{entry.what} at {here(entry.place)}" if entry.place else entry.what
+
+
+def item(
+    same: Sequence[Finding | Hint],
+    saves: str = "",
+    reason: str = "",
+    time: str = "",
+    others: Sequence[Group] = (),
+) -> Item:
+    """Say all of findings or hints that are alike, and which others have their advice.
+
+    ``reason`` is why they stay, if allowed.
+    """
     first, count = same[0], len(same)
     verdict, entry = first.verdict, first.entry
     each, part = units.sizes([one.entry.bytes for one in same]), ""
@@ -61,6 +85,7 @@ def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", time
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
         lines.append((RESTING, resting_on(verdict)))
+    lines.append(("likewise", few([*dict.fromkeys(map(place, others))], LISTED)))
     lines.append(("allowed:", reason) if reason else (TODO, here(first.advice)))
     said = tuple((label, text) for label, text in lines if text)
     library = verdict.collective.library

@@ -31,8 +31,7 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
 _DID_NOT_RUN = "it did not run while the steps were recorded"
 _UNTIMED = (
     "ran in the recorded steps, but the report has no times of it: it was compiled before the "
-    "watch began, or its HLO there is another one; record with --keep DIR, and "
-    "`shardrules profile DIR` has its times"
+    "watch began, or its HLO there is another one"
 )
 
 
@@ -45,7 +44,7 @@ class WatchedProgram:
         self.count = 1  # of programs that share this text, from several jits for example
         self.same_text: list[WatchedProgram] = []  # the others of these
         self._traced, self._owner = traced, owner
-        self._record = owner.runs.follow(executable) if owner.runs else None
+        self._record = owner.runs.follow(executable, traced.definition) if owner.runs else None
         # The executable itself is not kept.
         self._placements = compiled.Placements(executable)
         self._module, self._failure = None, ""
@@ -305,8 +304,13 @@ class Watched:
             ],
         )
 
-    def profiled(self, folder: str) -> Profile:
-        """Read a profile of this process, which gives the programs their times."""
+    def profiled(self, folder: str, *, lasts: bool = True) -> Profile:
+        """Read a profile of this process, which gives the programs their times.
+
+        Args:
+          folder: where it is.
+          lasts: the folder is still there when the report is read.
+        """
         from shardrules.watching.profiles import profile
 
         watched: dict[str, WatchedProgram] = {}
@@ -333,7 +337,10 @@ class Watched:
         bodies = [profile.body(p.content.judgement.module.text) for p in result.programs]
         self.timings = {text: p.timings for text, p in zip(bodies, result.programs)}
         untimed = [p.name for text, p in zip(bodies, result.programs) if text not in watched]
-        notes = [f"{name} {_UNTIMED}" for name in dict.fromkeys(untimed)]
+        where = f"`shardrules profile {folder}` has its times"
+        if not lasts:
+            where = "record with --keep DIR, and `shardrules profile DIR` has its times"
+        notes = [f"{name} {_UNTIMED}; {where}" for name in dict.fromkeys(untimed)]
         notes += self._did_not_run(watched, untimed)
         return dataclasses.replace(result, notes=(*result.notes, *notes))
 

@@ -1,4 +1,4 @@
-"""Lines of a script that read arrays on the host often, as ``float(loss)`` in each step does."""
+"""Lines of a script that read arrays on the host in each step, as ``float(loss)`` does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardrules.watching import compiling
 from shardrules.watching.runs import Runs
 
 _OWN = str(pathlib.Path(__file__).parents[1]) + os.sep
-_OFTEN = 8  # reads at one line of which it is said
+_OFTEN = 8  # reads at one line, each after a run, of which it is said
 _SHOWN = 3  # lines
 
 
@@ -29,18 +29,18 @@ class _LineReads:
     first: list[int]
     last: list[int]
     times: int = 0
+    steps: int = 1  # reads since whose predecessor a program ran, and the first
     is_shared: bool = False  # over several devices
 
     @property
     def follows_each_run(self) -> bool:
         """Tell whether between two reads some program ran once, and none more often."""
-        gaps = self.times - 1
         runs = (n - m for n, m in itertools.zip_longest(self.last, self.first, fillvalue=0))
-        return gaps <= 2 * (most := max(runs, default=0)) and 2 * most <= 3 * gaps
+        return self.steps >= _OFTEN and 2 * max(runs, default=0) <= 3 * (self.steps - 1)
 
 
 class Reads:
-    """Counts reads by ``float(x)``, ``print(x)`` and the like, without ``jax.device_get``."""
+    """Counts reads by ``float(x)``, ``print(x)``, ``jax.device_get(x)`` and the like."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -68,12 +68,13 @@ class Reads:
         counts = self._runs.counts()
         key = user_line(), f"{array.dtype}[{shape}]"
         line = self._lines.setdefault(key, _LineReads(counts, counts))
+        line.steps += counts != line.last
         line.last, line.times = counts, line.times + 1
         line.is_shared |= len(array.sharding.device_set) > 1
 
     def _often(self, is_shared: bool) -> list[tuple[tuple[str, str], _LineReads]]:
         lines = [(key, line) for key, line in self._lines.items() if key[0]]
-        often = [(k, n) for k, n in lines if n.times >= _OFTEN and n.is_shared is is_shared]
+        often = [(k, n) for k, n in lines if n.follows_each_run and n.is_shared is is_shared]
         return sorted(often, key=lambda pair: -pair[1].times)
 
     def findings(self) -> dict[str, str]:
@@ -87,15 +88,15 @@ class Reads:
             "loop, or read only every so many steps; where the loop itself needs the value, put "
             "the loop into the program by jax.lax.while_loop"
             for (line, what), read in self._often(True)
-            if read.follows_each_run
         }
 
     def notes(self) -> list[str]:
-        """Say of each line that often reads from one device what that costs, and what to do."""
+        """Say of each line that reads from one device in each step what to do."""
         return [
-            f"{line} read an array ({what}) on the host {read.times} times, which waits for the "
-            "device: in a loop, read it only every so many steps, or keep the arrays and read them "
-            "after the loop (shardrules.testing.steady_state finds such reads in a test)"
+            f"{line} read an array ({what}) on the host {read.times} times, after each run of a "
+            "program, which waits for the device: read it only every so many steps, or keep the "
+            "arrays and read them after the loop (shardrules.testing.steady_state finds such reads "
+            "in a test)"
             for (line, what), read in self._often(False)[:_SHOWN]
         ]
 

@@ -9,13 +9,15 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from shardrules.door import compiled
+from shardrules.door.places import owns
 
 
 class RunRecord:
     """The runs of one executable."""
 
-    def __init__(self, kept: Sequence[int] | None = None):
+    def __init__(self, kept: Sequence[int] | None = None, is_step: bool = True):
         self.runs = 0
+        self.is_step = is_step  # not one of JAX's own operations, outside of jit
         # What made an argument, as which result, and which parameter of the HLO it is.
         self.took: collections.Counter[tuple[RunRecord, int, int]] = collections.Counter()
         self._kept = kept  # the arguments that are parameters; None for all
@@ -28,25 +30,34 @@ class RunRecord:
 
 
 class Runs:
-    """Follows programs over several devices; the others keep JAX's fast path."""
+    """Follows programs over several devices, and of those on one device the script's own.
+
+    JAX's operations outside of jit keep their fast path on one device.
+    """
 
     def __init__(self) -> None:
         self.records: list[RunRecord] = []
         self._host = RunRecord()
         self._made: dict[int, tuple[weakref.ref[Any], RunRecord, int]] = {}
 
-    def follow(self, executable: Any) -> RunRecord | None:
-        """Count an executable's runs from now on; None if it runs on one device."""
-        if compiled.local_device_count(executable) < 2:
+    def follow(self, executable: Any, definition: str) -> RunRecord | None:
+        """Count an executable's runs from now on; None if it isn't followed.
+
+        Args:
+          executable: JAX's own.
+          definition: ``NAME at FILE:LINE`` of its function.
+        """
+        is_step = not owns(definition.rpartition(" at ")[2])
+        if compiled.local_device_count(executable) < (1 if is_step and definition else 2):
             return None
-        record = RunRecord(compiled.kept_arguments(executable))
+        record = RunRecord(compiled.kept_arguments(executable), is_step)
         self.records.append(record)
         compiled.after_each_run(executable, functools.partial(self._ran, record))
         return record
 
     def counts(self) -> list[int]:
-        """Give how often each executable ran by now, in the order in which they were followed."""
-        return [record.runs for record in self.records]
+        """Give how often each step's executable ran, in the order in which they were followed."""
+        return [record.runs for record in self.records if record.is_step]
 
     def read(self, array: Any) -> None:
         """Note that the host reads an array."""

@@ -577,6 +577,32 @@ def test_the_line_within_a_loop_is_named_where_xla_left_that_of_the_loop(name, f
     assert (entry.place, entry.source) == (place, "train.py:46 (step)")
 
 
+@pytest.mark.parametrize(
+    "name, frame, combined, place",
+    [
+        ("x", "", False, "x"),  # the argument's own name
+        ("x", " stack_frame_id=2", False, "train.py:46 (step)"),  # it has a line
+        ("jit(f)/x", "", False, ""),  # an operation's name
+        ("y", "", False, ""),  # no argument is called that
+        ("x", "", True, ""),  # it moves another argument too
+    ],
+)
+def test_an_argument_is_named_where_its_gather_has_no_line(name, frame, combined, place):
+    shape, operands = ("(f32[32], f32[32])", "%x, %z") if combined else ("f32[32]", "%x")
+    gather = (
+        f"%g = {shape} all-gather({operands}), channel_id=1, replica_groups={{{{0,2,4,6}},"
+        "{1,3,5,7}}, dimensions={0}, use_global_device_ids=true, "
+        f'metadata={{op_name="{name}"{frame}}}'
+    )
+    parameters = [T.parameter(T.DATA), T.parameter(T.DATA, name="z", number=1)]
+    body = "%c = f32[32] get-tuple-element(%g), index=0" if combined else "%c = f32[32] copy(%g)"
+    text = T.module("\n".join([*parameters, gather, body, "%r = f32[32] negate(%c)"]))
+    head, tail = text.split("\n", 1)
+    judgement = hlo.judge(f"{head}\n{FRAMES}{tail}", mesh=T.MESH)
+    assert {entry.place for entry in accounts.of(judgement)} == {place}
+    assert not place or place in report.plain(report.content(judgement))
+
+
 def test_one_report_makes_one_account(monkeypatch):
     made, make = [], accounts._made
     monkeypatch.setattr(accounts, "_made", lambda *given: made.append(given) or make(*given))

@@ -72,10 +72,15 @@ def test_run_records_steps_after_the_warm_up(around, more, runs, tmp_path):
 def test_run_says_where_the_script_ends_too_early(tmp_path):
     done = run("run", "--profile", 3, script(tmp_path / "train.py", count=2, code=3))
     assert done.returncode == 3
-    assert "--profile recorded nothing: no program with collectives was called" in done.stderr
+    assert "--profile recorded nothing: the script ended before it had warmed up" in done.stderr
+    assert "let it run 6 steps or more" in done.stderr
     assert "1 overwide" in done.stderr  # the report of its programs stands
     done = run("run", "--profile", 3, script(tmp_path / "train.py", count=4))
-    assert "the script ended after" in done.stderr and "of --profile's 3 steps" in done.stderr
+    assert "the script ended after" in done.stderr and "of --profile's 3 steps; " in done.stderr
+    assert "let it run 6 steps or more" in done.stderr
+    (tmp_path / "alone.py").write_text("import jax\njax.jit(lambda x: x + 1)(1.0)\n")
+    done = run("run", "--profile", 3, tmp_path / "alone.py")
+    assert "nothing: no program with collectives was called in the main thread" in done.stderr
     done = run("run", "--profile", "0", tmp_path / "train.py")
     assert done.returncode == 2 and "write --profile 3" in done.stderr
 
@@ -113,4 +118,5 @@ def test_a_script_that_is_too_short_is_told_how_many_steps_it_takes(monkeypatch,
     recorder = recording.Recorder(3, str(tmp_path))
     recorder._recording = True
     recorder.end()
-    assert recorder.trouble.endswith("it has warmed up, so let it run 6 steps or more")
+    assert recorder.trouble.startswith("the script ended before a step did; it has warmed up after")
+    assert recorder.trouble.endswith(", so let it run 6 steps or more")

@@ -112,6 +112,10 @@ class Loop:
         norm = jax.jit(lambda g: jnp.sum(g * g))
         return self.under_jit(each=norm)
 
+    def got(self):
+        """The host takes the total after each call."""
+        return self.under_jit(each=jax.device_get)
+
     def coupled(self):
         """Each example's gradient depends on the mean of all."""
 
@@ -125,8 +129,9 @@ class Loop:
 
 def watched(mesh, name):
     """Return the weights, the contents of all programs and what each program's runs sent."""
-    with shardrules.watch() as seen:
-        seen.runs = runs.Runs()
+    followed = runs.Runs()
+    with shardrules.watch() as seen, reads.Reads(followed):
+        seen.runs = followed
         w = getattr(Loop(mesh), name)()
         w.block_until_ready()
     sent = sum(
@@ -155,7 +160,7 @@ def test_each_call_sums_up_what_one_sum_after_the_loop_would(cpu_mesh, before, a
 
 @pytest.mark.one_lane
 @pytest.mark.parametrize(
-    "name", "trained_in_each_call decayed clipped ranked looked_at coupled".split()
+    "name", "trained_in_each_call decayed clipped ranked looked_at got coupled".split()
 )
 def test_sums_that_each_call_needs(cpu_mesh, name):
     _, found, _ = watched(cpu_mesh, name)
@@ -181,7 +186,7 @@ def test_a_program_with_the_same_text_has_one_row_of_runs(cpu_mesh):
 
 def read_in(mesh, loop):
     """Run a loop over steps and return its findings on the host, and its notes."""
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    put = lambda x, spec: jax.device_put(x, mesh and NamedSharding(mesh, spec))  # noqa: E731
     w, x = put(jnp.ones((8, 8)), P()), put(jnp.ones((8, 8)), D)
     followed = runs.Runs()
     with shardrules.watch() as seen, reads.Reads(followed) as read:
@@ -202,11 +207,29 @@ def both(step, w):
         print(float(value), float(value + 1))
 
 
+def got(step, w):
+    for _ in range(9):
+        w, value = step(w)
+        jax.device_get(value)
+
+
+def got_as_a_tree(step, w):
+    for _ in range(9):
+        w, value = step(w)
+        jax.device_get({"loss": value, "more": [value + 1, value + 2, value + 3]})
+
+
+def listed(step, w):
+    for _ in range(9):
+        w, value = step(w)
+        value.tolist()
+
+
 def sometimes(step, w):
     for n in range(40):
         w, value = step(w)
         if n % 4 == 0:
-            float(value)
+            jax.device_get(value)
 
 
 def afterwards(step, w):
@@ -217,13 +240,19 @@ def afterwards(step, w):
     print(max(float(value) for value in values))
 
 
-def got(step, w):
-    for _ in range(9):
+def sliced(step, w):
+    """JAX's own slices run between the reads, and no step does."""
+    values = []
+    for _ in range(12):
         w, value = step(w)
-        jax.device_get(value)
+        values.append(value)
+    values = jnp.stack(values)
+    print(max(float(values[n]) for n in range(12)))
 
 
-@pytest.mark.parametrize("loop, times", [(each, 9), (both, 18)])
+@pytest.mark.parametrize(
+    "loop, times", [(each, 9), (both, 18), (got, 9), (got_as_a_tree, 36), (listed, 9)]
+)
 def test_a_line_that_reads_after_each_run_is_a_finding(cpu_mesh, loop, times):
     found, notes = read_in(cpu_mesh, loop)
     ((line, said),) = found.items()
@@ -236,6 +265,13 @@ def test_a_line_that_reads_after_each_run_is_a_finding(cpu_mesh, loop, times):
     assert allowed.findings == 0 and allowed.clean
 
 
-@pytest.mark.parametrize("loop", [sometimes, afterwards, got])
-def test_lines_that_read_less_often_or_on_purpose(cpu_mesh, loop):
+@pytest.mark.parametrize("loop", [each, got, listed])
+def test_such_a_line_is_a_note_where_no_other_device_waits(loop):
+    found, (note,) = read_in(None, loop)
+    assert found == {} and " on the host 9 times, after each run" in note
+
+
+@pytest.mark.parametrize("loop", [sometimes, afterwards, sliced])
+def test_lines_that_read_less_often_or_when_no_step_runs(cpu_mesh, loop):
     assert read_in(cpu_mesh, loop) == ({}, [])
+    assert read_in(None, loop) == ({}, [])

@@ -16,6 +16,7 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching import compiling
 
 _CALLS = 2  # of a program since the last compilation, after which the script has warmed up
+_MORE = _CALLS + 1  # steps than it records; the second one may compile anew
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 
 
@@ -28,10 +29,8 @@ class Recorder(watching.Listener):
 
     def __init__(self, step_count: int, folder: str):
         self.left = self._wanted = step_count  # steps that are still to be recorded
-        self.trouble: str = (  # why nothing is recorded
-            "no program with collectives was called three times in the main thread, without any "
-            "compilation between the calls"
-        )
+        # why nothing is recorded
+        self.trouble: str = "no program with collectives was called in the main thread"
         self.folder: str = folder  # where the profile is written
         self._calls: collections.Counter[int] = collections.Counter()
         self._communicating: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -60,11 +59,16 @@ class Recorder(watching.Listener):
             except Exception as error:  # the script ended it itself  # noqa: BLE001
                 self.trouble = first_line(error)
             if self.left == self._wanted:
-                self.trouble = (
-                    f"the script ended before a step did; after {_CALLS} calls of its program it "
-                    f"has warmed up, so let it run {_CALLS + self._wanted + 1} steps or more"
-                )
+                self.trouble = f"the script ended before a step did; {self.advice}"
         self._hold.close()
+
+    @property
+    def advice(self) -> str:
+        """Say how long a script must run."""
+        return (
+            f"it has warmed up after {_CALLS} calls of its program without any compilation "
+            f"between, so let it run {self._wanted + _MORE} steps or more"
+        )
 
     def _begin(self, executable: Any, traced: compiling.Traced) -> None:
         """Watch calls once JAX is there and compiles the first program."""
@@ -88,6 +92,8 @@ class Recorder(watching.Listener):
         if not self.left or executable is None or not self._communicates(executable):
             return
         self._calls[id(executable)] += 1
+        if not self._recording:
+            self.trouble = f"the script ended before it had warmed up; {self.advice}"
         if self._marked:
             self._results = results
         elif self._recording and executable is self._program:

@@ -1,8 +1,11 @@
 """Eight CPU devices, and the compilers for absent accelerators where they are installed."""
 
+import atexit
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 import zlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -14,12 +17,20 @@ os.environ["XLA_FLAGS"] = " ".join(
 # fewer threads than that, XLA's CPU client hangs.
 os.environ.setdefault("PJRT_NPROC", "32")
 
+# Two of three compilations are of a program that this run has compiled before: installing the hooks
+# clears JAX's caches in memory. A folder for each process, since JAX's cache locks nothing.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")
+os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "true"  # texts name their own lines
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import numpy as np
 import pytest
 
 from shardrules import aot, registry
 
 AXES = ("data", "model")
+atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.hookimpl(trylast=True)  # the terminal's reporter is there

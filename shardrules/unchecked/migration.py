@@ -40,8 +40,8 @@ _GRADIENTS_CHANGE = (
     "from the function that is differentiated, and leave out what averages its gradients "
     "afterwards: the pmean of whole ones, the division by an axis size of sharded ones (to leave "
     "the pmean out alone gives the sum, not the mean)",
-    "  a psum in what is differentiated passes its cotangent on once, and not once for each "
-    "device: compare the values of a step before and after",
+    "  if there is a psum in what is differentiated, it passes its cotangent on once, and not once "
+    "for each device: compare the values of a step before and after",
 )
 _WHOLE_COTANGENTS = (
     "  (a bwd or a transpose then gets the sum over the devices where it gets one device's share "

@@ -21,7 +21,7 @@ def loss(w, x):
 
 def adam(w, g, m, v):
     m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
-    return w - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
+    return (w - 1e-3 * m / (jnp.sqrt(v) + 1e-8)).astype(w.dtype), m, v
 
 
 def zero_under_jit(mesh):
@@ -40,9 +40,21 @@ def zero_in_a_shard_map(mesh):
     return program(mesh, step, [WEIGHTS, PART, PART, BATCH], (P(), D, D))
 
 
-@pytest.mark.parametrize("make", [zero_under_jit, zero_in_a_shard_map])
-def test_weights_that_the_next_step_takes_whole(cpu_mesh, make):
-    given = structs(cpu_mesh, [WEIGHTS, PART, PART, BATCH])
+def from_masters(mesh):
+    """Each device has a part of the weights in f32, and all take them in their own type."""
+
+    def step(w, master, v, x):
+        g = lax.psum_scatter(jax.grad(loss)(w, x), "data", tiled=True) / 4
+        master = master - 1e-3 * g.astype(master.dtype)
+        return lax.all_gather(master.astype(w.dtype), "data", tiled=True), master, v
+
+    return program(mesh, step, [WEIGHTS, PART, PART, BATCH], (P(), D, D))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("make", [zero_under_jit, zero_in_a_shard_map, from_masters])
+def test_weights_that_the_next_step_takes_whole(cpu_mesh, make, dtype):
+    given = structs(cpu_mesh, [(*WEIGHTS, dtype), PART, PART, (*BATCH, dtype)])
     assert [h for h in hints(make(cpu_mesh), given) if h.kind == "only returned"] == []
 
 

@@ -9,12 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental.pallas import triton
+from jax.sharding import PartitionSpec as P
 
 from shardrules import aot, install, testing
 from shardrules.costs import waste
 
 from . import blocks
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+import models
 
 pytestmark = pytest.mark.one_lane
 
@@ -205,3 +210,26 @@ def test_the_benchmarks_transformer_on_tpu():
 @pytest.mark.gpu
 def test_the_benchmarks_transformer_on_gpu():
     assert step_of([], "gpu")[0].hints == []
+
+
+@pytest.mark.parametrize("arm", ["off", "cheapest", "by hand"])
+def test_keys_and_values_that_a_shard_map_takes_whole(arm):
+    """The gradient of each is a sum of which each device keeps its part."""
+    split = P("data", "context")
+    whole = models.context()
+
+    def body(q, k, v):
+        return whole.body(q, *(lax.all_gather(a, "context", axis=1, tiled=True) for a in (k, v)))
+
+    gathering = dataclasses.replace(whole, body=body, in_specs=(split,) * 3)
+    mesh = whole.mesh(devices_of("cpu"))
+    now, then = (
+        Measured(models.lowered(model, mesh, arm).compile()) for model in (whole, gathering)
+    )
+    assert now.kinds == {"only a slice"} and "only a slice" not in then.kinds
+    sent, _ = now.promised(now.kinds)
+    assert now.sent - then.sent == sent == 786432
+    given = [
+        jax.device_put(x, like.sharding) for x, like in zip(whole.arguments, whole.shapes(mesh))
+    ]
+    assert_equal(now.compiled(*given), then.compiled(*given))

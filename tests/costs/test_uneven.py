@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from costs.test_waste import hints, structs
+from costs.test_waste import hints, program, structs
 from shardrules import testing
 
 WHOLE = [((30, 64), P())]
@@ -56,3 +57,21 @@ def test_what_no_padding_keeps_sharded(cpu_mesh, f, shape):
     with jax.set_mesh(cpu_mesh):
         found = hints(jax.jit(f), structs(cpu_mesh, [(shape, P())]))
     assert "uneven" not in [h.kind for h in found]
+
+
+def test_an_output_that_xla_converts_after_it_is_gathered(cpu_mesh):
+    """XLA for CPU gathers bf16 as f32; an output may stay sharded behind a conversion as well."""
+    args = [((64, 128), P("data"), jnp.bfloat16)]
+    given = structs(cpu_mesh, args)
+    whole, sharded = (NamedSharding(cpu_mesh, spec) for spec in (P(), P("data")))
+    pairs = [[jax.jit(jnp.tanh, out_shardings=out) for out in (whole, sharded)]]
+    gather = lambda x: lax.all_gather(jnp.tanh(x), "data", tiled=True)  # noqa: E731
+    pairs.append([program(cpu_mesh, gather, args, P()), program(cpu_mesh, jnp.tanh, args)])
+    for before, after in pairs:
+        (found,) = hints(before, given)
+        assert (found.kind, found.sent_before, found.sent_after) == ("only returned", 24576, 0)
+        totals = [testing.account(p, *given).total.wire_bytes for p in (before, after)]
+        assert totals == [24576, 0] and hints(after, given) == []
+        x = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
+        x = jax.device_put(x, sharded)
+        np.testing.assert_array_equal(*(np.asarray(p(x), np.float32) for p in (before, after)))

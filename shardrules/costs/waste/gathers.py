@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+from shardrules import hlo
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.program import FUNCTIONS, WHOLE, Hint, Kind, Program, Site
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOVES = WHOLE | BARRIERS
-_CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done"}
+_CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done", "convert"}
+# To a gathered array's output; XLA for CPU moves 16-bit floats as 32 bits and converts them after.
+_RETURNS = frozenset(["copy", "bitcast", "all-gather-done", "convert"])
 _CONVERTS = "convert_element_type"  # what JAX calls a conversion
 _BY_XLA = " by XLA"
 # What an optimizer makes of each weight's part, one element of one of each operand.
@@ -22,14 +27,14 @@ def only_returned(site: Site) -> Hint | None:
         return None
     if site.in_shard_map and not site.op_name:
         return None  # no all_gather is written: XLA for TPU makes it of a psum over slices
-    uses = site.uses(frozenset(["copy", "bitcast", "all-gather-done"]))
+    uses = site.uses(_RETURNS)
     if len(uses) != 1 or uses[0].user.opcode != "return" or site.result is None:
         return None
     # One of another shape may be sharded as no spec says.
     once = uses[0].user.operands.count(uses[0].taken) == 1
     if not once or uses[0].taken.shape.dimensions != site.result.dimensions:
         return None
-    if _is_update(site):
+    if _is_update(site, uses[0].taken.shape):
         return None  # the next step takes it whole
     over = f" over {','.join(site.entry.axes)}" if site.entry.axes else ""
     change = "with the axis in its out_specs instead of the all_gather"
@@ -45,15 +50,17 @@ def only_returned(site: Site) -> Hint | None:
     return site.hint(advice)
 
 
-def _is_update(site: Site) -> bool:
+def _is_update(site: Site, returned: hlo.Shape) -> bool:
     """Tell whether it is the new value of a parameter that each device holds whole."""
-    # As ZeRO does: each device updates its part of the weights, and all gather them.
-    stack, seen, whole = [site.source], {site.source}, site.result
-    while stack and whole and len(seen) < _MOST:
+    # As ZeRO does: each device updates its part of the weights, or of their copy in more bits, and
+    # all gather them.
+    wholes = [p for p in site.computation.parameters if p.shape[:2] == returned[:2]]
+    stack, seen = [site.source], {site.source}
+    while stack and wholes and len(seen) < _MOST:
         node = stack.pop()
-        alike = (node.shape.element_type, node.shape.dimensions) == whole[:2]
-        if node.opcode == "parameter" and alike:
-            return True
+        if node.opcode == "parameter" and not node.fused:
+            if node.shape.dimensions in (returned.dimensions, site.taken.dimensions):
+                return True
         if node.opcode in _UPDATES:
             stack += (new := {*node.operands} - seen)
             seen |= new
@@ -72,20 +79,23 @@ def uneven(site: Site) -> Hint | None:
     uses = site.uses(_CUTS)
     if len(uses) != 1 or uses[0].user.opcode != "return":
         return None
-    taken, padded = uses[0].taken.shape.dimensions, site.result.dimensions
+    cut, padded, place = uses[0].taken.shape, [*site.result.dimensions], int(along)
+    if len(padded) > len(cut.dimensions) and padded[place] == size:
+        # Parts that are smaller than a TPU's tile are gathered along a dimension of their own.
+        padded[place : place + 2] = [math.prod(padded[place : place + 2])]
     once = uses[0].user.operands.count(uses[0].taken) == 1
-    changed = [d for d, sizes in enumerate(zip(taken, padded)) if len({*sizes}) > 1]
-    if not once or len(taken) != len(padded) or changed != [int(along)]:
+    changed = [d for d, sizes in enumerate(zip(cut.dimensions, padded)) if len({*sizes}) > 1]
+    if not once or len(cut.dimensions) != len(padded) or changed != [place]:
         return None
-    rows, whole = taken[int(along)], padded[int(along)]
+    rows, whole = cut.dimensions[place], padded[place]
     if rows % size == 0 or whole != -(-rows // size) * size:
         return None
+    held = cut.bytes // rows * whole // size
     advice = (
         f"{size} devices don't divide the {rows} of dimension {along}: XLA pads them to {whole}, "
-        f"and JAX returns the array whole, {uses[0].taken.shape.bytes} B on each device, whatever "
-        f"its constraint says. Pad it to {whole} (jnp.pad) before the constraint and return it "
-        f"sharded by that, and {entry.bytes} B become 0 B (a device then holds {entry.bytes} B "
-        "of it)"
+        f"and JAX returns the array whole, {cut.bytes} B on each device, whatever its constraint "
+        f"says. Pad it to {whole} (jnp.pad) before the constraint and return it sharded by that, "
+        f"and {entry.bytes} B become 0 B (a device then holds {held} B of it)"
     )
     return site.hint(advice)
 

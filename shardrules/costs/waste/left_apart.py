@@ -62,16 +62,27 @@ def _together(program: Program) -> list[list[Site]]:
 
 
 def _beside(program: Program, group: list[Site], site: Site) -> bool:
-    """Tell whether a collective takes none of a group's, and waits for what these wait for."""
+    """Tell whether a collective could run in a group's place, and would save its round trip."""
+    # It takes none of their results, waits for what they wait for, and starts after they end.
     needed = program.remembered(_needed, site.computation.name)
     if needed is None:
         return False
     collectives, large = needed
     mine = large[site.position]
     return all(
-        large[s.position] == mine and not collectives[site.position] >> s.position & 1
+        large[s.position] == mine
+        and not collectives[site.position] >> s.position & 1
+        and not _ends_after(s, site)
         for s in group
     )
+
+
+def _ends_after(site: Site, other: Site) -> bool:
+    """Tell whether a collective is still under way where a later one starts."""
+    if not site.instruction.opcode.endswith("-start"):
+        return False
+    users = site.computation.users()[site.position]
+    return all(user > other.position for user in users)
 
 
 def _needed(program: Program, computation: str) -> tuple[list[int], list[int]] | None:
@@ -96,8 +107,9 @@ ROWS = {
     "left apart": Kind(
         find,
         looks_like=(
-            "small collectives of one kind over the same devices, which neither take each other's"
-            " results nor wait for other work, and which the compiler did not combine"
+            "small collectives of one kind over the same devices, one after the other, which "
+            "neither take each other's results nor wait for other work, and which the compiler did "
+            "not combine"
         ),
         in_shard_map="concatenate or stack the operands, and run one collective",
         under_jit="concatenate or stack the arrays before the reduction or the constraint",

@@ -167,6 +167,10 @@ class Door:
         mesh = self.abstract_mesh()
         return () if mesh is None or mesh.empty else _manual_axes(mesh)
 
+    def spmd_axes(self) -> frozenset[str]:
+        """Return the mesh axes that a ``jax.vmap`` around maps over, by its ``spmd_axis_name``."""
+        return frozenset(self.axis_env().spmd_axis_names)
+
     def manual_sizes(self) -> dict[str, int]:
         """Return how many devices there are along each manual axis, on a JAX that has types."""
         shape = self.abstract_mesh().shape

@@ -146,6 +146,7 @@ JAX 0.8.3 can't batch a psum of shard_map's check
 a custom_vjp's cotangents under vmap(..., spmd_axis_name=...)
     BatchTrace             0.6.0+         .interpreters.batching:BatchTrace
     vjp_in_jaxpr_p         0.6.0          .custom_derivatives:custom_vjp_call_jaxpr_p
+    axis_env               0.6.0+         .core:get_axis_env
     batch_bwd              0.6.0+
         .interpreters.batching:batch_custom_vjp_bwd(bwd, tag, axis_data, in_dims, out_dim_dests)
 what pl.kernel binds

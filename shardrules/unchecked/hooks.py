@@ -40,7 +40,8 @@ from shardrules.unchecked.sites import (
 )
 
 _CHECKS = ("check_vma", "check_rep")
-
+# "AbstractRef.update() got an unexpected keyword argument" up to JAX 0.12.0, in the backward pass.
+_REFS_MAPPED = "JAX maps no refs by vmap's spmd_axis_name where the check is on"
 
 _INSTEAD = (
     "shardrules: rather than switch the check off, after which JAX takes one device's value for "
@@ -179,6 +180,8 @@ class _Unchecked:
             if (kept := Kept(self.body, args)).why:
                 raise retrace.Unseeable(kept.why)
             off = self._trace_off(args, kept)
+            if self.door.spmd_axes() and off.holds_refs(self.door.AbstractRef):
+                return self._note((self.site, _REFS_MAPPED), self.site.decided(_REFS_MAPPED))
             # The key holds all that the decision depends on; derivatives around the call don't.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
             key = self.site, off.fingerprint(), plain, self.state.registry.version
@@ -344,11 +347,19 @@ class _Off(NamedTuple):
     derivatives: list[retrace.Derivative]
     undifferentiated: str
 
+    @property
+    def programs(self) -> list[ClosedJaxpr]:
+        """The program and its derivatives, which hold what bwds compute."""
+        return [self.called, *(derivative.closed for derivative in self.derivatives)]
+
     def fingerprint(self) -> str:
-        """Return a digest of the program and of its derivatives, which hold what bwds compute."""
-        programs = [self.called, *(derivative.closed for derivative in self.derivatives)]
-        text = "\n".join(map(program_text, programs))
+        text = "\n".join(map(program_text, self.programs))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def holds_refs(self, kind: type) -> bool:
+        """Whether a program makes or uses refs outside of kernels."""
+        inside = (eqn for program in self.programs for eqn in equations(opened(program)))
+        return any(isinstance(v.aval, kind) for eqn in inside for v in (*eqn.invars, *eqn.outvars))
 
 
 class _On(NamedTuple):

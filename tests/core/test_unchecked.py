@@ -382,6 +382,24 @@ def test_a_mapped_axis_that_is_a_mesh_axis_too(cpu_mesh):
     assert site.switched
 
 
+@versions.where(versions.has("jax", "new_ref"))
+@pytest.mark.parametrize("axis", ["data", None])
+def test_refs_that_a_mesh_axis_maps_are_left(cpu_mesh, axis):
+    """JAX fails in the backward pass where the check is on."""
+
+    def bwd(cosine, g):
+        ref = jax.new_ref(jnp.zeros_like(g))
+        ref[...] += g
+        return (cosine * ref[...],)
+
+    op = jax.custom_vjp(jnp.sin)
+    op.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda *args: jax.jit(bwd)(*args))
+    f = off(lambda x: op(x), cpu_mesh, P("model"), P("model"))
+    (site, *_) = both(lambda x: jax.vmap(f, spmd_axis_name=axis)(x), np.stack([X] * 4))
+    why = "JAX maps no refs by vmap's spmd_axis_name where the check is on"
+    assert site.reason == ("" if axis is None else why)
+
+
 def test_called_outside_of_tracing_it_runs_as_written(cpu_mesh):
     with shardrules.install(unchecked="check") as handle:
         off(double, cpu_mesh, P("data"), P("data"))(X)

@@ -220,7 +220,11 @@ def _together(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
 def _applies(eqn: Eqn) -> bool:
     """Whether a scatter applies a function of the program's (``x.at[i].apply(f)``)."""
     update = opened(eqn.params.get("update_jaxpr"))
-    return update is not None and name_of(eqn) == "scatter" and any(equations(update))
+    if update is None or name_of(eqn) != "scatter":
+        return False
+    # One that returns a constant has no equations: it is affine, as `lambda z: 2.0` is.
+    given = {id(var) for var in update.invars}
+    return any(equations(update)) or any(id(var) not in given for var in update.outvars)
 
 
 @_rows(" ".join(CASTS))

@@ -168,7 +168,7 @@ GROUPS = [[0, 1], [2, 3]]
 CASES = {
     "add": [lambda g: g + 2 * g, lambda g: g + 1.0],
     "add_any": [jax.grad(lambda g: (FIXED * g * 2 + g).sum() + (3 * g).sum())],
-    "sub": [lambda g: g - 2 * g, lambda g: 1.0 - g],
+    "sub": [lambda g: g - 2 * g, lambda g: 1.0 - g, lambda g: g - 1.0],
     "neg": [lambda g: -g],
     "reduce_sum": [lambda g: rows(g).sum(0), lambda g: rows(g).sum(1)],
     "broadcast_in_dim": [
@@ -186,6 +186,7 @@ CASES = {
         lambda g: lax.concatenate([rows(g), rows(g)], 0),
         lambda g: lax.concatenate([rows(g), rows(g)], 1),
         lambda g: lax.concatenate([g, FIXED], 0),
+        lambda g: lax.concatenate([FIXED, g], 0),
     ],
     "copy": [jnp.copy],
     "rev": [lambda g: lax.rev(rows(g), (0,)), lambda g: lax.rev(rows(g), (1,))],
@@ -206,18 +207,24 @@ CASES = {
         lambda g: lax.pad(g, 0.0, [(0, -2, 1)]),
         lambda g: lax.pad(g, 1.0, [(1, 1, 0)]),
         lambda g: lax.pad(g, g[0], [(1, 1, 0)]),
+        lambda g: lax.pad(FIXED, g[0], [(1, 1, 0)]),
     ],
     "split": [
         lambda g: lax.split(rows(g), (1, 1), 0)[1],
         lambda g: lax.split(rows(g), (1, 3), 1)[1],
     ],
-    "stack": [lambda g: lax.stack([g, 2 * g], 0), lambda g: lax.stack([g, FIXED], 1)],
+    "stack": [
+        lambda g: lax.stack([g, 2 * g], 0),
+        lambda g: lax.stack([g, FIXED], 1),
+        lambda g: lax.stack([FIXED, g], 1),
+    ],
     "unstack": [lambda g: lax.unstack(rows(g), 0)[1], lambda g: lax.unstack(rows(g), 1)[1]],
     "tile": [lambda g: lax.tile(g, (2,)), lambda g: lax.tile(rows(g), (1, 3))],
     "dynamic_update_slice": [
         lambda g: lax.dynamic_update_slice(g, g[:2], (1,)),
         lambda g: lax.dynamic_update_slice(g, FIXED[:2], (1,)),
         lambda g: lax.dynamic_update_slice(g, g[:2], (g[0].astype(int),)),
+        lambda g: lax.dynamic_update_slice(FIXED, g[:2], (1,)),
     ],
     "scatter": [
         put(lax.scatter),
@@ -229,6 +236,10 @@ CASES = {
         lambda g: g.at[TWO].apply(lambda z: z + 1),
         lambda g: g.at[g[:2].astype(int) % 8].set(0.0),
         lambda g: g + lax.full(8, 0.0).at[0].apply(lambda z: z + 1),
+        lambda g: g.at[TWO].apply(lambda z: 2.0),
+        lambda g: g + lax.full(8, 0.0).at[0].apply(lambda z: 2.0),
+        lambda g: g.at[TWO].apply(lambda z: z),
+        lambda g: FIXED.at[TWO].set(g[:2]),
     ],
     "scatter-add": [
         put(lax.scatter_add),
@@ -279,6 +290,7 @@ CASES = {
         dotted((((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16),
         lambda g: lax.dot_general(rows(g), rows(FIXED), (((1,), (1,)), ((0,), (0,)))),
         lambda g: jnp.dot(g, g),
+        lambda g: jnp.dot(FIXED, g),
     ],
     "conv_general_dilated": [
         convolved(),
@@ -288,6 +300,7 @@ CASES = {
         convolved(image=(2, 1, 4), kernel=(2, 1, 3), batch_group_count=2),
         convolved(preferred_element_type=jnp.float32),
         lambda g: lax.conv(g.reshape(1, 1, 8), g[:3].reshape(1, 1, 3), (1,), "SAME"),
+        lambda g: lax.conv(FIXED.reshape(1, 1, 8), g[:3].reshape(1, 1, 3), (1,), "SAME"),
     ],
     "triangular_solve": [
         solved(),
@@ -323,6 +336,7 @@ CASES = {
         lambda g: jnp.where(FIXED > 1, g, 0.0),
         lambda g: jnp.where(FIXED > 1, g, 1.0),
         lambda g: jnp.where(g > 0, g, 0.0),
+        lambda g: jnp.where(FIXED > 1, 1.0, g),
     ],
     "optimization_barrier": [lambda g: lax.optimization_barrier((g, FIXED))[0]],
     "cond": [

@@ -85,13 +85,13 @@ PATHS = {
             ),
             ("looped", ["loops to a fixpoint; branches", "by their predicate"], "proof/control.py"),
             (
-                "compared",
-                ["is the operand equal within", "each device group?"],
+                "moved",
+                ["a collective's result from", "its group's operands"],
                 "proof/collectives.py",
             ),
             (
                 "judged",
-                ["redundant, overwide, needed", "or unproven, with the cause"],
+                ["is the operand equal within", "each group? with the cause"],
                 "proof/verdict.py",
             ),
         ],

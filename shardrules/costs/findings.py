@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # it finds what this module's findings are made of
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A collective that is not shown to be needed, or rests on too little."""
+    """A collective that isn't shown to be needed, rests on too little, or costs too much."""
 
     # ``redundant``, ``overwide``, ``unproven``, ``may hang``, or ``declared`` (in strict mode: the
     # verdict rests on a rule that nobody audited).

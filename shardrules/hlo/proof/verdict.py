@@ -1,4 +1,4 @@
-"""Judges every collective of a module as redundant, overwide, unproven or needed, and says why."""
+"""Judges each collective as redundant, overwide, unproven, needed or internal, and says why."""
 
 from __future__ import annotations
 

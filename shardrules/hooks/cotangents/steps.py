@@ -226,7 +226,8 @@ def _is_linear(jaxpr: Jaxpr, const_count: int) -> bool:
 
 def _calls(eqn: Eqn) -> bool:
     """Whether an equation calls functions that no graph sees into."""
-    if eqn.primitive.name.startswith("scatter"):  # its function only adds or replaces
+    # In a linear program it only adds or replaces: JAX can't differentiate ``x.at[i].apply(f)``.
+    if eqn.primitive.name.startswith("scatter"):
         return False
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):

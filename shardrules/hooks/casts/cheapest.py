@@ -91,7 +91,7 @@ class _Search:
             yield self._descend(start, on_the_wire)
 
     def at_borders(self, labels: Labels) -> Labels:
-        """Among casts of one price, choose those at the shard_map's inputs, not behind a reorder."""
+        """Among casts of one price, choose those at the shard_map's inputs, before any reorder."""
         # No bwd that somebody wrote is passed for this: among equals, as few proofs as possible.
         graph, limits = self.limits.graph, self.limits
         borders = graph.borders

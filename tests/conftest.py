@@ -141,6 +141,20 @@ def pytest_runtest_setup(item):
             pytest.skip(f"marked {mark}: {command}")
 
 
+@pytest.fixture
+def compiled_anew():
+    """Without JAX's cache on disk: a profile may lack the HLO of a program that came from there."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
 def _mesh(devices):
     import jax
 

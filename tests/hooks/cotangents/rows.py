@@ -422,3 +422,6 @@ CASES = {
         Mapped(lambda g: g * lax.axis_index("model"), True, out=P(("data", "model"))),
     ],
 }
+for _name in ("stack", "unstack", "tile"):  # JAX 0.8.3 and older have none
+    if not hasattr(lax, _name):
+        del CASES[_name]

@@ -1,11 +1,8 @@
 """Eight CPU devices, and the compilers for absent accelerators where they are installed."""
 
-import atexit
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 import zlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -17,20 +14,12 @@ os.environ["XLA_FLAGS"] = " ".join(
 # fewer threads than that, XLA's CPU client hangs.
 os.environ.setdefault("PJRT_NPROC", "32")
 
-# Two of three compilations are of a program that this run has compiled before: installing the hooks
-# clears JAX's caches in memory. A folder for each process, since JAX's cache locks nothing.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")
-os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "true"  # texts name their own lines
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
 import numpy as np
 import pytest
 
 from shardrules import aot, registry
 
 AXES = ("data", "model")
-atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.hookimpl(trylast=True)  # the terminal's reporter is there
@@ -139,20 +128,6 @@ def pytest_runtest_setup(item):
         command = item.get_closest_marker(mark) and missing()
         if command:
             pytest.skip(f"marked {mark}: {command}")
-
-
-@pytest.fixture
-def compiled_anew():
-    """Without JAX's cache on disk: a profile may lack the HLO of a program that came from there."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    folder = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
 
 
 def _mesh(devices):

@@ -12,7 +12,7 @@ from shardrules.watching.profiles import profile
 
 
 @pytest.fixture
-def profiled(cpu_mesh, tmp_path, compiled_anew):
+def profiled(cpu_mesh, tmp_path):
     """Watch and record a loop that carries nine arrays: XLA prints /*index=5*/ in its tuple."""
     names = "abcdefgh"
     rows = NamedSharding(cpu_mesh, P("data"))

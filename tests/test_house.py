@@ -130,6 +130,11 @@ def test_files_and_folders_stay_small():
     assert [str(folder) for folder, count in modules.items() if count > 15] == []
 
 
+def test_each_file_of_tests_has_a_name_of_its_own():
+    names = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_equations_are_read_in_three_places():
     """What reads a jaxpr another way has an idea of its own of loops, branches and refs."""
     found = [

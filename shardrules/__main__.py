@@ -61,7 +61,9 @@ def _meant(given: str, message: str) -> str:
         known = [name for name in module.ARGUMENTS if name.startswith("--")]
     else:
         wrong, known = [given], list(COMMANDS)
-    near = [match for word in wrong for match in difflib.get_close_matches(word, known, 1, 0.75)]
+    near = []
+    for word in wrong:
+        near += difflib.get_close_matches(word, known, 1, 0.75)
     return f"; did you mean {' and '.join(near)}?" if near else ""
 
 

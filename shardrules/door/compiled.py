@@ -46,7 +46,8 @@ class Placements:
     def platform(self) -> str | None:
         """Return ``cpu``, ``tpu`` or ``gpu``, or None if nothing says it."""
         shardings = (*(self._inputs or ()), *(self._outputs or ()))
-        names = {device.platform for sharding in shardings for device in sharding.device_set}
+        devices = itertools.chain.from_iterable(sharding.device_set for sharding in shardings)
+        names = {device.platform for device in devices}
         name = names.pop() if len(names) == 1 else None
         return "gpu" if name in ("cuda", "rocm") else name
 

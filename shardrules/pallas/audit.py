@@ -8,6 +8,7 @@ covers its outputs, doesn't race with itself); ``check_rule`` tests that in JAX'
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -52,9 +53,11 @@ def prove(primitive: str, params: Params, operand_count: int) -> Audit | None:
         refs_count = len(params["jaxpr"].invars)
     else:
         return None
-    axes = tuple(axis for mesh in meshes for axis in mesh_axes(mesh))
-    audits = [_audit(jaxpr, mapping, refs_count, axes) for jaxpr in jaxprs]
-    return Audit(tuple(dict.fromkeys(blocker for audit in audits for blocker in audit.blockers)))
+    axes = tuple(itertools.chain.from_iterable(map(mesh_axes, meshes)))
+    blockers: dict[Blocker, None] = {}  # in order, each once
+    for jaxpr in jaxprs:
+        blockers |= dict.fromkeys(_audit(jaxpr, mapping, refs_count, axes).blockers)
+    return Audit(tuple(blockers))
 
 
 # The entry of an audit keeps the grid mapping alive, so that no other one gets its id.

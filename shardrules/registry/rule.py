@@ -146,10 +146,11 @@ class Rule:
             )
         effects = self.effects(context.output_count)
         if effects is None:
-            order = context.mesh_axes
-            effects = tuple(
-                Effect("typed", tuple(a for a in order if a in out.axes)) for out in outputs
-            )
+            typed = []
+            for out in outputs:
+                axes = tuple(a for a in context.mesh_axes if a in out.axes)
+                typed.append(Effect("typed", axes))
+            effects = tuple(typed)
         return Resolution(inputs, outputs, effects)
 
     def _check_inputs(self, context: RuleContext) -> frozenset[str]:

@@ -11,6 +11,7 @@ import fnmatch
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import re
 import sys
 import threading
@@ -424,8 +425,8 @@ class Registry:
     def own(self) -> tuple[Registration, ...]:
         """Return the user's declarations, those of this thread's scopes last."""
         with self._lock:
-            scoped = [e for overlay in self.overlays for e in overlay.entries]
-            return tuple(e for e in [*self._entries.values(), *scoped] if not e.library)
+            scoped = itertools.chain.from_iterable(overlay.entries for overlay in self.overlays)
+            return tuple(e for e in (*self._entries.values(), *scoped) if not e.library)
 
     def names(self) -> tuple[str, ...]:
         """Return the names in the user's own declarations, sorted."""

@@ -10,6 +10,7 @@ any reduction of them.
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -56,13 +57,16 @@ def adds(module: hm.Module, instruction: hm.Instruction, reduction: str) -> bool
     if reduction == "add" or len(instruction.calls) != 1:
         return reduction == "add"
     called = module.computations[instruction.calls[0]].instructions
-    shifts = [o for i in called if i.opcode.startswith("shift") for o in i.operands[1:]]
-    constants = [n for n, i in enumerate(called) if i.opcode == "constant"]
-    used = [o for i in called for o in i.operands]
-    # An added constant would change the sum.
-    return all(i.opcode in _PACKED for i in called) and all(
-        used.count(n) == shifts.count(n) for n in constants
-    )
+    if any(i.opcode not in _PACKED for i in called):
+        return False
+    used, shifts = collections.Counter[int](), collections.Counter[int]()
+    for i in called:
+        used.update(i.operands)
+        if i.opcode.startswith("shift"):
+            shifts.update(i.operands[1:])
+    # A constant may say how far to shift; added, it would change the sum.
+    constants = (n for n, i in enumerate(called) if i.opcode == "constant")
+    return all(used[n] == shifts[n] for n in constants)
 
 
 def of(

@@ -45,7 +45,7 @@ KINDS = (
     "ragged-all-to-all",
 )
 _SENDS = ("send", "send-start")
-OPCODES = {k + suffix: k for k in KINDS for suffix in ("", "-start")}
+OPCODES = {**{kind: kind for kind in KINDS}, **{f"{kind}-start": kind for kind in KINDS}}
 COMMUNICATE = frozenset([*OPCODES, *_SENDS])
 _HOW = {
     "all-reduce": "join",

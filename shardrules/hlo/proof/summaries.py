@@ -7,6 +7,7 @@ layer and every trip. What has no summary is evaluated (see ``evaluation``).
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from shardrules.hlo.known import exact
@@ -67,7 +68,7 @@ def _called(proof: Any, instruction: hm.Instruction, given: list[Any], depth: in
 def _joined(words: list[Word]) -> Word:
     if len(words) == 1:
         return words[0]
-    numbers = dict.fromkeys([number for word in words for number in word])
+    numbers = dict.fromkeys(itertools.chain.from_iterable(words))
     if min(numbers, default=0) >= 0:
         return tuple(numbers)
     first = dict.fromkeys([max(number, ~number) for number in numbers])

@@ -355,8 +355,10 @@ class Module:
 
     def mentions(self, *words: str) -> bool:
         """Tell whether the text holds one of some words, outside of a repetition's metadata."""
-        there = [word for word in words if word in self.text]
-        return any(self.text.find(word, *span) >= 0 for word in there for span in self.spans)
+        for word in words:
+            if word in self.text and any(self.text.find(word, *span) >= 0 for span in self.spans):
+                return True
+        return False
 
     @functools.cached_property
     def flows(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Nothing is skipped silently: unreadable text is an ``HloSyntaxError`` with its p
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -315,7 +316,7 @@ class _Reader:
             )
         root = self._root if self._root >= 0 else len(instructions) - 1  # as in XLA
         calling = tuple([place for place, i in enumerate(instructions) if i.calls])
-        called = tuple([name for place in calling for name in instructions[place].calls])
+        called = tuple(itertools.chain.from_iterable([instructions[n].calls for n in calling]))
         return hm.Computation(name, instructions, root, calling, called)
 
     def _shape(self, text: str, offset: int) -> None:

@@ -7,6 +7,7 @@ people write them as specs over a mesh.
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,7 +123,7 @@ def as_hlo(text: str, mesh: Mapping[str, int] | None, rank: int) -> str:
     if _is_hlo(text):
         return text
     dims = _spec(text)
-    axes = [axis for names in dims for axis in names]
+    axes = [*itertools.chain.from_iterable(dims)]
     if mesh is None and not axes:
         return "{replicated}"
     unknown = sorted({*axes} - {*(mesh or ())})

@@ -47,7 +47,7 @@ def width(stream: Any = None) -> int:
 
 
 def has_colours(stream: Any) -> bool:
-    """Tell whether a stream is a terminal, and NO_COLOR isn't set."""
+    """Return whether a stream is a terminal, and NO_COLOR isn't set."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return is_terminal(stream) and not plain
 
@@ -135,7 +135,7 @@ def _shortened(path: str, room: int) -> str:
 
 
 def _is_row(line: str, rule: str) -> bool:
-    """Tell whether a line is a row of the table: it has bars where the rule does."""
+    """Return whether a line is a row of the table: it has bars where the rule does."""
     if _RULE.fullmatch(line):
         return len(line) == len(rule)
     bars = [at for at, character in enumerate(rule) if character == "+"]

@@ -120,7 +120,7 @@ def _lost(
 
 
 def below(path: str, names: Collection[str]) -> bool:
-    """Whether a pytree path is one of the names, or a key below one."""
+    """Return whether a pytree path is one of the names, or a key below one."""
     return any(path.startswith(name) and path[len(name) :][:1] in ("", "[", ".") for name in names)
 
 
@@ -173,7 +173,7 @@ def assert_no_host_transfers(
 
 
 def stands_at(located: transfers.Transfer | launches.Loop, place: str) -> bool:
-    """Whether a source line ends in ``train.py:12``, or is all of ``place``."""
+    """Return whether a source line ends in ``train.py:12``, or is all of ``place``."""
     line = located.source.partition(" (")[0]
     return place == located.source or ("/" + line).endswith("/" + place)
 

@@ -60,7 +60,7 @@ def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def _one(shardings: list[str]) -> list[str]:
-    """Give one for all if all are alike."""
+    """Return one for all if all are alike."""
     return shardings[:1] if len({*shardings}) == 1 else shardings
 
 

@@ -143,7 +143,7 @@ def _hlo_sharding(sharding: Any, rank: int, is_parameter: bool = False) -> str:
 
 
 def _is_plain(sharding: Any) -> bool:
-    """Tell whether the dimensions of a named sharding's spec say all of it."""
+    """Return whether the dimensions of a named sharding's spec say all of it."""
     spec = getattr(sharding, "spec", None)
     return spec is not None and not any(
         getattr(spec, name, None) for name in ("unreduced", "reduced")

@@ -167,7 +167,7 @@ def _copy_operands(eqn: Eqn) -> tuple[Any, list[Any]]:
 
 
 def _is_remote(walk: Walk, device: Any) -> bool:
-    """Whether a device id names another device, not another core of this one."""
+    """Return whether a device id names another device, not another core of this one."""
     # JAX (0.10.2 and 0.12.0.1) reads an axis name as one of the device mesh if that has it, even
     # if the grid or the cores' mesh has an axis of that name too.
     if isinstance(device, dict):

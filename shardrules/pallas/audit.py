@@ -31,7 +31,7 @@ class Audit:
 
     @property
     def contradicts_no_communication(self) -> bool:
-        """Whether the jaxpr shows that the kernel communicates or reads its device's position."""
+        """Return whether the jaxpr shows communication, or a read of the device's position."""
         return any(blocker.communicates for blocker in self.blockers)
 
     def __str__(self) -> str:
@@ -89,6 +89,11 @@ def _audit(jaxpr: Jaxpr, mapping: Any, refs_count: int, axes: tuple[str, ...]) -
 
 def _reasons(walk: Walk, jaxpr: Jaxpr, mapping: Any, refs_count: int) -> Iterable[str]:
     """Walk over a kernel and its index maps; yield why it is not proven as a whole."""
+    # By induction over the equations: if every input is a function of the operands, and every
+    # equation makes a function of its inputs (the allow list), then so is all that is stored to an
+    # output. What the list can't see is asked here: values of types without code in the jaxpr,
+    # and semaphores, which carry signals from outside of the kernel. Index maps decide which
+    # blocks are read and written, so that they are walked over too.
     scratch_count = len(jaxpr.invars) - refs_count
     if mapping is not None and scratch_count != mapping.num_scratch_operands:
         raise ValueError(

@@ -95,7 +95,7 @@ class Rule:
         return declare(target, self)
 
     def is_written_as(self, other: Rule) -> bool:
-        """Whether both are functions with the same code, defaults and closure values."""
+        """Return whether both are functions with the same code, defaults and closure values."""
         mine, theirs = _code(self.identity), _code(other.identity)
         return mine[0] is not None and self.name == other.name and mine == theirs
 

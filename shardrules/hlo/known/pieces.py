@@ -76,7 +76,7 @@ def of(
     pieces: dict[tuple[str, str], Piece | None],
     groups: np.ndarray | None,
 ) -> Piece | None:
-    """Give the piece that each device contributes; None if the all-reduce isn't an all-gather."""
+    """Return the piece that each device contributes; None if the all-reduce isn't an all-gather."""
     within: _Within = [(computation, None)]
     update = computation.instructions[_passed_on(computation, position)]
     if update.opcode == "fusion" and len(update.calls) == 1:
@@ -111,7 +111,7 @@ def _passed_on(computation: hm.Computation, position: int) -> int:
 
 
 def _zeros(module: hm.Module, within: _Within, position: int) -> bool:
-    """Tell whether an array is all zeros; looks into and out of fusions."""
+    """Return whether an array is all zeros; looks into and out of fusions."""
     for _ in range(_STEPS):
         computation, fusion = within[-1]
         instruction = computation.instructions[position]

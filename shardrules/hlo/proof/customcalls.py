@@ -160,7 +160,7 @@ def target_of(instruction: Instruction) -> str:
 
 
 def aliased(instruction: Instruction) -> set[int]:
-    """Give the numbers of the operands whose memory a custom call's results reuse."""
+    """Return the numbers of the operands whose memory a custom call's results reuse."""
     table = instruction.attribute("output_to_operand_aliasing") or ""
     return {int(number) for number in _ALIASED.findall(table)}
 

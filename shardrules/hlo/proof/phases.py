@@ -61,12 +61,12 @@ def operation(op_name: str) -> str:
 
 
 def is_written(op_name: str) -> bool:
-    """Tell whether the program asks for this collective, and not XLA's partitioner."""
+    """Return whether the program asks for this collective, and not XLA's partitioner."""
     return "pmap" in op_name or _WRITTEN.fullmatch(operation(op_name)) is not None
 
 
 def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
-    """Give the phase of most bytes, "mixed" without a majority, and the first name of it."""
+    """Return the phase of most bytes, "mixed" without a majority, and the first name of it."""
     sizes: collections.Counter[str] = collections.Counter()
     first: dict[str, hm.Metadata] = {}
     for metadata, size in names:

@@ -107,7 +107,7 @@ def _count(module: hm.Module, each: int, mesh: Mapping[str, int] | None) -> int:
 
 
 def rendezvous(instruction: hm.Instruction) -> str:
-    """Give the name under which a send and a recv meet, "" if it isn't between slices."""
+    """Return the name under which a send and a recv meet, "" if it isn't between slices."""
     hints = instruction.attribute("frontend_attributes") or ""
     match = _NAME.search(hints) if _MEGASCALE in hints else None
     return match[1] if match else ""
@@ -154,7 +154,7 @@ def read_send(instruction: hm.Instruction, relations: hd.Relations) -> hc.Channe
 
 
 def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> list[list[int]] | str:
-    """Give the devices of each group, or of each pair; or say why the target is not understood."""
+    """Return the devices of each group, or of each pair; or why the target can't be read."""
     same, listed = (form.match(hints, start) for form in (_SAME_ID, _LISTED))
     unknown = f"a target that can't be read, {hints[start : start + 40]}"
     if not relations.order_known:
@@ -192,7 +192,7 @@ def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> li
 
 
 def unreached(channel: hc.Channel, relations: hd.Relations) -> int:
-    """Give the relation in which each device that a permute brings nothing to is alone."""
+    """Return the relation in which each device that a permute brings nothing to is alone."""
     reached = channel.groups.ends[1] if channel.groups.ends is not None else np.arange(0)
     labels = np.arange(relations.device_count) + 1
     labels[reached] = 0
@@ -200,6 +200,6 @@ def unreached(channel: hc.Channel, relations: hd.Relations) -> int:
 
 
 def number_of_slice(relations: hd.Relations) -> np.ndarray:
-    """Give each device the number of its slice."""
+    """Return the number of each device's slice."""
     each = relations.partitions * relations.replicas
     return np.arange(relations.device_count, dtype=np.uint32) // np.uint32(each)

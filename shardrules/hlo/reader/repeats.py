@@ -103,7 +103,7 @@ class Repeats:
 def _called(
     computation: hm.Computation, parts: tuple[str, ...], names: list[str]
 ) -> list[int] | None:
-    """Give the places of called computations among the names; None if others can't repeat it."""
+    """Return the places of called computations among the names; None if others can't repeat it."""
     # Names may differ where each is an instruction's own, an operand or a called computation.
     # Strings hold no names, and no metadata, if quotes close before and after each.
     whole = "\0".join(parts)

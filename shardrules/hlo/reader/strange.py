@@ -21,7 +21,7 @@ def unknown_keys(text: str) -> set[str]:
 def find(
     text: str, spans: Sequence[tuple[int, int]], computations: Mapping[str, hm.Computation]
 ) -> dict[int, str]:
-    """Give the unknown attribute of each instruction that has one, by the instruction's offset.
+    """Return the unknown attribute of each instruction that has one, by the instruction's offset.
 
     Args:
       text: the module's.
@@ -61,5 +61,5 @@ def find(
 
 
 def _in_string(text: str, start: int, position: int) -> bool:
-    """Tell whether quotes show that a string holds a position; ``start`` is outside of strings."""
+    """Return whether a string holds a position, by its quotes; ``start`` is in no string."""
     return text.count('"', start, position) % 2 == 1 and text.find("\\", start, position) < 0

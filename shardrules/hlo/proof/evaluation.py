@@ -304,7 +304,7 @@ class Proof:
     def evaluate(
         self, computation: hm.Computation, arguments: tuple[Value, ...], guard: int
     ) -> Value:
-        """Return a computation's value for these arguments; ``guard``: of the predicates around it."""
+        """Return a computation's value; ``guard`` is the state of the predicates around it."""
         # An abstract interpretation (Cousot and Cousot, POPL 1977): instead of numbers, each
         # instruction makes a state, the partition of the devices into classes with equal values.
         # Instructions stand after their operands, so that one pass in order suffices; calls come

@@ -71,7 +71,9 @@ _NAMES = {
     "watching.profiles.profile": "profile",
     "watching.programs": "watch",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+_HOME: dict[str, str] = {}
+for _module, _names in _NAMES.items():
+    _HOME |= dict.fromkeys(_names.split(), _module)
 _MODULES = "aot checks costs errors hlo hooks pallas registry report testing".split()
 __all__ = ["__version__", *sorted(_HOME)]
 

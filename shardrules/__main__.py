@@ -5,7 +5,7 @@ It needs no JAX. Exit code 2: an input can't be read, or the command can't run h
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import signal
 import sys
@@ -19,7 +19,6 @@ from shardrules.errors import ShardrulesError
 COMMANDS = ("verify", "report", "diff", "run", "migrate", "profile", "doctor")
 UNUSABLE = 2
 INTERRUPTED = 128 + signal.SIGINT
-_NEEDED = {"absl": "absl-py", "numpy": "numpy"}  # from modules to the packages that pip installs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,14 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNUSABLE
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _NEEDED:
+        if (error.name or "").partition(".")[0] != "numpy":
             raise
-        missing = [p for module, p in _NEEDED.items() if importlib.util.find_spec(module) is None]
-        print(
-            f"shardrules: not installed, and needed: {', '.join(missing)}; "
-            f"pip install {' '.join(missing)}",
-            file=sys.stderr,
-        )
+        print("shardrules: not installed, and needed: numpy; pip install numpy", file=sys.stderr)
         return UNUSABLE
     except (ShardrulesError, OSError) as error:
         print(f"shardrules: {error}", file=sys.stderr)
@@ -67,15 +61,15 @@ def _meant(given: str, message: str) -> str:
         known = [name for name in module.ARGUMENTS if name.startswith("--")]
     else:
         wrong, known = [given], list(COMMANDS)
-    near = [match for word in wrong for match in difflib.get_close_matches(word, known, 1, 0.75)]
+    near = []
+    for word in wrong:
+        near += difflib.get_close_matches(word, known, 1, 0.75)
     return f"; did you mean {' and '.join(near)}?" if near else ""
 
 
 def _parser(given: str) -> Any:
     """Make the parser of one command, or of all where the name is unknown."""
     import argparse
-
-    from absl.flags import argparse_flags
 
     class Paragraphs(argparse.HelpFormatter):
         """A formatter that wraps each paragraph of a description by itself."""
@@ -84,16 +78,12 @@ def _parser(given: str) -> Any:
             fill = super()._fill_text
             return "\n\n".join(fill(part, width, indent) for part in text.strip().split("\n\n"))
 
-    class Parser(argparse_flags.ArgumentParser):
-        """A parser without the process's absl flags, whose errors are ShardrulesErrors."""
+    class Parser(argparse.ArgumentParser):
+        """A parser whose errors are ShardrulesErrors."""
 
         def __init__(self, **options: Any):
-            super().__init__(  # type: ignore[no-untyped-call]  # absl has no types
-                inherited_absl_flags=None,  # no command takes --flagfile or --undefok
-                allow_abbrev=False,
-                add_help=False,  # absl's help adds a flag that lists all flags of the process
-                formatter_class=Paragraphs,
-                **options,
+            super().__init__(
+                allow_abbrev=False, add_help=False, formatter_class=Paragraphs, **options
             )
             self.add_argument("-h", "--help", action="help", help="show this and exit")
 

@@ -2,6 +2,11 @@
 
 A function itself checks what an annotation can't express (a mesh axis that is not in scope, an
 unknown name), and each parameter that is annotated ``Any``.
+
+Type checkers find these mistakes where people run them; notebooks and most training scripts don't.
+Of the 3,069 wrong arguments in ``tests/test_arguments.py``, 190 pass without this module, and some
+of those weaken an assertion (``strict="no"`` is strict); 827 end in an AttributeError or TypeError
+about a line of this package.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ Imports neither jax nor NumPy: a script that is run may set first what they read
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 WIDTH = 100  # where no terminal says it
@@ -46,7 +47,7 @@ def width(stream: Any = None) -> int:
 
 
 def has_colours(stream: Any) -> bool:
-    """Tell whether a stream is a terminal, and NO_COLOR isn't set."""
+    """Return whether a stream is a terminal, and NO_COLOR isn't set."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return is_terminal(stream) and not plain
 
@@ -134,7 +135,7 @@ def _shortened(path: str, room: int) -> str:
 
 
 def _is_row(line: str, rule: str) -> bool:
-    """Tell whether a line is a row of the table: it has bars where the rule does."""
+    """Return whether a line is a row of the table: it has bars where the rule does."""
     if _RULE.fullmatch(line):
         return len(line) == len(rule)
     bars = [at for at, character in enumerate(rule) if character == "+"]
@@ -150,11 +151,11 @@ def _table(lines: Sequence[str], columns: int) -> tuple[list[str], list[str]]:
     ends = [*(at for at, c in enumerate(rule) if c == "+"), max(map(len, lines)) + 2]
     starts = [0, *(at + 2 for at in ends[:-1])]
     ruled = any(_RULE.fullmatch(line) for line in lines[2:])
-    rows = [
-        [line[a : b - 1].rstrip() for a, b in zip(starts, ends)]
-        for line in lines
-        if not _RULE.fullmatch(line)
-    ]
+    cut = [slice(start, end - 1) for start, end in zip(starts, ends)]
+    rows = []
+    for line in lines:
+        if not _RULE.fullmatch(line):
+            rows.append([line[column].rstrip() for column in cut])
     heads = rows[0]
     kept = list(range(len(heads)))
 
@@ -199,7 +200,7 @@ def _table(lines: Sequence[str], columns: int) -> tuple[list[str], list[str]]:
                 row[column] = _shortened(row[column], widths[column])
     written = []
     of_rule = "-+-".join("-" * widths[column] for column in kept)
-    continued = ruled or any(len(row[c]) > widths[c] for row in rows[1:] for c in kept)
+    continued = ruled or any(_is_wrapped(row, widths) for row in rows[1:])
     for number, row in enumerate(rows):
         written += _cells([row[c] for c in kept], [widths[c] for c in kept])
         first_of_next = number + 1 < len(rows) and rows[number + 1][kept[0]]
@@ -211,14 +212,17 @@ def _table(lines: Sequence[str], columns: int) -> tuple[list[str], list[str]]:
     return written, left_out
 
 
+def _is_wrapped(row: Sequence[str], widths: Mapping[int, int]) -> bool:
+    return any(len(row[column]) > width for column, width in widths.items())
+
+
 def _cells(cells: Iterable[str], widths: Sequence[int]) -> list[str]:
     parts = [
         textwrap.wrap(cell, width, break_on_hyphens=False) or [""]
         for cell, width in zip(cells, widths)
     ]
-    return [
-        " | ".join(
-            (part[n] if n < len(part) else "").ljust(width) for part, width in zip(parts, widths)
-        ).rstrip()
-        for n in range(max(map(len, parts)))
-    ]
+    lines = []
+    for of_line in itertools.zip_longest(*parts, fillvalue=""):
+        padded = map(str.ljust, of_line, widths)
+        lines.append(" | ".join(padded).rstrip())
+    return lines

@@ -11,7 +11,7 @@ _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")
 
 
 def is_library(path: str) -> bool:
-    """Whether a source file (or ``file:line``) belongs to an installed library or to Python."""
+    """Return whether a source file (or ``file:line``) is an installed library's or Python's."""
     parts = os.path.normpath(path).split(os.sep)
     return (
         "site-packages" in parts
@@ -22,7 +22,7 @@ def is_library(path: str) -> bool:
 
 
 def is_own(place: str) -> bool:
-    """Whether ``file:line`` is in the working directory or the script's, or below."""
+    """Return whether ``file:line`` is in the working directory or the script's, or below."""
     path = os.path.abspath(place.rpartition(":")[0])
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [os.getcwd()] + ([os.path.dirname(os.path.abspath(script))] if script else [])

@@ -300,7 +300,7 @@ def called_with(
 
 
 def _takes(program: Any, name: str) -> bool:
-    """Tell whether a function has a parameter of a name, other than ``*args`` and ``**kwargs``."""
+    """Return whether a function has a parameter of this name, ``*args`` and ``**kwargs`` aside."""
     try:
         parameter = inspect.signature(program).parameters.get(name)
     except (TypeError, ValueError):  # it is no function, or one without a signature
@@ -327,7 +327,7 @@ def _text_of(executable: Any) -> str:
 
 
 def is_function(program: Any) -> bool:
-    """Whether a program is traced with its arguments; a Compiled can be called, too."""
+    """Return whether a program is traced with its arguments; a Compiled can be called, too."""
     return callable(program) and not hasattr(program, "as_text")
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 
+import covered
 import pytest
 from house import (
     FILES,
@@ -128,6 +129,19 @@ def test_files_and_folders_stay_small():
     assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 505] == []
     modules = collections.Counter(path.parent for path in FILES if path.name != "__init__.py")
     assert [str(folder) for folder, count in modules.items() if count > 15] == []
+
+
+def test_each_file_of_tests_has_a_name_of_its_own():
+    names = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_modules_that_the_tests_take_little_of_are_named():
+    files = {
+        name: {"summary": {"percent_covered": p}}
+        for name, p in (("a", 90.0), ("b", 89.9), ("c", 3.0))
+    }
+    assert list(covered.below(files)) == [("c", 3.0), ("b", 89.9)]
 
 
 def test_equations_are_read_in_three_places():

@@ -98,7 +98,9 @@ def _lost(
     shared: list[list[int]],
     allow: Collection[str],
 ) -> Iterator[tuple[int, str]]:
-    twice = {n: group for group in shared for n in group}
+    twice: dict[int, list[int]] = {}
+    for group in shared:
+        twice |= dict.fromkeys(group, group)
     for n in sorted(wanted):
         leaf, cause, reason = leaves[n], leaves[n].cause, leaves[n].reason
         if n in twice and leaf.donated:
@@ -118,7 +120,7 @@ def _lost(
 
 
 def below(path: str, names: Collection[str]) -> bool:
-    """Whether a pytree path is one of the names, or a key below one."""
+    """Return whether a pytree path is one of the names, or a key below one."""
     return any(path.startswith(name) and path[len(name) :][:1] in ("", "[", ".") for name in names)
 
 
@@ -153,11 +155,12 @@ def assert_no_host_transfers(
     __tracebackhide__ = True  # pytest shows the line that calls this
     source = programs.read(program, args, kwargs)
     every = transfers.read(source.module())
-    used = {what for what in allow or () for t in every if what == t.name or stands_at(t, what)}
+    bad = every
     for what in allow or ():
-        if what not in used:
+        allowed = [t for t in every if what == t.name or stands_at(t, what)]
+        if not allowed:
             raise ShardrulesError(f"allow={what!r} matches no transfer any more; remove it")
-    bad = [t for t in every if t.name not in used and not any(stands_at(t, what) for what in used)]
+        bad = [t for t in bad if t not in allowed]
     if bad:
         raise CostAssertionError(
             f"{source.name} talks to the host in {counted(len(bad), 'place')}:\n"
@@ -170,7 +173,7 @@ def assert_no_host_transfers(
 
 
 def stands_at(located: transfers.Transfer | launches.Loop, place: str) -> bool:
-    """Whether a source line ends in ``train.py:12``, or is all of ``place``."""
+    """Return whether a source line ends in ``train.py:12``, or is all of ``place``."""
     line = located.source.partition(" (")[0]
     return place == located.source or ("/" + line).endswith("/" + place)
 

@@ -192,7 +192,9 @@ def _axes(sharding: Any, bad: Sequence[Sequence[Sequence[Any]]]) -> list[str]:
     place = {device: at for at, device in np.ndenumerate(mesh.devices)}
     differing = set()
     for versions in bad:
-        version = {place[s.device]: n for n, shards in enumerate(versions) for s in shards}
+        version: dict[tuple[int, ...], int] = {}
+        for number, shards in enumerate(versions):
+            version |= dict.fromkeys((place[shard.device] for shard in shards), number)
         for at, number in version.items():
             for axis, name in enumerate(mesh.axis_names):
                 origin = at[:axis] + (0,) + at[axis + 1 :]

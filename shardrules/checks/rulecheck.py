@@ -331,16 +331,18 @@ def _spec_of(number: int, leaf: Any) -> Any:
 
 
 def _same_shapes(reference: Callable[..., Any], values: Any, shapes: Any) -> None:
-    ours, theirs = (
-        [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree_util.tree_leaves(tree)]
-        for tree in (shapes, jax.eval_shape(reference, *values))
-    )
-    if [text.partition("[")[2] for text in ours] != [text.partition("[")[2] for text in theirs]:
+    ours = jax.tree_util.tree_leaves(shapes)
+    theirs = jax.tree_util.tree_leaves(jax.eval_shape(reference, *values))
+    if [leaf.shape for leaf in ours] != [leaf.shape for leaf in theirs]:
         raise RuleCheckError(
-            f"reference returns {', '.join(theirs) or 'nothing'} where op returns "
-            f"{', '.join(ours) or 'nothing'} on the mesh; pass op's function of the whole arrays",
+            f"reference returns {_listed(theirs)} where op returns {_listed(ours)} on the mesh; "
+            "pass op's function of the whole arrays",
             reference=reference,
         )
+
+
+def _listed(leaves: Sequence[Any]) -> str:
+    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"
 
 
 def _compare(what: str, results: dict[str, Any], ways: tuple[str, str], rtol: float) -> None:

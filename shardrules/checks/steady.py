@@ -246,16 +246,18 @@ def _type(argument: watching.Argument) -> str:
 
 
 def _changes(old: list[watching.Argument], new: list[watching.Argument]) -> list[str]:
-    if [a.path for a in old] != [a.path for a in new]:
-        came = [a.path for a in new if a.path not in {b.path for b in old}]
-        went = [a.path for a in old if a.path not in {b.path for b in new}]
+    before, after = ([a.path for a in arguments] for arguments in (old, new))
+    if before != after:
+        came = [path for path in after if path not in before]
+        went = [path for path in before if path not in after]
         return [f"the arguments' tree changed: {', '.join(came)} came, {', '.join(went)} went"]
-    return [
-        f"{b.path}: {field.replace('_', ' ')} was {getattr(a, field)}, is {getattr(b, field)}"
-        for a, b in zip(old, new)
-        for field in _FIELDS
-        if getattr(a, field) != getattr(b, field)
-    ]
+    changes = []
+    for a, b in zip(old, new):
+        for field in _FIELDS:
+            was, now = getattr(a, field), getattr(b, field)
+            if was != now:
+                changes.append(f"{b.path}: {field.replace('_', ' ')} was {was}, is {now}")
+    return changes
 
 
 def _live() -> collections.Counter[tuple[str, int]]:

@@ -60,7 +60,7 @@ def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def _one(shardings: list[str]) -> list[str]:
-    """Give one for all if all are alike."""
+    """Return one for all if all are alike."""
     return shardings[:1] if len({*shardings}) == 1 else shardings
 
 
@@ -73,9 +73,12 @@ def _slices(order: list[tuple[int, int]], name: str) -> int:
     numbers = sorted({number for number, _ in order})
     each = len(order) // len(numbers)
     parts = [order[at : at + each] for at in range(0, len(order), each)]
-    places = [[own_id - min(i for _, i in part) for _, own_id in part] for part in parts]
-    alone = all(len({number for number, _ in part}) == 1 for part in parts)
-    if not alone or any(own != places[0] for own in places):
+    places, alone = set(), True
+    for part in parts:
+        slices, ids = zip(*part)
+        places.add(tuple(own_id - min(ids) for own_id in ids))
+        alone = alone and len({*slices}) == 1
+    if not alone or len(places) > 1:
         raise ShardrulesError(
             f"the mesh of {name} does not take one slice after the other, in the same order of "
             "devices, and no flag says another order; judge the jax.stages.Compiled"

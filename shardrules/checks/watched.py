@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import sys
@@ -114,7 +115,7 @@ class PytestCheck:
         self._stack.close()
         from shardrules.unchecked.migration import decided
 
-        sites = [site for handle in self._handles for site in handle.unchecked()]
+        sites = [*itertools.chain.from_iterable(h.unchecked() for h in self._handles)]
         self._texts += [decided(sites)] if sites else []
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput[_CHECKED] = self._texts

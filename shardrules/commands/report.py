@@ -11,6 +11,8 @@ import argparse
 
 from shardrules.commands import flags, verify
 
+# A command, not ``verify --exit-zero``: it costs these lines, as a flag would, and people who want
+# a page look for a command of this name.
 ARGUMENTS = verify.ARGUMENTS
 
 

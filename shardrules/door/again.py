@@ -76,7 +76,7 @@ def of(jaxpr: Jaxpr) -> Again | None:
 
 
 def _is_now(context: Any) -> bool:
-    """Whether tracing depends on the same settings and meshes here as where they were noted."""
+    """Return whether the settings and meshes on which tracing depends are those that were noted."""
     now = seams.named("trace_context")()
     # A context of users that was made since stands at the end, None where nobody has set it.
     return now[: len(context)] == context and not any(x is not None for x in now[len(context) :])

@@ -11,29 +11,27 @@ from typing import Any
 from shardrules.door.protocols import Aval, Primitive
 
 # From a module to its family. A module may also hold primitives that it imports: the first wins.
-FAMILIES = {
-    f"jax._src.{module}": family
-    for family, modules in (
-        ("parallel", "lax.parallel"),
-        ("debug", "debugging"),
-        ("callback", "callback ffi tpu_custom_call custom_partitioning"),
-        (
-            "jax",
-            "lax.lax lax.slicing lax.special lax.convolution lax.control_flow.loops "
-            "lax.control_flow.conditionals lax.windowed_reductions ad_util ad_checkpoint core "
-            "pjit custom_derivatives prng random random.prng random.core random.threefry2x32 "
-            "random.threefry4x32 random.philox2x32 random.philox4x32",
-        ),
-        ("checkify", "checkify"),
-        ("state", "state.primitives state.discharge state.types state.indexing"),
-        ("pallas", "pallas.primitives pallas.core pallas.mpmd pallas.einshape"),
-        ("tpu", "pallas.mosaic.primitives pallas.mosaic.pipeline"),
-        ("sc", "pallas.mosaic.sc_primitives"),
-        ("mgpu", "pallas.mosaic_gpu.primitives pallas.mosaic_gpu.core pallas.mosaic_gpu.lowering"),
-        ("triton", "pallas.triton.primitives"),
-    )
-    for module in modules.split()
+_MODULES = {
+    "parallel": "lax.parallel",
+    "debug": "debugging",
+    "callback": "callback ffi tpu_custom_call custom_partitioning",
+    "jax": (
+        "lax.lax lax.slicing lax.special lax.convolution lax.control_flow.loops "
+        "lax.control_flow.conditionals lax.windowed_reductions ad_util ad_checkpoint core "
+        "pjit custom_derivatives prng random random.prng random.core random.threefry2x32 "
+        "random.threefry4x32 random.philox2x32 random.philox4x32"
+    ),
+    "checkify": "checkify",
+    "state": "state.primitives state.discharge state.types state.indexing",
+    "pallas": "pallas.primitives pallas.core pallas.mpmd pallas.einshape",
+    "tpu": "pallas.mosaic.primitives pallas.mosaic.pipeline",
+    "sc": "pallas.mosaic.sc_primitives",
+    "mgpu": "pallas.mosaic_gpu.primitives pallas.mosaic_gpu.core pallas.mosaic_gpu.lowering",
+    "triton": "pallas.triton.primitives",
 }
+FAMILIES: dict[str, str] = {}
+for _family, _names in _MODULES.items():
+    FAMILIES |= dict.fromkeys((f"jax._src.{name}" for name in _names.split()), _family)
 
 # By jax.random.key_impl's names, read in JAX 0.4.28 to 0.12.
 _GENERATORS = {

@@ -46,7 +46,8 @@ class Placements:
     def platform(self) -> str | None:
         """Return ``cpu``, ``tpu`` or ``gpu``, or None if nothing says it."""
         shardings = (*(self._inputs or ()), *(self._outputs or ()))
-        names = {device.platform for sharding in shardings for device in sharding.device_set}
+        devices = itertools.chain.from_iterable(sharding.device_set for sharding in shardings)
+        names = {device.platform for device in devices}
         name = names.pop() if len(names) == 1 else None
         return "gpu" if name in ("cuda", "rocm") else name
 
@@ -142,7 +143,7 @@ def _hlo_sharding(sharding: Any, rank: int, is_parameter: bool = False) -> str:
 
 
 def _is_plain(sharding: Any) -> bool:
-    """Tell whether the dimensions of a named sharding's spec say all of it."""
+    """Return whether the dimensions of a named sharding's spec say all of it."""
     spec = getattr(sharding, "spec", None)
     return spec is not None and not any(
         getattr(spec, name, None) for name in ("unreduced", "reduced")

@@ -157,7 +157,7 @@ class Door:
         return shape.update(**{"vma" if self.ManualAxisType is None else "manual_axis_type": None})
 
     def can_cast(self, aval: Aval) -> bool:
-        """Whether a value of this aval can be cast: an array, that is, not a ref or a token."""
+        """Return whether a value of this aval can be cast: arrays can, refs and tokens can't."""
         return isinstance(aval, self.ShapedArray)
 
     def manual_axes(self) -> tuple[str, ...]:
@@ -268,7 +268,7 @@ class Door:
     # Loops.
 
     def is_loop_body(self, debug_info: Any) -> bool:
-        """Whether the caller was called to trace the body of a loop that a user wrote."""
+        """Return whether the caller was called to trace the body of a loop that a user wrote."""
         # ``scan`` and ``while_loop`` trace their bodies by a local function (JAX 0.6 to 0.12),
         # through names that the transformations of loops use too, with the same debug info;
         # nothing that is passed distinguishes them. So the caller's code is compared with that

@@ -98,7 +98,7 @@ def name_of(eqn: Eqn) -> str:
 
 
 def is_inexact(aval: object) -> bool:
-    """Whether a value has a cotangent of its own dtype: floats and complex numbers."""
+    """Return whether a value has a cotangent of its own dtype: floats and complex numbers."""
     import jax
 
     dtype = getattr(aval, "dtype", None)
@@ -106,7 +106,7 @@ def is_inexact(aval: object) -> bool:
 
 
 def is_float(value: Any) -> bool:
-    """Whether a value is real and of a float type."""
+    """Return whether a value is real and of a float type."""
     import jax
 
     return bool(jax.numpy.issubdtype(getattr(value, "dtype", bool), jax.numpy.floating))
@@ -171,7 +171,7 @@ def _is_under(eqn: Eqn, transforms: tuple[str, ...]) -> bool:
 
 
 def is_in(eqn: Eqn, scope: str) -> bool:
-    """Whether an equation, or the one it is the transpose of, is in a name scope."""
+    """Return whether an equation, or the one it is the transpose of, is in a name scope."""
     return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)
 
 

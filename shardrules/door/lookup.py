@@ -27,7 +27,7 @@ class Symbol(NamedTuple):
         return self.first if last == self.first else f"{self.first}-{last}"
 
     def exists_in(self, version: str) -> bool:
-        """Whether this version of JAX must have it."""
+        """Return whether this version of JAX must have it."""
         release = versions.release(version)
         if self.last is None:
             return release >= versions.release(self.first)
@@ -58,7 +58,7 @@ def read(table: str) -> tuple[Symbol, ...]:
 
 
 def is_cached(function: Any) -> bool:
-    """Whether this is one of JAX's C++ caches around a function, which tells no parameters."""
+    """Return whether this is a C++ cache of JAX around a function, which hides its parameters."""
     return hasattr(function, "cache_info")
 
 

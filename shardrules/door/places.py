@@ -16,12 +16,12 @@ SHARD_MAPS = ("jax._src.shard_map", "jax.experimental.shard_map")
 
 
 def is_wrapper(module: str | None) -> bool:
-    """Whether a module's frames are between a shard_map and its caller."""
+    """Return whether a module's frames are between a shard_map and its caller."""
     return module in (*SHARD_MAPS, "jax._src.traceback_util")
 
 
 def owns(path: str) -> bool:
-    """Whether a source file is one of JAX's private ones."""
+    """Return whether a source file is one of JAX's private ones."""
     import jax
 
     folder = os.path.dirname(os.path.abspath(jax.__file__))

@@ -43,7 +43,7 @@ _handlers: dict[str, Any] = {}  # XLA keeps their addresses
 
 
 def stubs_are_known() -> bool:
-    """Whether this JAX takes the version that a stub gives: XLA of JAX 0.6 reads another."""
+    """Return whether this JAX takes the version that a stub gives: XLA of JAX 0.6 reads another."""
     import jax
 
     return versions.release(jax.__version__)[:2] >= (0, 8)

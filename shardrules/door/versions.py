@@ -32,5 +32,5 @@ def too_old(version: str) -> str:
 
 
 def is_untested(version: str) -> bool:
-    """Whether a JAX is newer than the newest that was tested."""
+    """Return whether a JAX is newer than the newest that was tested."""
     return release(version)[:2] > release(NEWEST)

@@ -8,7 +8,8 @@ branch, a loop, a ref or a kernel hands to the jaxprs inside, and what comes bac
 A ref is a ``Cell``, which holds the join of all that was ever stored to it: the whole jaxpr is read
 again until no cell changes. A loop's carry is joined with what its body returns until that changes
 nothing. Both end, because ``join`` only ever widens a value and there are few values; what takes
-more than ``MOST_EQUATIONS`` all the same raises ``TooLong``.
+more than ``MOST_EQUATIONS`` all the same raises ``TooLong``. This is a monotone framework (Kildall,
+POPL 1973; Kam and Ullman, 1977): where an analysis is monotone, the result holds on every path.
 """
 
 from __future__ import annotations
@@ -104,6 +105,9 @@ class Fold(Generic[V]):
         Raises:
           TooLong: if its loops and refs don't settle within MOST_EQUATIONS.
         """
+        # The order of reads and writes is not followed: a read in a loop may come before the write
+        # that stands below it. So each read gets all that any write stores, and a pass that
+        # widens a cell makes the reads before it stale: read the whole jaxpr once more.
         while True:
             self._changed = False
             entering: list[Any] = [
@@ -111,7 +115,7 @@ class Fold(Generic[V]):
                 for n, (var, value) in enumerate(zip(jaxpr.invars, given))
             ]
             results = self.jaxpr(jaxpr, entering)
-            if not self._changed:  # a ref may be read, in a loop, before it is written
+            if not self._changed:
                 return [self.content(result) for result in results]
 
     def jaxpr(self, jaxpr: Jaxpr, given: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
@@ -172,6 +176,8 @@ class Fold(Generic[V]):
 
     def _cell(self, maker: Any, number: int, value: V) -> Cell[V]:
         """Return the ref that an equation makes, with what was stored to it in earlier passes."""
+        # The place is in the key: one jaxpr, traced once, may run in several places, and the refs
+        # that it makes in each are others.
         key = (*self.place, id(maker), number)
         cell = self._cells.get(key)
         if cell is None:
@@ -185,6 +191,7 @@ class Fold(Generic[V]):
         cells = [value for value in values if isinstance(value, Cell)]
         if not cells:
             return self.join(values)
+        # Any of several refs: a write to one may be a write to each, so that all hold the same.
         joined = self.join(map(self.content, values))
         for cell in cells:
             self.store(cell, joined)
@@ -222,6 +229,10 @@ class Fold(Generic[V]):
         operands and of all that its jaxprs return and store, if each takes any of that. A kernel
         is not read.
         """
+        # Nobody says which operand goes to which input, how often a jaxpr runs, or in what order.
+        # So each input of each jaxpr gets the mix of all operands, of all results and of all that
+        # is stored, until another pass adds nothing. One exception: a single jaxpr with as many
+        # inputs and outputs as its equation is a call.
         joined = self.mixed(map(self.content, operands))
         inner = [] if name_of(eqn) in KERNELS else list(inner_jaxprs(eqn.params))
         if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(operands), len(eqn.outvars))]:
@@ -246,6 +257,9 @@ class Fold(Generic[V]):
         return operands
 
     def _cond(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
+        # Each branch is read with the same operands; a result is what any branch returns, as far
+        # as the predicate's own value lets devices take different branches. So with refs: each
+        # branch stores to them, and the predicate chooses which of these writes happened.
         chosen, *given = operands
         branches = eqn.params["branches"]
         results = [self.inside(eqn, branch, given, at=at) for at, branch in enumerate(branches)]
@@ -256,6 +270,8 @@ class Fold(Generic[V]):
         constants, carries = scan_counts(eqn.params)
         first, carry = operands[:constants], operands[constants : constants + carries]
         slices = operands[constants + carries :]
+        # The carry may be that of any iteration: the first one's, joined with what each pass
+        # returns. All devices run as many iterations, so that no predicate chooses.
         while True:
             results = self.inside(eqn, eqn.params["jaxpr"], [*first, *carry, *slices])
             joined = [self._either(pair) for pair in zip(carry, results)]
@@ -268,6 +284,8 @@ class Fold(Generic[V]):
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         tested, first = operands[:of_cond], operands[of_cond : of_cond + of_body]
         carry = operands[of_cond + of_body :]
+        # As in a scan, but the predicate decides how many iterations a device runs, and with that
+        # which carry it holds at the end: it chooses results, and what the body stores.
         while True:
             (goes_on,) = self.inside(eqn, params["cond_jaxpr"], [*tested, *carry], at=0)
             results = self.inside(eqn, params["body_jaxpr"], [*first, *carry], at=1)
@@ -294,6 +312,8 @@ class Fold(Generic[V]):
         # Grid bounds and prefetched operands decide which blocks are read and written.
         positions = self.join(operands[: dynamic + mapping.num_index_operands])
         inputs = operands[dynamic:]
+        # A kernel's operands and outputs are refs to its body. The grid runs the body many times on
+        # blocks of them; the cells, which hold all that is ever stored, cover each order of these.
         cells = [self._cell(eqn, n, value) for n, value in enumerate(inputs)]
         aliases = dict(eqn.params.get("input_output_aliases", ()))
         of_output = {output: cells[source] for source, output in aliases.items()}  # the same memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,17 +50,19 @@ class Rewrite:
 def inlined(jaxpr: Jaxpr, atoms: Sequence[Var], **changes: Any) -> tuple[list[Eqn], list[Any]]:
     """Return a jaxpr's equations for these operands, and what they return."""
     env = dict(zip(jaxpr.invars, atoms))
-    eqns = [
-        eqn.replace(invars=[value_of(env, v) for v in eqn.invars], **changes) for eqn in jaxpr.eqns
-    ]
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqns.append(eqn.replace(invars=[value_of(env, v) for v in eqn.invars], **changes))
     return eqns, [value_of(env, var) for var in jaxpr.outvars]
 
 
 def split(jaxpr: Jaxpr, taken: Callable[[Eqn], bool]) -> tuple[list[Eqn], Jaxpr]:
     """Return the equations that are taken out, and the rest, which takes their results first."""
-    out = [eqn for eqn in jaxpr.eqns if taken(eqn)]
-    rest = [eqn for eqn in jaxpr.eqns if not any(eqn is other for other in out)]
-    results = [var for eqn in out for var in eqn.outvars]
+    out: list[Eqn] = []
+    rest: list[Eqn] = []
+    for eqn in jaxpr.eqns:
+        (out if taken(eqn) else rest).append(eqn)
+    results = itertools.chain.from_iterable(eqn.outvars for eqn in out)
     return out, jaxpr.replace(eqns=rest, invars=[*results, *jaxpr.invars])
 
 

@@ -73,7 +73,10 @@ def all_but(jaxpr: Jaxpr, names: Mapping[Primitive, Any], left_out: Container[An
 
 def makers(jaxpr: Jaxpr) -> dict[Any, Eqn]:
     """Map each variable to the equation that makes it; inputs have none."""
-    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    made_by: dict[Any, Eqn] = {}
+    for eqn in jaxpr.eqns:
+        made_by |= dict.fromkeys(eqn.outvars, eqn)
+    return made_by
 
 
 def uses(jaxpr: Jaxpr) -> dict[Any, list[tuple[Eqn, int]]]:

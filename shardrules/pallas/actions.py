@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +62,7 @@ def _threads(walk: Walk, eqn: Eqn) -> None:
     params = eqn.params
     meshes = params["meshes"] if "meshes" in params else [params["mesh"]]
     outer = walk.local_axes, walk.core_axes
-    axes = {axis for mesh in meshes for axis in mesh_axes(mesh)}
+    axes = {*itertools.chain.from_iterable(map(mesh_axes, meshes))}
     walk.local_axes, walk.core_axes = (own | axes for own in outer)
     walk.ends(params["jaxprs"] if "jaxprs" in params else [params["jaxpr"]])
     walk.local_axes, walk.core_axes = outer
@@ -147,8 +148,7 @@ def _draw(walk: Walk, eqn: Eqn) -> None:
 @_for("jax:random_bits jax:random_fold_in jax:random_seed jax:random_split jax:random_unwrap")
 def _keyed(walk: Walk, eqn: Eqn) -> Any:
     # The result is a function of the key, except for keys of the device's own generator.
-    atoms = (*eqn.invars, *eqn.outvars)
-    kinds = {kind for kind in (key_kind(a.aval) for a in atoms) if kind is not None}
+    kinds = {key_kind(atom.aval) for atom in (*eqn.invars, *eqn.outvars)}
     if "stateful" in kinds and eqn.primitive.name == "random_bits" and not walk.seeded:
         walk.block(eqn, _UNSEEDED)
     if "unknown" in kinds:
@@ -167,7 +167,7 @@ def _copy_operands(eqn: Eqn) -> tuple[Any, list[Any]]:
 
 
 def _is_remote(walk: Walk, device: Any) -> bool:
-    """Whether a device id names another device, not another core of this one."""
+    """Return whether a device id names another device, not another core of this one."""
     # JAX (0.10.2 and 0.12.0.1) reads an axis name as one of the device mesh if that has it, even
     # if the grid or the cores' mesh has an axis of that name too.
     if isinstance(device, dict):

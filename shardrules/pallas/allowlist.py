@@ -10,9 +10,10 @@ from __future__ import annotations
 
 
 def _names(**names_by_family: str) -> frozenset[str]:
-    return frozenset(
-        f"{family}:{name}" for family, names in names_by_family.items() for name in names.split()
-    )
+    full: set[str] = set()
+    for family, names in names_by_family.items():
+        full.update(f"{family}:{name}" for name in names.split())
+    return frozenset(full)
 
 
 # Functions of their operands, and operations without a result (hints, fences, prints, checks, and

@@ -8,6 +8,7 @@ covers its outputs, doesn't race with itself); ``check_rule`` tests that in JAX'
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -30,7 +31,7 @@ class Audit:
 
     @property
     def contradicts_no_communication(self) -> bool:
-        """Whether the jaxpr shows that the kernel communicates or reads its device's position."""
+        """Return whether the jaxpr shows communication, or a read of the device's position."""
         return any(blocker.communicates for blocker in self.blockers)
 
     def __str__(self) -> str:
@@ -52,9 +53,11 @@ def prove(primitive: str, params: Params, operand_count: int) -> Audit | None:
         refs_count = len(params["jaxpr"].invars)
     else:
         return None
-    axes = tuple(axis for mesh in meshes for axis in mesh_axes(mesh))
-    audits = [_audit(jaxpr, mapping, refs_count, axes) for jaxpr in jaxprs]
-    return Audit(tuple(dict.fromkeys(blocker for audit in audits for blocker in audit.blockers)))
+    axes = tuple(itertools.chain.from_iterable(map(mesh_axes, meshes)))
+    blockers: dict[Blocker, None] = {}  # in order, each once
+    for jaxpr in jaxprs:
+        blockers |= dict.fromkeys(_audit(jaxpr, mapping, refs_count, axes).blockers)
+    return Audit(tuple(blockers))
 
 
 # The entry of an audit keeps the grid mapping alive, so that no other one gets its id.
@@ -86,6 +89,11 @@ def _audit(jaxpr: Jaxpr, mapping: Any, refs_count: int, axes: tuple[str, ...]) -
 
 def _reasons(walk: Walk, jaxpr: Jaxpr, mapping: Any, refs_count: int) -> Iterable[str]:
     """Walk over a kernel and its index maps; yield why it is not proven as a whole."""
+    # By induction over the equations: if every input is a function of the operands, and every
+    # equation makes a function of its inputs (the allow list), then so is all that is stored to an
+    # output. What the list can't see is asked here: values of types without code in the jaxpr,
+    # and semaphores, which carry signals from outside of the kernel. Index maps decide which
+    # blocks are read and written, so that they are walked over too.
     scratch_count = len(jaxpr.invars) - refs_count
     if mapping is not None and scratch_count != mapping.num_scratch_operands:
         raise ValueError(

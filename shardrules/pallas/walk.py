@@ -77,7 +77,8 @@ class Walk:
         self.count += len(self.jaxpr.eqns)
         if self.count > _MOST_EQUATIONS:
             raise ValueError(f"more than {_MOST_EQUATIONS} equations, nested ones at each use")
-        # What an equation does to its jaxprs, and with which seeds, its action knows.
+        # Equations on the list of pure functions end here. Of the others, an action asks what the
+        # list can't say: which axes a collective names, whether a seed was set, which jaxprs run.
         for eqn in all_but(self.jaxpr, self.door.primitives, PURE):
             name = self.door.primitives[eqn.primitive]
             if name in self.actions:
@@ -90,6 +91,7 @@ class Walk:
 
     def ends(self, jaxprs: Iterable[Any]) -> list[bool]:
         """Walk over jaxprs of which any may run or none; return which of them set a seed."""
+        # Each starts with the seeds set before; a seed set in one says nothing of the others.
         before, ends = self.seeded, []
         for jaxpr in jaxprs:
             self.run(jaxpr)
@@ -109,7 +111,7 @@ class Walk:
         self.block(eqn, reason, communicates and not mine, sorted(axes))
 
     def is_local(self, eqn: Eqn) -> bool:
-        """Whether an equation reads and stores on this device alone; block it if it doesn't."""
+        """Return whether an equation reads and stores on this device alone; else block it."""
         for atom in eqn.invars:
             if "barrier_semaphore" in semaphore_dtype(atom.aval):
                 self.block(eqn, MEETING)

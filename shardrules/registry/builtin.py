@@ -6,6 +6,7 @@ Those that take axes raise a RuleError if these are not the names of different m
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -186,7 +187,7 @@ def outputs(*rules: AnyRule) -> Rule:
         name,
         types,
         effects if all(part.effects(1) is not None for part in parts) else None,
-        named_axes=tuple(dict.fromkeys(a for p in parts for a in p.named_axes)),
+        named_axes=tuple(dict.fromkeys(itertools.chain.from_iterable(p.named_axes for p in parts))),
         drops=any(p.drops for p in parts),
         identity=tuple(p.identity for p in parts) if any(p.identity for p in parts) else None,
     )

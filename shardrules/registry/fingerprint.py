@@ -55,6 +55,8 @@ def _entry(e: Registration, kind: str, ordered: bool) -> ComparedRule:
 
 def written(rule: Rule) -> str:
     """Return a rule as text: its name, with a digest of its code if it is a function."""
+    # A rule prints its name. Two lambdas of one function have one name, also where they closed over
+    # different axes; then the processes would trace different programs, and hang.
     if rule.identity is None:
         return rule.name
     code = hashlib.sha256(_text(rule.identity, ()).encode()).hexdigest()

@@ -95,7 +95,7 @@ class Rule:
         return declare(target, self)
 
     def is_written_as(self, other: Rule) -> bool:
-        """Whether both are functions with the same code, defaults and closure values."""
+        """Return whether both are functions with the same code, defaults and closure values."""
         mine, theirs = _code(self.identity), _code(other.identity)
         return mine[0] is not None and self.name == other.name and mine == theirs
 
@@ -146,10 +146,11 @@ class Rule:
             )
         effects = self.effects(context.output_count)
         if effects is None:
-            order = context.mesh_axes
-            effects = tuple(
-                Effect("typed", tuple(a for a in order if a in out.axes)) for out in outputs
-            )
+            typed = []
+            for out in outputs:
+                axes = tuple(a for a in context.mesh_axes if a in out.axes)
+                typed.append(Effect("typed", axes))
+            effects = tuple(typed)
         return Resolution(inputs, outputs, effects)
 
     def _check_inputs(self, context: RuleContext) -> frozenset[str]:

@@ -9,6 +9,7 @@ primitive of the same name has no part in it; a kernel is named as ``register`` 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 
@@ -69,38 +70,32 @@ _CUSOLVER = {
     "syrk": "a product of a matrix with its transpose",
     "sytrd": "a reduction to tridiagonal form",
 }
+_SPARSE = {
+    "todense": "a sparse matrix made dense",
+    "fromdense": "a dense matrix made sparse",
+    "matvec": "a sparse matrix times a vector",
+    "matmat": "a sparse matrix times a matrix",
+}
 _CUSPARSE = {
     f"{form}_{what}": f"{why}, up to the order of sums"
-    for form in ("coo", "csr")
-    for what, why in (
-        ("todense", "a sparse matrix made dense"),
-        ("fromdense", "a dense matrix made sparse"),
-        ("matvec", "a sparse matrix times a vector"),
-        ("matmat", "a sparse matrix times a matrix"),
-    )
+    for form, (what, why) in itertools.product(("coo", "csr"), _SPARSE.items())
 } | dict.fromkeys(("gtsv2", "gtsv2_f32", "gtsv2_f64"), "a tridiagonal solve")
 
 
 def _lapack() -> dict[str, str]:
-    names = {t + name: why for name, why in _LAPACK.items() for t in _TYPES}
-    for (real, imaginary), why in _REAL_COMPLEX.items():
-        names |= {t + (real if t in "sd" else imaginary): why for t in _TYPES}
-    said = {
-        f"lapack_{name}{form}": f"{why} by LAPACK"
-        for name, why in names.items()
-        for form in ("", "_ffi")
-    }
-    solve = f"{_LAPACK['trsm']} by BLAS"
-    return said | {f"blas_{t}trsm{form}": solve for t in _TYPES for form in ("", "_ffi")}
+    names: dict[str, str] = {}
+    for t in _TYPES:
+        names |= {t + name: why for name, why in _LAPACK.items()}
+        for (real, imaginary), why in _REAL_COMPLEX.items():
+            names[t + (real if t in "sd" else imaginary)] = why
+    solves = {f"{t}trsm": _LAPACK["trsm"] for t in _TYPES}
+    return {**_both("lapack", names, "LAPACK"), **_both("blas", solves, "BLAS")}
 
 
 def _both(prefix: str, names: dict[str, str], library: str) -> dict[str, str]:
     """Name each target as it is called from JAX 0.4.35 on, and before."""
-    return {
-        f"{prefix}_{name}{form}": f"{why} by {library}"
-        for name, why in names.items()
-        for form in ("", "_ffi")
-    }
+    said = {f"{prefix}_{name}": f"{why} by {library}" for name, why in names.items()}
+    return said | {f"{name}_ffi": why for name, why in said.items()}
 
 
 def _on(prefix: str) -> dict[str, str]:
@@ -138,9 +133,8 @@ JAXLIB = Shipped(
 # -- all libraries --------------------------------------------------------------------------------
 
 _KLUJAX = {
-    f"{name}_{kind}": why
-    for name, why in (("dot", "a sparse matrix times a matrix"), ("solve", "a sparse solve"))
-    for kind in ("f64", "c128")
+    **dict.fromkeys(("dot_f64", "dot_c128"), "a sparse matrix times a matrix"),
+    **dict.fromkeys(("solve_f64", "solve_c128"), "a sparse solve"),
 }
 _TOKAMAX = "tokamax._src.ops"
 _ATTENTION = "attention; each tile takes its keys in one order, and its inline code is barriers"

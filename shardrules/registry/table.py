@@ -11,6 +11,7 @@ import fnmatch
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import re
 import sys
 import threading
@@ -58,7 +59,7 @@ class Registration:
         return any(c in self.name for c in "*?[")
 
     def matches(self, name: str, module: str) -> bool:
-        """Whether this matches the kernel ``name`` (normalised) of ``module``."""
+        """Return whether this matches the kernel ``name`` (normalised) of ``module``."""
         own_module, _, own_name = self.name.rpartition(":")
         if own_module and not fnmatch.fnmatchcase(module, own_module):
             return False
@@ -67,7 +68,7 @@ class Registration:
         return normalise(own_name) == name
 
     def repeats(self, earlier: Registration) -> bool:
-        """Whether the same line made both declarations, as a notebook's cell that runs again."""
+        """Return whether one line made both declarations, as a notebook's cell run twice does."""
         same = earlier.rule == self.rule or earlier.rule.is_written_as(self.rule)
         return same and (earlier.where, earlier.library) == (self.where, self.library)
 
@@ -93,7 +94,7 @@ def normalise(name: str) -> str:
 
 
 def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
-    """Whether a declaration matches a compiled call by its op_name."""
+    """Return whether a declaration matches a compiled call by its op_name."""
     # XLA may join the names of two operations by ";"; the text before the name is then no scope.
     scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
     names = [op_name]
@@ -424,8 +425,8 @@ class Registry:
     def own(self) -> tuple[Registration, ...]:
         """Return the user's declarations, those of this thread's scopes last."""
         with self._lock:
-            scoped = [e for overlay in self.overlays for e in overlay.entries]
-            return tuple(e for e in [*self._entries.values(), *scoped] if not e.library)
+            scoped = itertools.chain.from_iterable(overlay.entries for overlay in self.overlays)
+            return tuple(e for e in (*self._entries.values(), *scoped) if not e.library)
 
     def names(self) -> tuple[str, ...]:
         """Return the names in the user's own declarations, sorted."""

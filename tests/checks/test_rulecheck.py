@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from hooks.cotangents.test_custom_vjp import gather_p, my_slice, sum_p, with_bwd
+from hooks.cotangents.test_cotangent_forms import gather_p, my_slice, sum_p, with_bwd
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -69,7 +69,7 @@ def test_a_c_plus_plus_handler_and_a_callback(cpu_mesh):
 
 def test_an_output_that_is_not_invariant(cpu_mesh):
     """A primitive that reads its place, declared not to."""
-    from hooks.cotangents.test_custom_vjp import primitive
+    from hooks.cotangents.test_cotangent_forms import primitive
 
     place_p = primitive("test_adds_its_place", lambda x: x + lax.axis_index("model"))
     sr.register(place_p, sr.no_communication)

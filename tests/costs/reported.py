@@ -2,7 +2,7 @@
 
 Reports that need more than one compiled program have their tests elsewhere: gradients that are n
 times too large (jax#3970) in ``test_own_gradients.py``; a gradient that each call of a loop on the
-host reduces (axlearn#465), and a fetch in such a loop, in ``tests/watching/test_runs.py``; a second
+host reduces (axlearn#465), and a fetch in such a loop, in ``tests/watching/test_host_loops.py``; a second
 compile for another memory kind in ``tests/watching/test_compiled_again.py``; the reason why a
 donated argument isn't reused in ``tests/checks/test_host.py``.
 """

@@ -10,7 +10,7 @@ from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import loops, verdict
 from shardrules.hlo.reader import notations, partitioned
 
-from . import test_meshes, test_paths, test_runs, test_stages
+from . import test_meshes, test_paths, test_run_counts, test_stages
 from . import text as T
 
 
@@ -72,11 +72,11 @@ FAULTS = {
         "num_partitions=8",
     ),
     conditions_run_as_bodies_do: (
-        test_runs.test_a_condition_runs_once_more_than_its_body,
+        test_run_counts.test_a_condition_runs_once_more_than_its_body,
         "condition=%condition, body=%body",
         False,
     ),
-    branches_all_run: (test_runs.test_branches_exclude_each_other,),
+    branches_all_run: (test_run_counts.test_branches_exclude_each_other,),
     groups_are_counted_alone: (
         test_meshes.test_swapped_groups_are_a_difference,
         T.OVER_DATA,

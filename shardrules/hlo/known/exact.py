@@ -37,7 +37,7 @@ _MOST = 8 * ranges.MAX_ELEMENTS  # elements in the rows of all devices together,
 
 
 def dtype(shape: Shape) -> type | None:
-    """Give the numpy type of an integer or boolean array; None for any other shape."""
+    """Return the numpy type of an integer or boolean array; None for any other shape."""
     if shape.elements is not None or shape.dynamic or shape.element_type not in _TYPES:
         return None
     if len(shape.dimensions) >= 32:  # with the devices', more than numpy 1 takes
@@ -64,7 +64,7 @@ def literal(text: str, shape: Shape) -> _Rows | None:
 
 
 def _remainder(a: _Rows, b: _Rows) -> _Rows | None:
-    """Give the remainder of truncated division, which has the dividend's sign, as in C."""
+    """Return the remainder of truncated division, which has the dividend's sign, as in C."""
     if (b == 0).any():
         return None
     if a.dtype.kind == "i" and (a == _LIMITS[a.dtype][0]).any():
@@ -171,7 +171,7 @@ def evaluate(
 
 
 def _ones(shape: Shape) -> tuple[int, ...]:
-    """Give the shape of rows of one number each, which stands for all elements."""
+    """Return the shape of rows of one number each, which stands for all elements."""
     return (-1,) + (1,) * len(shape.dimensions)
 
 

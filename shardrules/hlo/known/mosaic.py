@@ -25,7 +25,7 @@ _TEXT = "bW9kdWxl"  # "module" in base64
 
 
 def is_local(config: str) -> bool:
-    """Tell whether a backend_config holds a kernel as text with local operations only."""
+    """Return whether a backend_config holds a kernel as text with local operations only."""
     if f'"{_TEXT}' not in config.replace("\\", ""):
         return False
     try:

@@ -10,6 +10,7 @@ any reduction of them.
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -56,13 +57,16 @@ def adds(module: hm.Module, instruction: hm.Instruction, reduction: str) -> bool
     if reduction == "add" or len(instruction.calls) != 1:
         return reduction == "add"
     called = module.computations[instruction.calls[0]].instructions
-    shifts = [o for i in called if i.opcode.startswith("shift") for o in i.operands[1:]]
-    constants = [n for n, i in enumerate(called) if i.opcode == "constant"]
-    used = [o for i in called for o in i.operands]
-    # An added constant would change the sum.
-    return all(i.opcode in _PACKED for i in called) and all(
-        used.count(n) == shifts.count(n) for n in constants
-    )
+    if any(i.opcode not in _PACKED for i in called):
+        return False
+    used, shifts = collections.Counter[int](), collections.Counter[int]()
+    for i in called:
+        used.update(i.operands)
+        if i.opcode.startswith("shift"):
+            shifts.update(i.operands[1:])
+    # A constant may say how far to shift; added, it would change the sum.
+    constants = (n for n, i in enumerate(called) if i.opcode == "constant")
+    return all(used[n] == shifts[n] for n in constants)
 
 
 def of(
@@ -72,7 +76,7 @@ def of(
     pieces: dict[tuple[str, str], Piece | None],
     groups: np.ndarray | None,
 ) -> Piece | None:
-    """Give the piece that each device contributes; None if the all-reduce isn't an all-gather."""
+    """Return the piece that each device contributes; None if the all-reduce isn't an all-gather."""
     within: _Within = [(computation, None)]
     update = computation.instructions[_passed_on(computation, position)]
     if update.opcode == "fusion" and len(update.calls) == 1:
@@ -107,7 +111,7 @@ def _passed_on(computation: hm.Computation, position: int) -> int:
 
 
 def _zeros(module: hm.Module, within: _Within, position: int) -> bool:
-    """Tell whether an array is all zeros; looks into and out of fusions."""
+    """Return whether an array is all zeros; looks into and out of fusions."""
     for _ in range(_STEPS):
         computation, fusion = within[-1]
         instruction = computation.instructions[position]

@@ -67,7 +67,7 @@ Value: TypeAlias = "int | Exact | Ranged | Started | tuple[Value, ...]"
 
 
 def normal(cuts: Sequence[tuple[int, int]]) -> Value:
-    """Drop empty ranges; give a state if one range is left, else a Ranged."""
+    """Drop empty ranges; return a state if one range is left, else a Ranged."""
     kept: list[tuple[int, int]] = []
     for stop, state in cuts:
         if stop > (kept[-1][0] if kept else 0):
@@ -136,7 +136,7 @@ def keeps_order(before: Shape, after: Shape) -> bool:
 def contiguous(
     dimensions: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Give the flat range of a block; None if the block is not contiguous."""
+    """Return the flat range of a block; None if the block is not contiguous."""
     partial = False
     for full, size in zip(dimensions, sizes):
         if partial and size != full:

@@ -49,7 +49,7 @@ class Blocker(NamedTuple):
 
 
 def listed(blockers: Iterable[Blocker]) -> str:
-    """Describe blockers; the parameters without a sharding, of which there may be many, once."""
+    """Describe blockers; name parameters without a sharding, which may be many, in one entry."""
     end = f" has {UNSHARDED}"
     said = [*map(str, blockers)]
     names = [text.removeprefix("parameter ").removesuffix(end) for text in said if end in text]
@@ -231,7 +231,7 @@ _ZEROS = re.compile(r"[\s{},]*(?:(?:-?0(?:\.0*)?|false)[\s{},]*)+")
 
 
 def rounds(reduction: str, shape: hm.Shape) -> bool:
-    """Tell whether a reduction picks one of a few values: any, all, max and min of integers."""
+    """Return whether a reduction picks one of a few values: any, all, max and min of integers."""
     kinds = shape.leaves()
     return reduction in _EXTREMES and not all(_FLOAT.match(s.element_type) for s in kinds)
 

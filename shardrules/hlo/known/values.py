@@ -74,11 +74,11 @@ class Values:
         return state
 
     def vary_alike(self, values: Sequence[Value]) -> bool:
-        """Tell whether values differ between the same devices (``ValueState.apart``)."""
+        """Return whether values differ between the same devices (``ValueState.apart``)."""
         return len({self.states[self.collapse(value)].apart for value in values}) <= 1
 
     def join(self, a: Value, b: Value, combine: Callable[[int, int], int] | None = None) -> Value:
-        """Give the value of one of two: equal only where both are."""
+        """Return the value of one of two: equal only where both are."""
         if a is b or a == b:
             return a
         combine = combine or self.states.either
@@ -124,7 +124,7 @@ class Values:
         return value
 
     def evened(self, value: Value) -> Value:
-        """Give a value that may be equal again, without a proof."""
+        """Return a value that may be equal again, without a proof."""
         return self.mapped(value, self.states.evened)
 
     def blocked(self, blocker: hs.Blocker | str, operands: Sequence[Value]) -> int:
@@ -234,7 +234,7 @@ class Values:
             self.pieces[key] = piece._replace(state=self.states.refine(earlier.state, piece.state))
 
     def choose(self, which: Exact, options: list[Any]) -> Value:
-        """Give the value that equals, on each device, the option of that device's number."""
+        """Return the value that equals, on each device, the option of that device's number."""
         numbers = which.array.reshape(-1).astype(np.int64)
         count = self.relations.device_count
         numbers = np.where((numbers < 0) | (numbers >= len(options)), len(options) - 1, numbers)
@@ -307,7 +307,7 @@ class Values:
         return ranges.normal(cuts)
 
     def _one_number(self, computation: hm.Computation, position: int) -> bool:
-        """Tell whether an operand is a scalar, or a broadcast of one."""
+        """Return whether an operand is a scalar, or a broadcast of one."""
         instruction = computation.instructions[position]
         if instruction.opcode == "broadcast" and instruction.operands:
             instruction = computation.instructions[instruction.operands[0]]
@@ -364,7 +364,7 @@ class Values:
     def _place(
         self, indices: Sequence[Value], shape: hm.Shape, sizes: Sequence[int]
     ) -> tuple[int, int] | None:
-        """Give the flat range of a block that starts at the same place on all devices, or None."""
+        """Return the flat range of a block that starts at one place on all devices, or None."""
         full, starts = shape.dimensions, []
         if not len(indices) == len(sizes) == len(full):
             return None
@@ -412,7 +412,7 @@ class Values:
         return ranges.normal(cuts) if len(cuts) <= ranges.MAX_RANGES else None
 
     def _alike(self, states: Iterable[int]) -> bool:
-        """Tell whether all states have the same relations; causes may differ."""
+        """Return whether all states have the same relations; causes may differ."""
         return len({self.states[s][:2] for s in states}) == 1
 
     def _pad(

@@ -45,7 +45,7 @@ KINDS = (
     "ragged-all-to-all",
 )
 _SENDS = ("send", "send-start")
-OPCODES = {k + suffix: k for k in KINDS for suffix in ("", "-start")}
+OPCODES = {**{kind: kind for kind in KINDS}, **{f"{kind}-start": kind for kind in KINDS}}
 COMMUNICATE = frozenset([*OPCODES, *_SENDS])
 _HOW = {
     "all-reduce": "join",
@@ -191,7 +191,7 @@ def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations
 
 
 def unknown_kind(instruction: hm.Instruction) -> bool:
-    """Tell whether this is an unknown collective, such as XLA's new collective-reduce."""
+    """Return whether this is an unknown collective, such as XLA's new collective-reduce."""
     kind = re.sub("-(start|update|done)$", "", instruction.opcode)
     return kind not in KINDS and (
         kind.startswith(("all-", "collective-", "reduce-scatter", "ragged-all-"))
@@ -202,7 +202,7 @@ def unknown_kind(instruction: hm.Instruction) -> bool:
 
 
 def updates_in_place(instruction: hm.Instruction, kind: str) -> bool:
-    """Tell whether a permute writes a slice of one operand into another."""
+    """Return whether a permute writes a slice of one operand into another."""
     return (
         kind == "collective-permute"
         and len(instruction.operands) == 4
@@ -221,7 +221,7 @@ def slice_bytes(instruction: hm.Instruction, shape: hm.Shape) -> int:
 
 
 def orderless(reduction: str, instruction: hm.Instruction) -> bool:
-    """Tell whether a reduction gives the same bits for any order of its operands."""
+    """Return whether a reduction gives the same bits for any order of its operands."""
     kinds = {leaf.element_type for leaf in instruction.shape.leaves()}
     return reduction in _ORDERLESS and all(map(_WHOLE.fullmatch, kinds))
 
@@ -295,7 +295,7 @@ _TYPE = re.compile(r'_xla_megascale_transfer_type\s*=\s*"?(\w+)')
 
 
 def is_send(instruction: hm.Instruction) -> bool:
-    """Tell whether a send goes to other devices, not to the host as callbacks on TPU do."""
+    """Return whether a send goes to other devices, not to the host as callbacks on TPU do."""
     if instruction.opcode not in _SENDS:
         return False
     hints = instruction.attribute("frontend_attributes") or ""
@@ -303,14 +303,14 @@ def is_send(instruction: hm.Instruction) -> bool:
 
 
 def send_blocker(instruction: hm.Instruction) -> hs.Blocker:
-    """Give the blocker of a send: the proof does not follow it."""
+    """Return the blocker of a send: the proof does not follow it."""
     match = _TYPE.search(instruction.attribute("frontend_attributes") or "")
     to = "other devices" + (f" ({match[1]} by Megascale)" if match else "")
     return hs.Blocker(f"send {instruction.name!r} to {to}, which the proof doesn't follow")
 
 
 def read_send(instruction: hm.Instruction, relations: hd.Relations) -> Channel:
-    """Give a send's channel; without pairs in the text it may reach any device."""
+    """Return a send's channel; without pairs in the text it may reach any device."""
     match = _PAIRS.search(instruction.attribute("frontend_attributes") or "")
     # As for a permute, but channel 0 means no channel (XLA's GetP2PConfigForSendRecv).
     channel = (instruction.attribute("channel_id") or "").strip(" 0") != ""
@@ -329,7 +329,7 @@ def everyone(relations: hd.Relations) -> hd.Groups:
 
 
 def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:
-    """Give groups with the same labels, in order or sorted, the same number."""
+    """Return a number for each group; equal ones where labels, in order or sorted, are equal."""
     if groups.matrix is not None:
         seen = labels[groups.matrix]
         return hd.row_numbers(np.sort(seen, axis=1) if sort else seen)
@@ -351,7 +351,7 @@ class Exchange:
         self._states: dict[Any, int] = {}
 
     def relation(self, groups: hd.Groups, ordered: bool, how: str, relation: int) -> int:
-        """Give the relation of a result; ``how`` is join, exchange, permute or first."""
+        """Return the relation of a result; ``how`` is join, exchange, permute or first."""
         if how == "join" and relation == hd.DISTINCT:
             return groups.relation
         key = (how, ordered, relation, id(groups))
@@ -361,7 +361,7 @@ class Exchange:
         return self._relations[key]
 
     def _moved(self, groups: hd.Groups, ordered: bool, how: str, relation: int) -> np.ndarray:
-        """Give the labels of devices after a collective."""
+        """Return the labels of devices after a collective."""
         labels = self.relations.labels(relation)
         count = self.relations.device_count
         if how == "permute":
@@ -386,7 +386,7 @@ class Exchange:
         return moved
 
     def state(self, channel: Channel, how: str, state: int, guard: int, what: str) -> int:
-        """Give the state of a result; ``guard`` is the state of the predicates around it."""
+        """Return the state of a result; ``guard`` is the state of the predicates around it."""
         groups, ordered = channel.groups, channel.ordered
         rest = what if how == "exchange" else ""
         key = (how, ordered, state, guard, id(groups), rest)
@@ -431,7 +431,7 @@ class Exchange:
         return self._states[key]
 
     def _apart(self, groups: hd.Groups, how: str, apart: int, uniform: bool) -> int:
-        """Give ``ValueState.apart`` after a collective."""
+        """Return ``ValueState.apart`` after a collective."""
         # A later step may add moved data to data that stayed, as a ring of permutes does: members
         # of a group count as equal. Groups differ if their members' data differ in any order.
         if apart == hd.EQUAL or not (uniform and groups.complete):
@@ -439,7 +439,7 @@ class Exchange:
         return self.relation(groups, False, "first" if how == "first" else "join", apart)
 
     def uniform(self, relation: int, channel: Channel) -> bool:
-        """Tell whether the members of every group are equal."""
+        """Return whether the members of every group are equal."""
         return self.relations.refines(channel.groups.relation, relation)
 
 

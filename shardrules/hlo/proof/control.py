@@ -35,7 +35,9 @@ def loop(visit: Visit) -> Value:
     stated = loops.stated_count(instruction)
     trips = loops.counted(proof.module, instruction, start)
     evaluated = _LoopEvaluation(proof, instruction, guard)
-    # If the text states another count, neither is certain: assume any.
+    # Three ways, the most exact first: run a known count until the carry repeats; run while the
+    # predicate's numbers are known; else join all iterations. If the text states another count
+    # than the counter's arithmetic, neither is certain: assume any.
     if trips is not None and stated not in (None, trips):
         trips, value = None, None
     elif trips is not None:
@@ -66,10 +68,17 @@ class _LoopEvaluation:
 
     def settled(self, start: Value, trips: int | None) -> Value | None:
         """Evaluate until the carry's states no longer change; None if they never settle."""
+        # Any iteration may be the last, so the carry gets the join of all of them: each pass joins
+        # what the body returns to what it was given, until nothing changes (Kleene's iteration to
+        # the least fixpoint). A join only refines the partition of the devices, of which there are
+        # finitely many: it ends. A chain of carries, each fed by the next, changes one of them in
+        # each pass; after 32 passes all elements get one state, which is sound and ends soon.
         carry, guard = start, self.guard
         states = self.values.states
         for step in range(64):
             before = guard
+            # The predicate decides who runs the next iteration: its state guards the body's
+            # collectives, and may differ more in each pass, as the carry does.
             predicate = self.values.collapse(self.proof.evaluate(self.condition, (carry,), guard))
             if trips is None:
                 guard = states.refine(guard, predicate)
@@ -78,11 +87,12 @@ class _LoopEvaluation:
             if joined == carry and guard == before:
                 if trips is not None:  # the count is known: the result is the body's
                     return out if trips else start
+                # Devices that leave at different iterations hold different values of one carry.
                 run = _diverged(self.values, carry, predicate)
                 together = states[predicate].proven == hd.EQUAL
                 return _apart_as(self.values, run, out) if together else run
             carry = joined
-            if step >= 32:  # a long chain of carries: give all elements one state
+            if step >= 32:
                 carry = self.values.with_state(carry, self.values.collapse(carry))
         return None
 
@@ -170,7 +180,7 @@ class _LoopEvaluation:
 
     @functools.cached_property
     def ages(self) -> dict[int, _Age]:
-        """Say of elements of the carry when they stop changing."""
+        """Return after how many iterations elements of the carry stop changing."""
         # An element that the body passes on never changes. A deterministic function of such
         # elements no longer changes after the first iteration, a function of those after the
         # second, and so on.
@@ -317,7 +327,7 @@ def _behind_copies(computation: hm.Computation, position: int, strange: dict[int
 
 
 def _passed(computation: hm.Computation, index: int, strange: dict[int, str]) -> int | None:
-    """Give the parameter's element that a computation returns unchanged at ``index``, or None."""
+    """Return the parameter's element that a computation returns unchanged at ``index``, or None."""
     root = computation.instructions[computation.root]
     if root.opcode != "tuple" or index >= len(root.operands):
         return None

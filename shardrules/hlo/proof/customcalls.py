@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ def target_of(instruction: Instruction) -> str:
 
 
 def aliased(instruction: Instruction) -> set[int]:
-    """Give the numbers of the operands whose memory a custom call's results reuse."""
+    """Return the numbers of the operands whose memory a custom call's results reuse."""
     table = instruction.attribute("output_to_operand_aliasing") or ""
     return {int(number) for number in _ALIASED.findall(table)}
 
@@ -170,12 +171,17 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
     done: set[str] = set()
     if not module.mentions(ASYNC_DONE):
         return set()
-    calls = [call for c in module.computations.values() for call in c.calls()]
-    for name in {n for i, names in calls if i.opcode == "fusion" for n in names}:
+    fused: set[str] = set()
+    for computation in module.computations.values():
+        for instruction, names in computation.calls():
+            if instruction.opcode == "fusion":
+                fused.update(names)
+    for name in fused:
         if module.opcodes[name].isdisjoint(KINDS):
             continue
         instructions = module.computations[name].instructions
-        ended = {o for i in instructions if target_of(i) == ASYNC_DONE for o in i.operands}
+        dones = (i.operands for i in instructions if target_of(i) == ASYNC_DONE)
+        ended = {*itertools.chain.from_iterable(dones)}
         for position, instruction in enumerate(instructions):
             if instruction.opcode in KINDS:
                 hints = frontend_attributes(instruction.attribute("frontend_attributes"))
@@ -183,7 +189,7 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
                     done.add(hints["chain_id"])
                 elif "chain_id" in hints:
                     steps.setdefault(hints["chain_id"], []).append((name, position))
-    return {where for chain in done for where in steps.get(chain, ())}
+    return {*itertools.chain.from_iterable(steps.get(chain, ()) for chain in done)}
 
 
 class CallEffects(NamedTuple):
@@ -244,11 +250,11 @@ def _by_tag(call: _CustomCall) -> CallEffects | None:
     if len(effects) != call.outputs:
         why = f"has a tag whose number of outputs is {len(effects)}, not {call.outputs}"
         return call.unknown(why, mesh)
-    axes = [a for e in effects for a in e.axes]
+    axes = {*itertools.chain.from_iterable(e.axes for e in effects)}
     needs = any(e.kind in ("join", "exchange", "typed") for e in effects)
     if needs and mesh is None:
         return call.unknown(f"has a tag with mesh axes but no usable mesh, {mesh_text!r}")
-    if mesh is not None and not set(axes) <= set(mesh):
+    if mesh is not None and not axes <= set(mesh):
         why = f"has a tag for axes that its mesh {mesh_text!r} lacks, {text!r}"
         return call.unknown(why, mesh)
     if any(e.kind == "unknown" for e in effects) and len(effects) == 1:

@@ -17,7 +17,7 @@ from shardrules.registry import axistypes
 def applied(
     visit: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.CallEffects
 ) -> int:
-    """Give the state of an output whose rule has this effect, from that of all operands."""
+    """Return the state of an output whose rule has this effect, from that of all operands."""
     proof, states = visit.proof, visit.proof.values.states
     if effect.kind == "local":
         return state

@@ -53,7 +53,7 @@ _NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 
 
 _SPEAK = frozenset([*hc.OPCODES, "custom-call"])
-# Opcodes whose handlers say and note nothing of the computation that they are in.
+# Opcodes whose handlers neither report nor record anything about the computation they are in.
 _QUIET = (ELEMENTWISE | LOCAL | APPLIERS | {"parameter", "constant", "tuple"}) - frozenset(
     "dynamic-update-slice send send-done outfeed".split()
 )
@@ -70,8 +70,8 @@ class CallGraph:
         self.unfollowed: dict[str, hs.Blocker] = {}
         self.talking: set[str] = set()  # computations with a collective, directly or through calls
         self._impure: set[str] = set()
-        # Computations that no message and no record can name, nor what is in them: a repetition
-        # gives what the original does for the same arguments.
+        # Computations that no message and no record names. A repetition of one has the same
+        # result for the same arguments, so that its original is evaluated in its place.
         self.quiet: set[str] = set()
         for name, computation in module.computations.items():  # callees first
             if computation.original is not computation:
@@ -106,7 +106,7 @@ class CallGraph:
         return True
 
     def deterministic(self, instruction: hm.Instruction) -> bool:
-        """Tell whether an instruction is a deterministic function of its operands."""
+        """Return whether an instruction is a deterministic function of its operands."""
         understood = instruction.opcode in _PURE and instruction.start not in self.module.strange
         return understood and self._impure.isdisjoint(instruction.calls)
 
@@ -259,7 +259,7 @@ class Proof:
         self._memo: dict[tuple[str, tuple[Value, ...], int], Value] = {}
         self._counts: dict[str, int] = {}  # of the parameters of quiet computations
         self._summaries: dict[str, list[summaries.Word] | summaries.Word | None] = {}
-        self._evaluated: set[str] = set()  # computations of which a summary may save a look
+        self._evaluated: set[str] = set()  # computations that ran once: the next run is by summary
         self._depth = 0
 
     def abandoned(self, names: Iterable[str], why: str, operands: Sequence[Value]) -> int:
@@ -291,7 +291,7 @@ class Proof:
     def _merged(
         self, summary: list[summaries.Word] | summaries.Word, arguments: Sequence[Any]
     ) -> Value:
-        """Give the value of a computation from its summary and the states of its arguments."""
+        """Return the value of a computation from its summary and the states of its arguments."""
         if isinstance(summary, list):
             return tuple([self._merged(word, arguments) for word in summary])
         state, refine, evened = 0, self.values.states.refine, self.values.states.evened
@@ -304,19 +304,27 @@ class Proof:
     def evaluate(
         self, computation: hm.Computation, arguments: tuple[Value, ...], guard: int
     ) -> Value:
+        """Return a computation's value; ``guard`` is the state of the predicates around it."""
+        # An abstract interpretation (Cousot and Cousot, POPL 1977): instead of numbers, each
+        # instruction makes a state, the partition of the devices into classes with equal values.
+        # Instructions stand after their operands, so that one pass in order suffices; calls come
+        # back here, and only loops iterate (``control``). Equal arguments give equal results:
+        # they are kept, or a layer that is called a hundred times would be evaluated as often.
         name = computation.name
         if name in self.reach.quiet and len(arguments) >= self.parameter_count(computation):
             computation = computation.original
             name = computation.name
-            if {*map(type, arguments)} <= _STATES:
+            if {*map(type, arguments)} <= _STATES:  # no numbers, ranges or tuples among them
                 summary = self.summary(computation) if name in self._evaluated else None
                 if summary is not None:
                     return self._merged(summary, arguments)
-                self._evaluated.add(name)  # what is evaluated once takes no longer than a summary
+                self._evaluated.add(name)  # a single evaluation costs no more than a summary
+        # The guard, the state of the predicates around, matters to collectives alone. Without any
+        # below, callers under different guards share one result.
         if guard == hs.SAME or name not in self.reach.talking:
             guard = 0
         key = (name, arguments, guard)
-        known = self._memo.get(key)  # arguments take long to hash, and no value is None
+        known = self._memo.get(key)  # one look-up: arguments are slow to hash; no value is None
         if known is not None:
             return known
         self.values.budget -= len(computation.instructions)

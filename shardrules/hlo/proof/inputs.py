@@ -93,7 +93,7 @@ def find_mesh(
 def promises(
     module: hm.Module, given: Sequence[tuple[str, str] | None] | None
 ) -> tuple[tuple[str, str] | None, ...] | None:
-    """Give the path and sharding of each output; None if neither caller nor text has them."""
+    """Return the path and sharding of each output; None if neither caller nor text has them."""
     root = module.entry.instructions[module.entry.root]
     count = len(root.shape.leaves())
     if given is not None and len(given) != count:

@@ -85,7 +85,7 @@ class Collective:
 
     @property
     def source(self) -> hm.Frame | None:
-        """Give the innermost source line outside of installed packages, if one is there."""
+        """Return the innermost source line outside of installed packages, if one is there."""
         return hm.users(self.frames)
 
     @property
@@ -247,11 +247,11 @@ class Output:
         return Broken(differs, axes, shown, *why)
 
     def equal_in(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Tell whether the members of every group of flattened device ids are proven equal."""
+        """Return whether the members of every group of flattened device ids are proven equal."""
         return all(len({int(self._labels[d]) for d in g}) <= 1 for g in groups)
 
     def equal_over(self, *axes: str) -> bool:
-        """Tell whether it is proven equal along mesh axes; raises HloError without a mesh."""
+        """Return whether it is proven equal along mesh axes; raises HloError without a mesh."""
         if self.varying is None:
             raise errors.HloError("the mesh is not known: pass judge(..., mesh={'data': 4}).")
         return not set(axes) & set(self.varying)

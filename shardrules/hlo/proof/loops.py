@@ -26,8 +26,8 @@ class Run:
     each: int = 1  # runs if each loop of unknown count makes one trip
 
 
-# No computation runs more often in one execution: where the trips of nested loops make more, they
-# are bounds that the program leaves early, and its count is unknown.
+# No computation runs more often in one execution. Where trip counts of nested loops multiply to
+# more, they are bounds that the program leaves early, and its count is unknown.
 _MOST = 2**63
 _MAX_STEPS = 1000  # copies and fusions to follow from a number to what computes it
 # Opcodes that run each computation they name once; others may run it any number of times.
@@ -101,7 +101,7 @@ def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.C
 
 
 def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruction) -> int | None:
-    """Give a while loop's trip count, for its cost; None if it isn't static."""
+    """Return a while loop's trip count, for its cost; None if it isn't static."""
     # XLA prints known_trip_count on CPU and GPU. On TPU the count follows from the bound, start and
     # step, if all three are constants.
     stated = stated_count(loop)
@@ -119,14 +119,14 @@ def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruct
 
 
 def stated_count(loop: hm.Instruction) -> int | None:
-    """Give the trip count that XLA prints on CPU and GPU; None if there is none."""
+    """Return the trip count that XLA prints on CPU and GPU; None if there is none."""
     config = loop.attribute("backend_config")
     match = _KNOWN.search(config.replace('\\"', '"')) if config else None
     return int(match[1]) if match else None
 
 
 def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
-    """Give the trip count that follows from a loop's own counter; None if none does."""
+    """Return the trip count that follows from a loop's own counter; None if none does."""
     counter = _Counter(module, loop, start)  # checks the loop
     if module.strange and _holds_strange(module, loop):
         return None
@@ -188,7 +188,7 @@ class _Counter:
     def _operation(
         self, computation: hm.Computation, position: int, opcodes: Collection[str]
     ) -> tuple[hm.Instruction, type | None, list[_Side | None]] | None:
-        """Find an operation on two numbers; give it with their type and sides."""
+        """Find an operation on two numbers; return it with their type and sides."""
         place = _behind(self._module, computation, position)
         if place is None or place[1].opcode not in opcodes or len(place[1].operands) != 2:
             return None
@@ -208,7 +208,7 @@ class _Counter:
         return None if index is None else ("element", index)
 
     def _fixed(self, side: _Side | None) -> int | None:
-        """Give a number that is the same in all iterations."""
+        """Return a number that is the same in all iterations."""
         if side is None or side[0] == "constant":
             return side and side[1]
         # It may be in the carry; then the body must not change it.
@@ -222,7 +222,7 @@ class _Counter:
         return root.operands[index] if inside else None
 
     def _step(self, counter: _Side) -> int | None:
-        """Give the number that each iteration adds to the counter; None if that isn't clear."""
+        """Return the number that each iteration adds to the counter; None if that isn't clear."""
         position = self._returned(counter[1])
         if position is None:
             return None

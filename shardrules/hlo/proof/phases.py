@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -60,12 +61,12 @@ def operation(op_name: str) -> str:
 
 
 def is_written(op_name: str) -> bool:
-    """Tell whether the program asks for this collective, and not XLA's partitioner."""
+    """Return whether the program asks for this collective, and not XLA's partitioner."""
     return "pmap" in op_name or _WRITTEN.fullmatch(operation(op_name)) is not None
 
 
 def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
-    """Give the phase of most bytes, "mixed" without a majority, and the first name of it."""
+    """Return the phase of most bytes, "mixed" without a majority, and the first name of it."""
     sizes: collections.Counter[str] = collections.Counter()
     first: dict[str, hm.Metadata] = {}
     for metadata, size in names:
@@ -120,8 +121,9 @@ class PartNames:
             return "unknown", hm.Metadata()
         names = self._nearest(made_of, lambda place: self._instructions[place].operands)
         if not names:
-            after = [user for taker in takers for user in self._computation.users()[taker]]
-            names = self._nearest(after, self._computation.users().__getitem__)
+            users = self._computation.users()
+            after = [*itertools.chain.from_iterable(users[taker] for taker in takers)]
+            names = self._nearest(after, users.__getitem__)
         phase, metadata = _majority(names) if names else ("unknown", hm.Metadata())
         return phase, metadata._replace(op_name="")
 
@@ -151,10 +153,11 @@ class PartNames:
                 ends += [u for u in users[end] if instructions[u].opcode.endswith("-done")]
         ends = self._ends[position]
         if elements is None:
-            takers = [t for end in ends for t in users.taking(end, operand)]
+            takers = itertools.chain.from_iterable(users.taking(end, operand) for end in ends)
             return [t for t in takers if instructions[t].opcode == "get-tuple-element"]
         if position not in self._cuts:
-            cuts = [(self._slice(instructions[t]), t) for end in ends for t in users[end]]
+            takers = itertools.chain.from_iterable(users[end] for end in ends)
+            cuts = [(self._slice(instructions[t]), t) for t in takers]
             self._cuts[position] = _ranges([(*cut, taker) for cut, taker in cuts if cut])
         return _overlapping(self._cuts[position], *elements)
 
@@ -176,8 +179,7 @@ class PartNames:
     def _is_form(self, instruction: hm.Instruction) -> bool:
         if instruction.opcode != "fusion":
             return instruction.opcode in _SAME
-        inside = [self._module.computations[name].instructions for name in instruction.calls]
-        return all(i.opcode in _FORMS for instructions in inside for i in instructions)
+        return all(self._module.opcodes[name] <= _FORMS for name in instruction.calls)
 
     def _concatenated(self, position: int) -> list[tuple[int, int, int]]:
         outer = inner = self._instructions[position]

@@ -327,7 +327,7 @@ def _send(visit: Visit) -> int:
 
 
 def _recv_done(visit: Visit) -> Value:
-    """Give what comes from another TPU slice: the result of the collective that its send began."""
+    """Return what another TPU slice sent: the result of the collective that its send began."""
     proof, computation, position, instruction, _, _ = visit
     receiver, instructions = instruction.operands[0], computation.instructions
     if computation.name not in proof.cache:
@@ -353,7 +353,7 @@ def _recv_done(visit: Visit) -> Value:
 def _result(
     visit: Visit, channel: hc.Channel, operands: Sequence[Value], moved: Callable[[int], int]
 ) -> Value:
-    """Give a collective's value; ``moved`` maps an operand's state to the result's."""
+    """Return a collective's value; ``moved`` maps an operand's state to the result's."""
     values, kind = visit.proof.values, channel.kind
     if kind == "ragged-all-to-all" or (kind == "all-to-all" and len(operands) > 1):
         # A member's piece k may come from any operand of member k.

@@ -61,7 +61,7 @@ def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
 
 
 def _emitted(fusion: hm.Instruction, calls: tuple[str, ...]) -> bool:
-    """Tell whether the emitter or the computation's name marks a fusion as a reduce-scatter."""
+    """Return whether the emitter or the computation's name marks a fusion as a reduce-scatter."""
     if len(calls) != 1 or (fusion.opcode, fusion.attribute("kind")) != ("fusion", "kCustom"):
         return False
     config = fusion.attribute("backend_config") or ""
@@ -134,7 +134,7 @@ def _numbers(proof: Proof, inside: hm.Computation) -> list[Any]:
 def _order(
     inside: hm.Computation, piece: hm.Instruction, numbers: list[Any], members: np.ndarray
 ) -> tuple[int, np.ndarray] | None:
-    """Give the dimension of the pieces, and the order of each group's members by their pieces."""
+    """Return the dimension of the pieces, and the order of each group's members by their pieces."""
     full = inside.instructions[piece.operands[0]].shape.dimensions
     sizes = tuple(ranges.read_ints(piece.attribute("dynamic_slice_sizes")))
     cut = [k for k, (whole, size) in enumerate(zip(full, sizes)) if whole != size]

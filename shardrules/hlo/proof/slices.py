@@ -15,6 +15,8 @@ that of the same id in slice 2. Other groups list ids, 100000 for a slice; a pai
 
 from __future__ import annotations
 
+import collections
+import itertools
 import re
 from collections.abc import Mapping
 
@@ -68,9 +70,9 @@ def relations_of(
         raise errors.HloError(f"slices={told} is not a positive number", slices=told)
     count = told if isinstance(told, int) else _count(module, each, mesh)
     if order is not None:
-        sizes = [sum(s == k for s, _ in order) for k in {s for s, _ in order}]
+        sizes = collections.Counter(number for number, _ in order)
         count = len(sizes)
-        if set(sizes) != {each}:
+        if {*sizes.values()} != {each}:
             raise errors.HloError(
                 f"slices gives {len(order)} devices of {count} slices, but module {module.name!r} "
                 f"was compiled for {each} of each slice",
@@ -105,7 +107,7 @@ def _count(module: hm.Module, each: int, mesh: Mapping[str, int] | None) -> int:
 
 
 def rendezvous(instruction: hm.Instruction) -> str:
-    """Give the name under which a send and a recv meet, "" if it isn't between slices."""
+    """Return the name under which a send and a recv meet, "" if it isn't between slices."""
     hints = instruction.attribute("frontend_attributes") or ""
     match = _NAME.search(hints) if _MEGASCALE in hints else None
     return match[1] if match else ""
@@ -144,7 +146,7 @@ def read_send(instruction: hm.Instruction, relations: hd.Relations) -> hc.Channe
         unread, groups = "", hc.pair_groups(np.array(lists), relations)
     else:
         sizes = np.array([len(group) for group in lists])
-        members = np.array([device for group in lists for device in group])
+        members = np.array([*itertools.chain.from_iterable(lists)])
         unread, groups = "", hc.make_groups((members, sizes), relations)
     if groups is None:
         groups = hc.everyone(relations)
@@ -152,7 +154,7 @@ def read_send(instruction: hm.Instruction, relations: hd.Relations) -> hc.Channe
 
 
 def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> list[list[int]] | str:
-    """Give the devices of each group, or of each pair; or say why the target is not understood."""
+    """Return the devices of each group, or of each pair; or why the target can't be read."""
     same, listed = (form.match(hints, start) for form in (_SAME_ID, _LISTED))
     unknown = f"a target that can't be read, {hints[start : start + 40]}"
     if not relations.order_known:
@@ -165,20 +167,24 @@ def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> li
         groups = re.findall(r"\{([^{}]*)\}", listed[1])
         if any(("->" in group) != permute for group in groups):
             return unknown
-        names = [[int(number) for number in re.split(",|->", group)] for group in groups]
+        names = [list(map(int, re.split(",|->", group))) for group in groups]
     else:
         return unknown
     if (permute and any(len(pair) != 2 for pair in names)) or not names:
         return unknown
-    if relations.by_id:
-        devices = [[relations.by_id.get(name, -1) for name in group] for group in names]
-    elif same or [len(group) for group in names] == [relations.device_count]:
+    by_id, each = relations.by_id, relations.device_count // relations.slices
+
+    def device(name: int) -> int:
+        if by_id:
+            return by_id.get(name, -1)
         # In the same order in each slice, the devices of one id have one place.
-        each = relations.device_count // relations.slices
-        devices = [[(n // _EACH - 1) * each + n % _EACH for n in group] for group in names]
-    else:
+        return (name // _EACH - 1) * each + name % _EACH
+
+    of_all = [len(group) for group in names] == [relations.device_count]
+    if not (by_id or same or of_all):
         return "a target that names devices by their ids (pass the jax.stages.Compiled)"
-    flat = [device for group in devices for device in group]
+    devices = [list(map(device, group)) for group in names]
+    flat = [*itertools.chain.from_iterable(devices)]
     targets = [group[-1] for group in devices] if permute else flat
     if min(flat) < 0 or max(flat) >= relations.device_count or len({*targets}) < len(targets):
         return "a target that doesn't fit the module"
@@ -186,7 +192,7 @@ def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> li
 
 
 def unreached(channel: hc.Channel, relations: hd.Relations) -> int:
-    """Give the relation in which each device that a permute brings nothing to is alone."""
+    """Return the relation in which each device that a permute brings nothing to is alone."""
     reached = channel.groups.ends[1] if channel.groups.ends is not None else np.arange(0)
     labels = np.arange(relations.device_count) + 1
     labels[reached] = 0
@@ -194,6 +200,6 @@ def unreached(channel: hc.Channel, relations: hd.Relations) -> int:
 
 
 def number_of_slice(relations: hd.Relations) -> np.ndarray:
-    """Give each device the number of its slice."""
+    """Return the number of each device's slice."""
     each = relations.partitions * relations.replicas
     return np.arange(relations.device_count, dtype=np.uint32) // np.uint32(each)

@@ -7,6 +7,7 @@ layer and every trip. What has no summary is evaluated (see ``evaluation``).
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from shardrules.hlo.known import exact
@@ -24,7 +25,7 @@ _MOST_DEPTH = 20  # of the calls in it
 
 
 def summarise(proof: Any, computation: hm.Computation, depth: int = 0) -> list[Word] | Word | None:
-    """Give the word of a quiet computation's result, or a list of those of a tuple's elements.
+    """Return the word of a quiet computation's result; of a tuple, a list of its elements' words.
 
     None if the result depends on more than merges.
     """
@@ -67,7 +68,7 @@ def _called(proof: Any, instruction: hm.Instruction, given: list[Any], depth: in
 def _joined(words: list[Word]) -> Word:
     if len(words) == 1:
         return words[0]
-    numbers = dict.fromkeys([number for word in words for number in word])
+    numbers = dict.fromkeys(itertools.chain.from_iterable(words))
     if min(numbers, default=0) >= 0:
         return tuple(numbers)
     first = dict.fromkeys([max(number, ~number) for number in numbers])
@@ -79,7 +80,7 @@ def _evened(word: Word) -> Word:
 
 
 def _step(proof: Any, computation: hm.Computation, position: int, given: list[Any]) -> Any:
-    """Give the word of what applies an operation, or its known numbers."""
+    """Return the word of what applies an operation, or its known numbers."""
     instruction = computation.instructions[position]
     opcode, handler = instruction.opcode, proof.handlers.by_opcode[instruction.opcode]
     words = [word for word in given if type(word) is tuple]

@@ -232,7 +232,7 @@ class _Judge:
         value: Value,
         channel: hc.Channel,
     ) -> pieces.Piece | None:
-        """Give the piece that each device contributes to an all-reduce that is an all-gather."""
+        """Return the piece that each device contributes to an all-reduce that is an all-gather."""
         seen, groups = self.proof.values.pieces, channel.groups.matrix
         if channel.kind != "all-reduce" or channel.unread or not seen:
             return None
@@ -246,7 +246,7 @@ class _Judge:
         return piece if set(blockers) <= {*self.states[piece.state].blockers} else None
 
     def _record(self, computation: hm.Computation, position: int) -> tuple[Record, bool]:
-        """Give the record of a collective, and whether it covers all its runs."""
+        """Return the record of a collective, and whether it covers all its runs."""
         instruction = computation.instructions[position]
         record = self.proof.records.get((computation.name, position))
         blocker = self.proof.reach.unfollowed.get(computation.name)
@@ -271,7 +271,7 @@ class _Judge:
     def _fields(
         self, computation: hm.Computation, position: int, channel: hc.Channel
     ) -> dict[str, Any]:
-        """Give the fields of a Collective that are the same for all operands."""
+        """Return the fields of a Collective that are the same for all operands."""
         instruction = computation.instructions[position]
         phase, metadata = self.names(computation.name).whole(position)
         run = self.runs.get(computation.name, loops.Run(0, None))
@@ -304,7 +304,7 @@ class _Judge:
         }
 
     def _axes_in_text(self, channel: hc.Channel) -> tuple[str, ...] | None:
-        """Give the axes that the text names for some groups; None if it names none, or several."""
+        """Return the axes that the text names for some groups, if it names one set of axes."""
         if not channel.groups.complete:
             return None
         named = {*self.axes_in_text.get(channel.groups.relation, ())}
@@ -327,7 +327,7 @@ class _Judge:
     def _named(
         self, fields: dict[str, Any], position: int, elements: tuple[int, int] | None = None
     ) -> dict[str, Any]:
-        """Give the phase and the source of one operand, or of a range of it."""
+        """Return the phase and the source of one operand, or of a range of it."""
         names = self.names(fields["computation"])
         phase, metadata = names.part(position, fields["operand"], elements)
         own = {"phase": phase, "frames": metadata.frames or fields["frames"]}
@@ -402,7 +402,7 @@ class _Judge:
     def _internal(
         self, verdict: Verdict, computation: hm.Computation, position: int, state: hs.ValueState
     ) -> Verdict:
-        """Make it the verdict on a permute that XLA, not the program, put there, if it is one."""
+        """Return the verdict, as *internal* if XLA, not the program, put this permute there."""
         # Names tell only who put it there: that it is redundant is proven without them.
         collective, reason = verdict.collective, _MOVES_NOTHING
         if phases.is_written(collective.op_name):

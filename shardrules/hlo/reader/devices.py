@@ -65,7 +65,7 @@ class Relations:
             self._arrays.append(self._arrays[0])
 
     def _lay_out(self, order: SliceOrder) -> None:
-        """Give the devices of each slice numbers by their places in the mesh, as XLA does."""
+        """Count off the devices of each slice by their places in the mesh, as XLA does."""
         slices = {number: k for k, number in enumerate(sorted({s for s, _ in order}))}
         each = self.partitions * self.replicas
         filled = [0] * len(slices)
@@ -80,11 +80,11 @@ class Relations:
         return self.partitions * self.slices
 
     def tiles_on_devices(self, tiles: Sequence[int]) -> np.ndarray:
-        """Give each device the number of its partition's tile."""
+        """Return the number of each device's tile."""
         return np.array(tiles)[self.places % self.all_partitions]
 
     def intern(self, labels: np.ndarray) -> int:
-        """Give the id of the relation in which devices of equal labels (none below 0) are equal."""
+        """Return the relation in which devices of equal labels (none below 0) are equal."""
         if self.device_count <= _FEW:
             first: dict[int, int] = {}
             key: Any = tuple(map(first.setdefault, labels.tolist(), itertools.count()))
@@ -146,7 +146,7 @@ class Relations:
         return self.refine(fine, coarse) == fine
 
     def linked(self, ends: np.ndarray) -> int:
-        """Give the relation in which sources and targets are equal; each target occurs once."""
+        """Return the relation in which sources and targets are equal; each target occurs once."""
         before = np.arange(self.device_count)
         before[ends[1]] = ends[0]
         lowest = np.arange(self.device_count)
@@ -202,7 +202,7 @@ class Groups:
 
     @functools.cached_property
     def matrix(self) -> np.ndarray | None:
-        """Give the groups as rows of an array; None if their sizes differ."""
+        """Return the groups as rows of an array; None if their sizes differ."""
         if not self.sizes.size or (self.sizes != self.sizes[0]).any():
             return None
         return self.members.reshape(self.sizes.size, -1)
@@ -214,7 +214,7 @@ class Groups:
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """Give each member's place in its group, in the order of ``members``."""
+        """Return each member's place in its group, in the order of ``members``."""
         places: np.ndarray = np.arange(self.members.size) - np.repeat(self.starts, self.sizes)
         return places
 
@@ -228,7 +228,7 @@ class Groups:
 
     @functools.cached_property
     def reaches_all(self) -> bool:
-        """Tell whether every device receives data, so that a permute leaves none with zeros."""
+        """Return whether every device receives data, so that a permute leaves none with zeros."""
         targets = self.members if self.ends is None else self.ends[1]
         return self.complete and np.unique(targets).size == self.members.size
 
@@ -255,7 +255,7 @@ class Mesh:
         self._varying: dict[int, tuple[str, ...]] = {}
 
     def lines(self, names: Sequence[str]) -> np.ndarray:
-        """Give the groups along some axes, one per row, members in row-major order."""
+        """Return the groups along some axes, one per row, members in row-major order."""
         grouped = [i for i, name in enumerate(self.names) if name in names]
         order = [i for i in range(len(self.names)) if i not in grouped]
         size = math.prod(self.axes[i][1] for i in grouped)
@@ -286,7 +286,7 @@ class Mesh:
         return self._along[relation]
 
     def better_order(self, relations: Sequence[int]) -> tuple[tuple[str, int], ...] | None:
-        """Give an order of the axes under which more of these relations follow axes, or None."""
+        """Return an order of the axes under which more of these relations follow axes, or None."""
         explained = [r for r in set(relations) if self.along(r) is not None]
         rest = [r for r in set(relations) if self.along(r) is None]
         best, most = None, 0
@@ -301,7 +301,7 @@ class Mesh:
 
 
 def mesh_of(named: notations.TextMesh | None, relations: Relations) -> Mesh | None:
-    """Give the mesh in a collective's notation; None if it is not the program's own."""
+    """Return the mesh in a collective's notation; None if it is not the program's own."""
     if named is None or named.is_invented or not named.is_row_major:
         return None
     if named.devices.size != relations.device_count:

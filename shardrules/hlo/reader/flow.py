@@ -15,7 +15,7 @@ _DEPTH = 4  # of fusions in fusions: those deeper stay, as each may hold the sam
 
 
 def of(module: hm.Module, name: str) -> Flat:
-    """Give the nodes of a computation."""
+    """Return the nodes of a computation."""
     if name not in module.flows:
         module.flows[name] = Flat(module, module.computations[name])
     flat: Flat = module.flows[name]
@@ -56,7 +56,7 @@ class Node:
         return [*self.users, *self.elements.values()]
 
     def enlist(self) -> None:
-        """Make it a user of its operands; a tuple once something takes all of it."""
+        """Add it to its operands' users; a tuple, once something takes all of it."""
         for operand in dict.fromkeys(self.operands):
             if operand.opcode == "tuple" and not operand.users:
                 operand.enlist()
@@ -81,7 +81,7 @@ class Flat:
 
     @property
     def parameter(self) -> Node:
-        """Give the only parameter of a loop's body or condition."""
+        """Return the only parameter of a loop's body or condition."""
         return self.at[[i.opcode for i in self._home.instructions].index("parameter")]
 
     def _new(
@@ -132,7 +132,7 @@ class Flat:
     def _held(
         self, barrier: hm.Instruction, whole: Node, shapes: Sequence[hm.Shape], fused: bool
     ) -> Node:
-        """Hold each element of a tuple by a barrier of its own."""
+        """Replace a barrier around a tuple by one around each element."""
         held = []
         for index, shape in enumerate(shapes):
             element = self._element(barrier, whole, index, shape, fused)

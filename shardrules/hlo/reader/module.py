@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Give the element type's size in bits; raises HloError for an unknown type."""
+        """Return the element type's size in bits; raises HloError for an unknown type."""
         try:
             return _ELEMENT_BITS[self.element_type]
         except KeyError:
@@ -95,7 +95,7 @@ class Shape(NamedTuple):
 
     @property
     def is_row_major(self) -> bool:
-        """Tell whether the printed layout is row-major without tiles."""
+        """Return whether the printed layout is row-major without tiles."""
         order, _, tiles = self.layout.partition(":")
         if re.sub(r"[SE]\(\d+\)", "", tiles):
             return False
@@ -125,7 +125,7 @@ _LIBRARY = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
 
 def users(frames: Sequence[Frame]) -> Frame | None:
-    """Give the innermost frame outside of installed packages; if all are inside, the innermost."""
+    """Return the innermost frame outside of installed packages, else the innermost of all."""
     own = (frame for frame in frames if not _LIBRARY.match(frame.file))
     return next(own, frames[0] if frames else None)
 
@@ -180,7 +180,7 @@ class Instruction(NamedTuple):
         return iter_attributes(self.text, self.attributes_start, self.end)
 
     def attribute(self, key: str) -> str | None:
-        """Give the text of an attribute's value; None if it is absent."""
+        """Return the text of an attribute's value; None if it is absent."""
         text, position, end = self.text, self.attributes_start, self.end
         if text.find(key, position, end) < 0:
             return None  # fast: skips long device groups
@@ -195,7 +195,7 @@ class Instruction(NamedTuple):
 
     @property
     def literal(self) -> str:
-        """Give the text between the parentheses."""
+        """Return the text between the parentheses."""
         return self.text[self.inner[0] : self.inner[1]]
 
     def __repr__(self) -> str:  # The default would print the module's whole text.
@@ -274,7 +274,7 @@ class Computation:
 
     @functools.cached_property
     def places(self) -> dict[str, int]:
-        """Give each instruction's position by its name."""
+        """Return each instruction's position by its name."""
         return {instruction.name: n for n, instruction in enumerate(self.instructions)}
 
     def __repr__(self) -> str:
@@ -290,7 +290,7 @@ def behind(computation: Computation, position: int, opcodes: Collection[str]) ->
 
 
 def parameter_element(computation: Computation, instruction: Instruction) -> int | None:
-    """Give the index if an instruction is an element of a parameter, else None."""
+    """Return the index if an instruction is an element of a parameter, else None."""
     if instruction.opcode != "get-tuple-element" or len(instruction.operands) != 1:
         return None
     text = instruction.attribute("index") or ""
@@ -354,9 +354,11 @@ class Module:
     spans: tuple[tuple[int, int], ...]
 
     def mentions(self, *words: str) -> bool:
-        """Tell whether the text holds one of some words, outside of a repetition's metadata."""
-        there = [word for word in words if word in self.text]
-        return any(self.text.find(word, *span) >= 0 for word in there for span in self.spans)
+        """Return whether the text holds one of some words, outside of a repetition's metadata."""
+        for word in words:
+            if word in self.text and any(self.text.find(word, *span) >= 0 for span in self.spans):
+                return True
+        return False
 
     @functools.cached_property
     def flows(self) -> dict[str, Any]:
@@ -365,7 +367,7 @@ class Module:
 
     @functools.cached_property
     def opcodes(self) -> dict[str, frozenset[str]]:
-        """Give the opcodes of each computation: most hold a few, and nothing else is to look at."""
+        """Return the opcodes of each computation, by name: most questions end with these few."""
         same: dict[frozenset[str], frozenset[str]] = {}  # many hold the same, which is kept once
         opcodes: dict[str, frozenset[str]] = {}
         for name, computation in self.computations.items():

@@ -79,7 +79,7 @@ class TextMesh:
 
     @property
     def is_invented(self) -> bool:
-        """Tell whether XLA named the axes, axis_0 and axis_1, of shardings without names."""
+        """Return whether XLA named the axes, axis_0 and axis_1, of shardings without names."""
         return any(_INVENTED.fullmatch(name) for name, _ in self.axes)
 
     @property
@@ -88,7 +88,7 @@ class TextMesh:
 
 
 def read_mesh(text: str) -> tuple[TextMesh, int]:
-    """Read ``mesh['data'=4,'model'=2]``, with device ids inside or after it; give also its end."""
+    """Read ``mesh['data'=4,'model'=2]``, with device ids inside or after it; return its end too."""
     match = _MESH.match(text)
     if not match:
         raise NotationError(f"expected mesh['axis'=size,...], got {text[:60]!r}")
@@ -245,7 +245,7 @@ def split_tuple_sharding(text: str) -> tuple[str, ...]:
 
 
 def sharding_tiles(text: str, partitions: int) -> tuple[int, ...] | None:
-    """Give the number of each partition's tile in one leaf's sharding.
+    """Return the number of each partition's tile in one leaf's sharding.
 
     None if we must assume that every device has its own (maximal, manual, unreduced, unknown).
     """
@@ -271,7 +271,7 @@ def sharding_tiles(text: str, partitions: int) -> tuple[int, ...] | None:
 
 
 def _tiled_holders(text: str, inner: str, partitions: int) -> np.ndarray | None:
-    """Give the partitions that hold each tile, one tile per row; None if copies may differ."""
+    """Return the partitions that hold each tile, one tile per row; None if copies may differ."""
     match = _TILED.fullmatch(inner)
     if not match:
         raise NotationError(f"can't read the sharding {text[:80]!r}")
@@ -296,7 +296,7 @@ def _tiled_holders(text: str, inner: str, partitions: int) -> np.ndarray | None:
 
 
 def _named_holders(text: str, inner: str, partitions: int) -> np.ndarray | None:
-    """Give the partitions that hold each tile, one tile per row; None if copies may differ."""
+    """Return the partitions that hold each tile, one tile per row; None if copies may differ."""
     mesh, end = read_mesh(inner)
     rest = inner[end:].strip().lstrip(",").strip()
     if rest == "replicated":

@@ -8,6 +8,7 @@ Nothing is skipped silently: unreadable text is an ``HloSyntaxError`` with its p
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -82,8 +83,7 @@ class _Reader:
     """Reads one text: holds its computations, and the one that is being read."""
 
     def __init__(self, text: str, source: str):
-        self.text = text
-        self.source = source
+        self.text, self.source = text, source
         self.computations: dict[str, hm.Computation] = {}  # those read so far, by name
         self._shapes: dict[str, hm.Shape] = {}
         self._opcodes: dict[str, str] = {}
@@ -102,8 +102,7 @@ class _Reader:
     # -- the module ---------------------------------------------------------------------------
 
     def module(self) -> hm.Module:
-        text = self.text
-        position = skip(text, 0)
+        text, position = self.text, skip(self.text, 0)
         head = _MODULE.match(text, position)
         header: dict[str, str] = {}
         tables: dict[str, str] = {}
@@ -315,7 +314,7 @@ class _Reader:
             )
         root = self._root if self._root >= 0 else len(instructions) - 1  # as in XLA
         calling = tuple([place for place, i in enumerate(instructions) if i.calls])
-        called = tuple([name for place in calling for name in instructions[place].calls])
+        called = tuple(itertools.chain.from_iterable([instructions[n].calls for n in calling]))
         return hm.Computation(name, instructions, root, calling, called)
 
     def _shape(self, text: str, offset: int) -> None:
@@ -349,7 +348,7 @@ class _Reader:
         self._parameters[int(number)] = start
 
     def _instruction(self, position: int) -> int:
-        """Read an instruction in any form; give its end."""
+        """Read an instruction in any form; return its end."""
         head = _HEAD.match(self.text, position)
         if not head:
             raise self.error(
@@ -402,7 +401,7 @@ class _Reader:
     # -- operands -----------------------------------------------------------------------------
 
     def _operands(self, position: int, user: str, start: int) -> tuple[tuple[int, ...], int]:
-        """Read operands from after the '('; give their places and the end, after the ')'."""
+        """Read operands from after the '('; return their places and the end, after the ')'."""
         # An operand may be an instruction without name and attributes, or the element of a tuple
         # (%t#0#1); both are added as instructions before their user.
         text = self.text

@@ -43,14 +43,12 @@ def is_compiled(module: hm.Module) -> bool:
             if i.opcode in _COMPILED or i.opcode.endswith("-start"):
                 return True
             taken.update(i.operands)
+        # A reshape, or what XLA would have fused into its only user, shows that passes are to come.
+        alone = {
+            n for n, i in enumerate(instructions) if taken[n] == 1 and _is_fused(i, _PRODUCERS)
+        }
         early = early or any(
-            i.opcode == "reshape"
-            or (
-                _is_fused(i)
-                and any(
-                    taken[o] == 1 and _is_fused(instructions[o], _PRODUCERS) for o in i.operands
-                )
-            )
+            i.opcode == "reshape" or (_is_fused(i) and not alone.isdisjoint(i.operands))
             for i in instructions
         )
     return not early

@@ -103,7 +103,7 @@ class Repeats:
 def _called(
     computation: hm.Computation, parts: tuple[str, ...], names: list[str]
 ) -> list[int] | None:
-    """Give the places of called computations among the names; None if others can't repeat it."""
+    """Return the places of called computations among the names; None if others can't repeat it."""
     # Names may differ where each is an instruction's own, an operand or a called computation.
     # Strings hold no names, and no metadata, if quotes close before and after each.
     whole = "\0".join(parts)
@@ -111,11 +111,12 @@ def _called(
         return None
     if '"' in whole and any(part.count('"') % 2 for part in parts):
         return None
-    if '"' in whole and any(_MARK in string for part in parts for string in part.split('"')[1::2]):
+    strings = itertools.chain.from_iterable(part.split('"')[1::2] for part in parts)
+    if '"' in whole and any(_MARK in string for string in strings):
         return None
     called = [place for place, part in enumerate(parts[:-1]) if part.endswith("=")]
     instructions = computation.instructions
-    calls = [name for i in instructions for name in i.calls]
+    calls = [*itertools.chain.from_iterable(i.calls for i in instructions)]
     operands = sum(len(i.operands) for i in instructions)
     inside = {name for place, name in enumerate(names) if place not in {*called}}
     if (

@@ -33,7 +33,7 @@ def _made(match: re.Match[str]) -> hm.Shape:
 
 
 def read(text: str, position: int) -> tuple[hm.Shape, int]:
-    """Read a shape and give its end; iterative, since deep nesting would exhaust the stack."""
+    """Read a shape, return its end; iterative, since deep nesting would exhaust the stack."""
     stack: list[list[hm.Shape]] = []  # elements of the tuples that are open here
     while True:
         position = skip(text, position)

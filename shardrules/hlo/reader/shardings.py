@@ -7,6 +7,7 @@ people write them as specs over a mesh.
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +22,16 @@ _PLAIN = re.compile(r"[\w.\-/]+")
 
 
 def lacking(module: Module) -> bool:
-    """Tell whether the entry has parameters on several devices without shardings."""
+    """Return whether the entry has parameters on several devices without shardings."""
     parameters = module.entry.parameters
     several = (module.num_partitions or 1) > 1
     return several and any(p.attribute("sharding") is None for p in parameters)
 
 
 def of_other_text(module: Module, other: Module) -> list[str | None]:
-    """Take them from another text of the same program, such as that before XLA's passes.
+    """Return shardings from another text of the program, such as that before XLA's passes.
 
-    Raises HloError if it is of another program, or says none.
+    Raises HloError if that text is of another program, or states no shardings.
     """
     ours, theirs = module.entry.parameters, other.entry.parameters
     found = [parameter.attribute("sharding") for parameter in theirs]
@@ -62,7 +63,7 @@ def of_other_text(module: Module, other: Module) -> list[str | None]:
 def _fits(
     module: Module, other: Module, ours: Instruction, theirs: Instruction, text: str | None
 ) -> bool:
-    """Tell whether a parameter's pieces have the shape that the other text's sharding gives."""
+    """Return whether a parameter's pieces have the shape that the other text's sharding gives."""
     names = [text.metadata(p).op_name for text, p in ((module, ours), (other, theirs))]
     if all(names) and names[0] != names[1]:
         return False
@@ -84,7 +85,7 @@ def _fits(
 
 
 def named_mesh(text: str, given: Sequence[str | None], device_count: int) -> dict[str, int] | None:
-    """Give the one mesh that shardings in a text, or given ones, name; None unless it is one."""
+    """Return the one mesh that shardings in a text, or given ones, name; None unless it is one."""
     named: set[tuple[tuple[str, int], ...]] = set()
     for pattern, texts in ((_IN_TEXT, [text]), (_ALONE, filter(None, given))):
         for part in texts:
@@ -122,7 +123,7 @@ def as_hlo(text: str, mesh: Mapping[str, int] | None, rank: int) -> str:
     if _is_hlo(text):
         return text
     dims = _spec(text)
-    axes = [axis for names in dims for axis in names]
+    axes = [*itertools.chain.from_iterable(dims)]
     if mesh is None and not axes:
         return "{replicated}"
     unknown = sorted({*axes} - {*(mesh or ())})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +21,7 @@ def unknown_keys(text: str) -> set[str]:
 def find(
     text: str, spans: Sequence[tuple[int, int]], computations: Mapping[str, hm.Computation]
 ) -> dict[int, str]:
-    """Give the unknown attribute of each instruction that has one, by the instruction's offset.
+    """Return the unknown attribute of each instruction that has one, by the instruction's offset.
 
     Args:
       text: the module's.
@@ -28,7 +29,8 @@ def find(
       computations: all of them.
     """
     strange: dict[int, str] = {}
-    unknown = {key for span in spans for key in _KEY.findall(text, *span)} - attributes.KNOWN
+    keys = itertools.chain.from_iterable(_KEY.findall(text, *span) for span in spans)
+    unknown = {*keys} - attributes.KNOWN
     if not unknown:
         return strange
     pattern = re.compile(rf",\s*+({'|'.join(map(re.escape, unknown))})\s*+=")
@@ -36,8 +38,8 @@ def find(
         computation for computation in computations.values() if computation.original is computation
     ]
     for span, computation in zip(spans, own, strict=True):
-        keys = list(pattern.finditer(text, *span))
-        if not keys:
+        having_one = list(pattern.finditer(text, *span))
+        if not having_one:
             continue
         # One that is written as an operand has none, but lies before those of its user.
         having = (
@@ -46,7 +48,7 @@ def find(
         instructions = sorted(having, key=lambda i: i.start)
         starts = [i.start for i in instructions]
         read, names = -1, {}
-        for key in keys:
+        for key in having_one:
             place = bisect.bisect_right(starts, key.start()) - 1
             if place < 0 or _in_string(text, starts[place], key.start()):
                 continue
@@ -59,5 +61,5 @@ def find(
 
 
 def _in_string(text: str, start: int, position: int) -> bool:
-    """Tell whether quotes show that a string holds a position; ``start`` is outside of strings."""
+    """Return whether a string holds a position, by its quotes; ``start`` is in no string."""
     return text.count('"', start, position) % 2 == 1 and text.find("\\", start, position) < 0

@@ -222,7 +222,7 @@ class Bwd:
         return self.refusals.summed(ct, axes, by, kernel, shapes)
 
     def _is_redundant(self, reduction: Reduction, origins: Origins, sizes: set[int | None]) -> bool:
-        """Whether a sum of equal values is a mean, and not the transpose of the forward's."""
+        """Return whether a sum of equal values is a mean, not the transpose of the forward's."""
         # The forward may divide by the number of devices: then this can be a psum, which is right
         # with the check off, and that division's transpose. All divisions of the forward have to be
         # among those of bwd, outside of bwd's means.

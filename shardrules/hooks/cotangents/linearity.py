@@ -47,7 +47,7 @@ _EXPONENT_BITS = 8
 
 
 def is_narrow(a: Precision) -> bool:
-    """Whether a share may be out of a type's range where the sum isn't, or the sum."""
+    """Return whether a share may be out of a type's range where the sum isn't, or the sum."""
     return a[1] < _EXPONENT_BITS
 
 
@@ -218,7 +218,7 @@ def _together(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
 
 
 def _applies(eqn: Eqn) -> bool:
-    """Whether a scatter applies a function of the program's (``x.at[i].apply(f)``)."""
+    """Return whether a scatter applies a function of the program's (``x.at[i].apply(f)``)."""
     update = opened(eqn.params.get("update_jaxpr"))
     if update is None or name_of(eqn) != "scatter":
         return False

@@ -138,7 +138,7 @@ class Reduction:
         return self.axes & self.origin.axes
 
     def is_mean(self, *sizes: float | None) -> bool:
-        """Whether it is divided by one of these numbers of devices, at once or in steps."""
+        """Return whether it is divided by one of these numbers of devices, at once or in steps."""
         return not self.products.isdisjoint(sizes)
 
 

@@ -52,7 +52,7 @@ def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
 
 
 def has_rule(door: Door, eqn: Eqn) -> bool:
-    """Whether an equation is differentiated by a rule that its author wrote, or rounds."""
+    """Return whether an equation is differentiated by a rule that its author wrote, or rounds."""
     name = name_of(eqn)
     if name.startswith("custom_jvp_call"):
         rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("jvp_jaxpr_thunk"))
@@ -90,7 +90,7 @@ class CustomRules:
         return collections.Counter(key for key in keys if key is not None)
 
     def new(self, closed: Any, before: Any, ran: Container[Any]) -> bool:
-        """Whether a derivative leaves rules that are neither those that ran nor those before it.
+        """Return whether a derivative leaves rules that neither ran nor stood there before.
 
         The rule of a custom_jvp is one that ran if the program that was differentiated had it. Of a
         custom_vjp's, what was there and didn't run has no tangents, as long as no call is added.
@@ -208,7 +208,7 @@ class Shares(Reach):
 
 
 def _solves(eqn: Eqn) -> bool:
-    """Whether a linear solve calls functions that are linear on each device."""
+    """Return whether a linear solve calls functions that are linear on each device."""
     jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
     return all(
         jaxpr is not None
@@ -225,7 +225,7 @@ def _is_linear(jaxpr: Jaxpr, const_count: int) -> bool:
 
 
 def _calls(eqn: Eqn) -> bool:
-    """Whether an equation calls functions that no graph sees into."""
+    """Return whether an equation calls functions that no graph sees into."""
     # In a linear program it only adds or replaces: JAX can't differentiate ``x.at[i].apply(f)``.
     if eqn.primitive.name.startswith("scatter"):
         return False

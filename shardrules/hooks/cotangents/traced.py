@@ -196,7 +196,7 @@ class Forward:
         return self._origins_of(jaxpr).scale
 
     def selects(self, axis: str) -> bool:
-        """Whether only ``pmax`` and ``pmin`` move data along an axis."""
+        """Return whether only ``pmax`` and ``pmin`` move data along an axis."""
         moving = set()
         for eqn in equations(self.jaxpr):
             opaque = self.opaque_call_of(eqn.primitive, eqn.params) is not None

@@ -274,7 +274,7 @@ class _Explainer:
         return f"operand {i} of {name}, by JAX or the program"
 
     def _chooses(self, eqn: Eqn) -> bool:
-        """Whether the predicate of a cond, or the condition of a while_loop, varies."""
+        """Return whether the predicate of a cond, or the condition of a while_loop, varies."""
         is_while = eqn.primitive.name == "while"
         atoms = opened(eqn.params["cond_jaxpr"]).outvars if is_while else eqn.invars
         return bool(self.door.axis_type(atoms[0].aval).varying)

@@ -151,7 +151,7 @@ class _Names(Fold[_Copied]):
 
 
 def _recomputes(eqn: Eqn) -> bool:
-    """Whether an equation is the backward pass of a ``jax.checkpoint`` (``remat2``)."""
+    """Return whether an equation is the backward pass of a ``jax.checkpoint`` (``remat2``)."""
     return bool(eqn.params.get("differentiated")) and "policy" in eqn.params
 
 

@@ -124,7 +124,7 @@ class _Cond(HigherOrderOp):
     def _casts_inside(
         self, over: frozenset[str], operands: Sequence[AxisType], avals: Sequence[Any]
     ) -> bool:
-        """Whether a branch casts what may come from an operand: its gradient is then a psum."""
+        """Return whether a branch casts what may come from an operand, whose gradient is a psum."""
         now = [*map(self.door.with_axis_type, avals, operands)]
         narrow = [
             i
@@ -312,13 +312,13 @@ def _entering(door: Door, jaxpr: Jaxpr) -> tuple[AxisType, ...]:
 
 
 def _missing(door: Door, over: frozenset[str], avals: Iterable[Any]) -> bool:
-    """Whether a chosen value is typed as if all devices along ``over`` chose alike."""
+    """Return whether a chosen value is typed as if all devices along ``over`` chose alike."""
     types = [door.axis_type(aval) for aval in avals if door.can_cast(aval)]
     return any(over - axis_type.varying - axis_type.unreduced for axis_type in types)
 
 
 def _takes_operands(door: Door, variables: Sequence[Any], avals: Sequence[Aval]) -> bool:
-    """Whether a jaxpr takes the operands of its call as they are."""
+    """Return whether a jaxpr takes the operands of its call as they are."""
 
     def form(aval: Aval) -> Any:
         return (getattr(aval, "shape", None), getattr(aval, "dtype", None), door.can_cast(aval))

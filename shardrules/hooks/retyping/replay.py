@@ -253,7 +253,7 @@ class _Replayed:
 
 
 def _as_traced(jaxpr: Any, avals: Sequence[Aval]) -> bool:
-    """Whether a jaxpr is called with the avals that it was traced with, as jit mostly is."""
+    """Return whether a jaxpr is called with the avals that it was traced with, as jit mostly is."""
     jaxpr = opened(jaxpr)
     if jaxpr is None or len(jaxpr.invars) != len(avals):
         return False

@@ -246,7 +246,7 @@ class _Equation:
         self._done(changes, types)
 
     def _sums_unseen(self) -> bool:
-        """Whether an author's function that no rule describes gives the cotangents."""
+        """Return whether an author's function that no rule describes gives the cotangents."""
         # Written for an invariant operand it sums, and the cast before sums once more.
         door, (primitive, params) = self.door, (self.eqn.primitive, self.eqn.params)
         if not any(is_inexact(atom.aval) for atom in self.operands):
@@ -299,7 +299,7 @@ class _Equation:
 
 
 def transposed_by_jax(primitive: Primitive) -> bool:
-    """Whether a primitive's transpose is JAX's or ours, linear and without collectives."""
+    """Return whether a primitive's transpose is JAX's or ours, linear and without collectives."""
     # A user's may clip a cotangent, or sum it, and has to be given what it was given before.
     transposes: dict[Any, Any] = ad.primitive_transposes
     rules = [transposes.get(primitive)]

@@ -92,7 +92,7 @@ class LostAxesHooks(Hooks):
         )
 
     def _is_lawful(self, evaluate: Any) -> bool:
-        """Whether JAX's standard rule gives the type; it requires equal operand types."""
+        """Return whether JAX's standard rule gives the type; it requires equal operand types."""
         for _, value in held_by(evaluate):  # the function that was given to def_abstract_eval
             evaluate = value if callable(value) else evaluate
         return isinstance(evaluate, functools.partial) and any(
@@ -202,7 +202,7 @@ class HijaxHooks(Hooks):
         return result
 
     def _keeps_all(self, args: Sequence[Any], outputs: Any) -> bool:
-        """Whether each result varies over all axes that an operand varies over."""
+        """Return whether each result varies over all axes that an operand varies over."""
         door = self.door
         takes, gives = ([*filter(door.can_cast, map(door.typeof, x))] for x in (args, outputs))
         need = union(door.axis_types(takes))
@@ -271,7 +271,7 @@ def is_jaxs(called: Any) -> bool:
 
 
 def is_typed_by_hand(called: Any) -> bool:
-    """Whether it is one of JAX's own hijax primitives whose types no tracing gives."""
+    """Return whether it is one of JAX's own hijax primitives whose types no tracing gives."""
     # Those of jax.numpy. The types of JAX 0.12's frexp and ldexp forget mesh axes: the exponents
     # all of them, the product those of its second operand.
     return is_jaxs(called) and ".numpy." in type(called).__module__

@@ -20,7 +20,7 @@ _DEPTH = 5  # functools.partial of a closure of a closure: what JAX's helpers ma
 
 
 def is_users(door: Door, primitive: Primitive) -> bool:
-    """Whether a primitive isn't JAX's own: one of its functions comes from elsewhere."""
+    """Return whether a primitive isn't JAX's own: one of its functions comes from elsewhere."""
     # A lowering alone doesn't tell, since a plugin may lower JAX's primitives its own way: then it
     # matters whether JAX holds the primitive.
     own = [vars(primitive).get(name) for name in ("abstract_eval", "impl")]
@@ -77,7 +77,7 @@ def module_of(function: Any) -> str:
 
 
 def is_held_by_jax(primitive: Primitive) -> bool:
-    """Whether a module of JAX has the primitive as an attribute."""
+    """Return whether a module of JAX has the primitive as an attribute."""
     return any(
         value is primitive
         for name, module in list(sys.modules.items())

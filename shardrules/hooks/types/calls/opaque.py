@@ -74,7 +74,7 @@ class OpaqueCall:
     layout: Any = None  # the outputs that the rule of a kernel on a mesh types, at its last bind
 
     def active(self, state: State) -> bool:
-        """Whether the hooks act on the call now, or did when it was bound."""
+        """Return whether the hooks act on the call now, or did when it was bound."""
         return state.active or (self.scope is not None and self.scope.active)
 
     def settle(self, state: State) -> None:

@@ -211,7 +211,7 @@ class PallasHooks(Hooks):
         return abstract_eval
 
     def _acts(self, kernel: OpaqueCall | None) -> bool:
-        """Whether the hooks act on a kernel: here, or because they did when it was bound first."""
+        """Return whether the hooks act on a kernel: here, or where it was bound first."""
         return self.state.active or (kernel is not None and kernel.active(self.state))
 
     def _check_refs(

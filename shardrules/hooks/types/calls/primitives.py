@@ -62,7 +62,7 @@ _TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters
 
 
 def _is_lent(opaque: OpaqueCall) -> bool:
-    """Whether a call's rule comes from a scope: ``rules(...)`` or a declared op."""
+    """Return whether a call's rule comes from a scope: ``rules(...)`` or a declared op."""
     registration, scope = opaque.registration, opaque.scope
     if registration is None or scope is None:
         return False
@@ -266,7 +266,7 @@ class PrimitiveHooks(Hooks):
         return abstract_eval
 
     def _is_wide(self, avals: Sequence[Aval], outputs: Any) -> bool:
-        """Whether the results vary as those of a kernel that doesn't communicate would."""
+        """Return whether the results vary as those of a kernel that doesn't communicate would."""
         types = self.door.axis_types(outputs)
         axes = union(self.door.axis_types(avals))
         return all(axes <= axis_type.varying for axis_type in types) and any(
@@ -274,7 +274,7 @@ class PrimitiveHooks(Hooks):
         )
 
     def _may_answer(self, opaque: OpaqueCall) -> bool:
-        """Whether a call may keep its own abstract eval's types if they are wide enough."""
+        """Return whether a call may keep its own abstract eval's types if they are wide enough."""
         # A user's primitive may know about axis types; it then casts its own inputs.
         if opaque.registration is not None or self._kinds.get(opaque.call.target) is not _USERS:
             return False

@@ -256,7 +256,7 @@ def sliced(step, w):
 def test_a_line_that_reads_after_each_run_is_a_finding(cpu_mesh, loop, times):
     found, notes = read_in(cpu_mesh, loop)
     ((line, said),) = found.items()
-    assert "test_runs.py:" in line and notes == []
+    assert "test_host_loops.py:" in line and notes == []
     assert f" read an array (float32[]) on the host {times} times, after each run" in said
     programs = several.gather([], [])
     results = programs.with_reads(found, ())

@@ -93,7 +93,7 @@ def test_bwd_that_reduces_over_an_axis_that_the_forward_dropped(cpu_mesh, forwar
     text = str(caught.value)
     assert "returns a cotangent at output[0] that it reduces over {'data'} (by " in text
     assert reduction in text
-    assert re.search(r"the bwd '<lambda>' \(at \S*test_custom_vjp.py:\d+\) returns", text)
+    assert re.search(r"the bwd '<lambda>' \(at \S*test_cotangent_forms.py:\d+\) returns", text)
     gathers = reduction == "reduce_scatter"  # the shapes tell which form fits
     assert ("as after an all-reduce: pass it on:\n    return (ct,)\n" in text) is not gathers
     form = (

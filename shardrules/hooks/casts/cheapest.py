@@ -67,6 +67,7 @@ class _Search:
     def __init__(self, limits: Limits):
         self.limits = limits
         self._left = _WORK
+        self._last: Cut | None = None
 
     def candidates(self) -> Iterator[Labels]:
         """Yield locally cheapest labels from several starts; the most promising come first."""
@@ -97,13 +98,16 @@ class _Search:
         borders = graph.borders
         if not borders:
             return labels
-        most = limits.below(labels, [step for step in graph.steps if step.bwd is not None])
+        fixed = [step for step, *_ in graph.customs]
+        most = limits.below(labels, fixed) if fixed else limits.high
         casts = NONE.union(*cast_at((value for value in limits.values if value.live), labels))
-        prices = Prices(graph, graph.every)
-        for axes in dict.fromkeys([casts, *limits.groups]):
-            self._left -= len(limits.free)
-            high = limits.mixed(labels, axes, most)
-            early = Cut(limits, labels, high, prices).earliest()
+        chosen, prices = dict.fromkeys([casts, *limits.groups]), Prices(graph, graph.every)
+        for axes in chosen:
+            cut = self._last  # with one group, the only one: its flow gives the earliest choice too
+            if cut is None or fixed or len(chosen) > 1:
+                self._left -= len(limits.free)
+                cut = Cut(limits, labels, limits.mixed(labels, axes, most), prices)
+            early = cut.earliest()
             before, after = cast_at(borders, labels), cast_at(borders, early)
             gains = any(graph.counts(new - old) for old, new in zip(before, after))
             if gains and cost(graph, early).within(cost(graph, labels)):
@@ -152,7 +156,8 @@ class _Search:
         if from_here:
             high = Cut(limits, labels, high, prices).labels()
             labels = high
-        return Cut(limits, limits.mixed(labels, axes, limits.low), high, prices).labels()
+        self._last = Cut(limits, limits.mixed(labels, axes, limits.low), high, prices)
+        return self._last.labels()
 
 
 def _orders(groups: Sequence[Axes]) -> list[tuple[Axes, ...]]:
@@ -167,7 +172,7 @@ def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int]]:
         axes = labels[value.use] - labels[value]
         if axes:
             yield (value.cast_bytes if value.live else 0), axes, value.runs
-    for step in graph.steps:
+    for step, *_ in graph.customs:
         for count, axes in step.left(labels[step]):
             yield count, axes, 1
     for residual in graph.residuals.values():
@@ -185,7 +190,7 @@ def cost_as_traced(graph: Graph) -> Cost:
     casts = [
         (value.cast_bytes, made.varying - value.varying) for value, made in graph.casts if made.live
     ]
-    return _cost(graph, [*casts, *(own for step in graph.steps for own in step.left(NONE))])
+    return _cost(graph, [*casts, *(own for step, *_ in graph.customs for own in step.left(NONE))])
 
 
 def cost_unchecked(graph: Graph) -> Cost:

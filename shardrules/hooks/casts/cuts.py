@@ -84,10 +84,12 @@ class Limits:
         most = {**self.high, **{key: labels[key] for key in fixed}}
         return self._settled(most, grow=False)
 
-    def _alike(self, axes: Iterable[str]) -> list[Axes]:
+    def _alike(self, axes: list[str]) -> list[Axes]:
         """Group the axes that only occur together, so that one choice is the best for all."""
         # A batch that is split over seven axes varies over all of them or over none.
         graph = self.graph
+        if len(axes) < 2:
+            return [frozenset(axes)] if axes else []
         sets = {*self.low.values(), *self.high.values(), *(over for _, _, over in self.rules)}
         for step in graph.steps:
             sets |= {step.moves, *(axes for _, axes in step.sums)}

@@ -155,7 +155,7 @@ class Graph(Fold["Value | None"]):
         self.steps: list[Step] = []
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
         self.residuals: dict[tuple[Where, Any], Residual] = {}
-        self._customs: list[tuple[Step, Any, int]] = []
+        self.customs: list[tuple[Step, Any, int]] = []  # what sums: step, equation, runs
         self.summed: list[tuple[Value, Axes]] = []  # by psums of the program
         # The casts of the program as traced: operand and result.
         self.casts: list[tuple[Value, Value]] = []
@@ -320,7 +320,7 @@ class Graph(Fold["Value | None"]):
         if self.again:
             self._take_residuals(eqn, inside[:-1], step)
         if name == "custom_lin":
-            self._customs.append((step, eqn, tangents[0].runs))
+            self.customs.append((step, eqn, tangents[0].runs))
             self._custom(step, eqn, tangents[0].runs, self.most_sums(eqn))
             return
         named = strings(eqn.params)
@@ -367,10 +367,10 @@ class Graph(Fold["Value | None"]):
 
         Returns whether that may have changed anything.
         """
-        for step, eqn, runs in self._customs:
+        for step, eqn, runs in self.customs:
             self._custom(step, eqn, runs, custom(eqn))
         if len({value.aval.dtype for value in self.values.values()}) < 2:
-            return bool(self._customs)
+            return bool(self.customs)
         # Suppose a bf16 tangent becomes float32 and is then cast. The cast must not move to the
         # bf16 tangent, nor to what that is made of: the shares would be rounded to bf16 before they
         # are summed. Nor may the cast of a float32 tangent move to a bf16 tangent made of it.
@@ -447,7 +447,7 @@ class Graph(Fold["Value | None"]):
 
     def barriers(self) -> str:
         """Describe a bwd that needs whole cotangents; empty if none does."""
-        for step, eqn, _ in self._customs:
+        for step, eqn, _ in self.customs:
             varied = self._axes(*eqn.invars, *eqn.outvars)
             assert step.fixed is not None and step.bwd is not None  # noqa: PT018
             kept = step.fixed - (varied - self.most_sums(eqn).moves)

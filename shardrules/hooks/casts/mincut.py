@@ -17,6 +17,7 @@ class Network:
         self._left: list[int] = []  # what each edge can still take; edge e's reverse is e ^ 1
         self._edges: list[list[int]] = []
         self._total = 0
+        self._reached: set[int] | None = None  # from the source, once the flow is the maximum
         self.source, self.sink = self.node(), self.node()
 
     def node(self) -> int:
@@ -30,6 +31,7 @@ class Network:
         self._left += capacity, 0
         self._edges[tail] += (number,)
         self._edges[head] += (number + 1,)
+        self._reached = None
         return number
 
     def sent(self, edge: int) -> int:
@@ -37,8 +39,12 @@ class Network:
 
     def flow(self) -> int:
         """Send the maximum flow and return it; ValueError if each cut has an infinite edge."""
-        while (level := self._levels()) is not None:
-            self._block(level)
+        while self._reached is None:
+            level = self._levels()
+            if self.sink in level:
+                self._block(level)
+            else:
+                self._reached = set(level)
         return self._total
 
     def sink_side(self) -> set[int]:
@@ -56,17 +62,11 @@ class Network:
     def source_side(self) -> set[int]:
         """Return the nodes at the source's side of the minimum cut nearest to the source."""
         self.flow()
-        side, queue = {self.source}, [self.source]
-        while queue:
-            for edge in self._edges[queue.pop()]:
-                head = self._heads[edge]
-                if self._left[edge] and head not in side:
-                    side.add(head)
-                    queue.append(head)
-        return side
+        assert self._reached is not None
+        return self._reached
 
-    def _levels(self) -> dict[int, int] | None:
-        """Return each node's distance from the source, or None if the sink can't be reached."""
+    def _levels(self) -> dict[int, int]:
+        """Return the distance from the source of each node that more can be sent to."""
         level, queue = {self.source: 0}, collections.deque([self.source])
         while queue:
             node = queue.popleft()
@@ -75,7 +75,7 @@ class Network:
                 if self._left[edge] and head not in level:
                     level[head] = level[node] + 1
                     queue.append(head)
-        return level if self.sink in level else None
+        return level
 
     def _block(self, level: dict[int, int]) -> None:
         """Saturate all shortest paths, one path at a time and without recursion."""

@@ -25,6 +25,8 @@ a custom_vjp's functions, on their way to the primitive; bwd's cotangents are ch
     flatten_primal         0.4.28+        .custom_derivatives:_flatten_fun_nokwargs
     flatten_fwd            0.4.28+        .custom_derivatives:_flatten_fwd
     flatten_bwd            0.4.28+        .custom_derivatives:_flatten_bwd
+a bwd that adds to accumulators of gradients, and returns none
+    BwdWithAccums          0.12.0+        .custom_derivatives:_FlatBwdWithAccums
 cotangents that are known to be zero keep their form; for None, bwd's cotangent is one
     SymbolicZero           0.4.28+        .ad_util:SymbolicZero(aval)
     Zero                   0.4.28+        .ad_util:Zero(aval)

@@ -169,6 +169,21 @@ def custom_with_args(f):
     return lambda x: op(f, x)
 
 
+def by_accumulators(f):
+    """Return a step whose bwd adds to accumulators and returns nothing."""
+    op = jax.custom_vjp(lambda x: jnp.sin(x))
+    bwd = lambda c, g, gradient: gradient.accum(c * f(g))  # noqa: E731
+    op.defvjp_with_accums(lambda x: (jnp.sin(x), jnp.cos(x)), bwd)
+    return op
+
+
+def with_logs(f):
+    op = jax.custom_vjp(lambda x: jnp.sin(x))
+    bwd = lambda c, g: ((c * f(g),), {"sum": jnp.sum(g)})  # noqa: E731
+    op.defvjp_with_logs(lambda x: (jnp.sin(x), jnp.cos(x)), bwd)
+    return op
+
+
 def in_the_second(f):
     """Return a step with a linear bwd, by residuals whose own bwd computes ``f``."""
     inner = custom_with_args(f)
@@ -245,6 +260,8 @@ STEPS: dict[str, Callable] = {
     "rounds": rounded_forward,
     "solves": iterated_forward,
 }
+LATER = {"accums": by_accumulators, "logs": with_logs}  # by a method of newer JAX
+STEPS |= {n: step for n, step in LATER.items() if hasattr(jax.custom_vjp, f"defvjp_with_{n}")}
 
 
 # Where the step stands in the body.

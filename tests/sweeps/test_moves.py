@@ -78,6 +78,10 @@ def iterators_are_forgotten(monkeypatch):
     monkeypatch.setattr(python_state, "_is_stuck", lambda kind: False)
 
 
+def a_bwd_is_not_read(monkeypatch):
+    monkeypatch.setattr(custom_vjp.CustomVjpHooks, "_unread", lambda *args: None)
+
+
 CASE = moves.Case(
     (4, 2), ("data",), "plain", (("custom_vjp", "plain", "clipped"),), ("both",), False
 )
@@ -117,3 +121,27 @@ def test_a_cast_is_moved_over_the_axis_of_a_vmap(casts):
     case = dataclasses.replace(case, steps=(("nondiff", "plain", "negative"),))
     outcome = moves.compare_case(case)
     assert outcome == ("casts" if casts else "switched")
+
+
+UNREAD = sorted(moves.LATER.keys() & moves.STEPS.keys())  # none on a JAX without such bwds
+
+
+def test_a_bwd_that_is_not_read_leaves_its_site(monkeypatch):
+    """It was switched, and computed its clipped gradient of the sum."""
+    cases = [dataclasses.replace(CASE, steps=((kind, "plain", "clipped"),)) for kind in UNREAD]
+    for case in cases:
+        assert moves.compare_case(case).startswith("left: the bwd '<lambda>' ")
+    a_bwd_is_not_read(monkeypatch)
+    for case in cases:
+        assert moves.compare_case(case).startswith("different")
+
+
+def test_no_cast_moves_past_a_bwd_that_is_not_read(monkeypatch):
+    """JAX refused the type of the cotangent that it returned."""
+    case = dataclasses.replace(CASE, body="looped", casts=True)
+    cases = [dataclasses.replace(case, steps=((kind, "plain", "scaled"),)) for kind in UNREAD]
+    for case in cases:
+        assert moves.compare_case(case) == "casts"
+    a_bwd_is_not_read(monkeypatch)
+    for case in cases[: UNREAD.count("accums")]:
+        assert moves.compare_case(case).startswith("refused")

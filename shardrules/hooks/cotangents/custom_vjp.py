@@ -20,6 +20,7 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact, widened
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import Aval
+from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.doubts import Doubts
 from shardrules.hooks.cotangents.refusals import Cotangent
@@ -66,6 +67,14 @@ class CustomVjpHooks(Hooks):
         patches.attribute(*self.door.owner("flatten_primal"), self._flatten_primal)
         patches.attribute(*self.door.owner("flatten_fwd"), self._flatten_fwd)
         patches.attribute(*self.door.owner("flatten_bwd"), self._flatten_bwd)
+        if (kind := self.door.BwdWithAccums) is not None:
+            original = kind.call_with_accums
+
+            def call(bwd: Any, *args: Any) -> Any:
+                self._unread(bwd.bwd, "adds to accumulators")
+                return original(bwd, *args)
+
+            patches.attribute(kind, "call_with_accums", call)
 
     def _flatten_primal(self, fun: Any, *rest: Any, **options: Any) -> Any:
         return self.door.flatten_primal(self._scoped(fun), *rest, **options)
@@ -102,9 +111,12 @@ class CustomVjpHooks(Hooks):
         if not scope.active:
             return flat
         in_tree, in_avals, trees, *others = rest
+        logs = any(others[2:])  # the primal, whether zeros are symbolic, and from JAX 0.11 logs
         bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(others), scope)
 
         def run(*args: Any) -> Any:
+            if logs:
+                self._unread(fun, "returns logs")
             # It is traced after its forward's scope has closed.
             with self._inside_bwd() as gained:
                 staged = bwd
@@ -115,6 +127,14 @@ class CustomVjpHooks(Hooks):
 
         self._rules[run] = bwd.fun
         return self.door.wrapped(run, flat)
+
+    def _unread(self, bwd: Any, does: str) -> None:
+        """Note a bwd whose cotangents the hooks don't see; no cast moves past it."""
+        why = f"the bwd {self.door.function_name(bwd)!r} {does}, so its gradients can't be compared"
+        if (notes := self.state.scope.notes) is not None:
+            notes.doubts.append(why)
+        if self.state.here.transpose.summed is not None:  # casts are being placed around it
+            raise ShardrulesError(why)
 
     def rule_of(self, bwd: Any) -> Any:
         """Return the author's function, with its static arguments, of the one that JAX binds."""

@@ -310,7 +310,8 @@ def test_hooks_are_installed_once_and_where_the_environment_is_set(
     assert left == []
     pathlib.Path("on.patch").write_text(patch)
     subprocess.run(["patch", "-p1", "-i", "on.patch"], check=True)
-    added = "\nimport shardrules\n\nshardrules.install()\n\n" if after else ""
+    imports = "" if "import shardrules\n" in after else "import shardrules\n\n"
+    added = f"\n{imports}shardrules.install()\n\n" if after else ""
     rest = before.removeprefix(after)
     assert path.read_text().replace("\n\n\n", "\n\n") == (
         f"{after}{added}{rest}x = shard_map(f, check_vma=True)\n".replace("\n\n\n", "\n\n")

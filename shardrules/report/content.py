@@ -124,22 +124,20 @@ class Content:
         """Name the hint that saves most, and count the others; empty if there are none."""
         if not self.hints:
             return ""
-        first, *others = alike_hints(self.hints)
+        (first, *_), *others = self._joined(alike_hints(self.hints))
         entry = first[0].entry
-        where = f" at {here(entry.source)}" if entry.source else f", {entry.what}"
+        where = f" at {here(entry.place)}" if entry.source else f", {items.place(first)}"
         more = f" and {len(others)} more" if others else ""
         return f"could be cheaper: {first[0].kind}{where}{more}"
 
     @property
     def costliest(self) -> str:
         """Name the finding or hint that saves most; empty if there is none."""
-        every: list[Finding | Hint] = [*self.findings, *self.hints]
-        changes = sorted(every, key=lambda one: self._rank([one]))
-        if not changes or not self.findings:
+        if not self.findings:
             return self.cheaper
-        entry, kind = changes[0].entry, changes[0].kind
-        where = f" at {here(entry.source)}" if entry.source else ""
-        return f"the costliest: {kind} {entry.what}{where}"
+        every: list[Group] = [*findings.alike(self.findings), *alike_hints(self.hints)]
+        (first, *_), *_ = self._joined(every)
+        return f"the costliest: {first[0].kind} {items.place(first)}"
 
     @property
     def spent(self) -> str:
@@ -214,7 +212,8 @@ class Content:
         if worth.round_trips and not (worth.bytes and isinstance(group[0], Finding)):
             parts.append(counted(worth.round_trips, "round trip"))
         most = "at most " if worth.at_most or not worth.is_sure else ""
-        along = f", together with {counted(others, 'other finding')}" if others > 0 else ""
+        noun = "other finding" if isinstance(group[0], Finding) else "other"
+        along = f", together with {counted(others, noun)}" if others > 0 else ""
         why = worth.at_most and self.why_at_most
         why = f"; how much exactly can't be said here: {why}" if why else ""
         return f"{most}{' and '.join(parts)}{self._share(worth)}{along}{why}"
@@ -393,10 +392,14 @@ class Content:
             Block("Allowed", items=tuple(allowed)),
         )
 
-    def _ranked(self, title: str, groups: Iterable[Sequence[Finding | Hint]]) -> Block:
+    def _joined(self, groups: Iterable[Group]) -> list[tuple[Group, ...]]:
+        """Gather groups that one change removes, the costliest first, also within each."""
+        joined = alike(sorted(groups, key=self._rank), items.change)
+        return sorted(joined, key=lambda same: self._rank(flat(same)))
+
+    def _ranked(self, title: str, groups: Iterable[Group]) -> Block:
         """List groups, the costliest first, and fold those below 1% together into one line."""
-        ordered = sorted(groups, key=self._rank)
-        joined = sorted(alike(ordered, items.unblocking), key=lambda same: self._rank(flat(same)))
+        joined = self._joined(groups)
         ranked = [(same, _sum(map(self.ledger.worth, flat(same)))) for same in joined]
         movable = [n for n, (same, _) in enumerate(ranked) if same[0][0].kind not in _NEVER_FOLDED]
         count = self.ledger.folded([ranked[n][1] for n in movable])

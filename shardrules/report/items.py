@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Sequence
 
 from shardrules import hlo, units
@@ -47,9 +48,19 @@ def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
     return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.place, hint.advice))
 
 
-def unblocking(group: Group) -> object:
-    """Give what would let an unproven collective be judged, a flag say; of others, themselves."""
-    return (group[0].kind == "unproven" and group[0].advice) or id(group)
+def change(group: Group) -> object:
+    """Give what groups have in common that are followed together; of others, themselves.
+
+    Unproven collectives that one flag lets judge; parts of one combined collective, which goes
+    when none of them is left.
+    """
+    first = group[0]
+    if first.kind == "unproven":
+        return first.advice or id(group)
+    if isinstance(first, Finding) and first.hint is None:
+        return id(group)
+    collective = first.verdict.collective
+    return first.kind, collective.computation, collective.name, re.sub(r"\d+", "", first.advice)
 
 
 def flat(groups: Iterable[Group]) -> list[Finding | Hint]:
@@ -57,8 +68,10 @@ def flat(groups: Iterable[Group]) -> list[Finding | Hint]:
 
 
 def place(group: Group) -> str:
+    """Name a collective by its line, or by the argument that it moves where it has none."""
     entry = group[0].entry
-    return f"{entry.what} at {here(entry.place)}" if entry.place else entry.what
+    where = f"at {here(entry.place)}" if entry.source else f"of {entry.place}"
+    return f"{entry.what} {where}" if entry.place else entry.what
 
 
 def item(
@@ -80,7 +93,8 @@ def item(
         name += f" and {count - 1} like it"
     elif verdict.range is not None:
         part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
-    what = f"{f'{count} x ' if count > 1 else ''}{entry.what}, {each}{part} ({name})"
+    moved = f" of {entry.place}" if entry.place and not entry.source else ""
+    what = f"{f'{count} x ' if count > 1 else ''}{entry.what}{moved}, {each}{part} ({name})"
     lines = [("saves", saves), ("took", time)]
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
@@ -89,7 +103,8 @@ def item(
     lines.append(("allowed:", reason) if reason else (TODO, here(first.advice)))
     said = tuple((label, text) for label, text in lines if text)
     library = verdict.collective.library
-    source = f"{here(entry.place)}, in {library}" if library else here(entry.place)
+    source = here(entry.place) if entry.source else ""
+    source += f", in {library}" if library else ""
     return Item(first.kind, what, source, said, entry)
 
 

@@ -268,7 +268,8 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
         texts.setdefault(script, _lines(script))
         lines = after.setdefault(script, list(texts[script]))
         newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
-        added = [*([""] if where else []), *_INSTALL.splitlines(), *rules, ""]
+        install = _INSTALL.splitlines()[2 * _imports(script, where) :]
+        added = [*([""] if where else []), *install, *rules, ""]
         if where < len(lines) and not lines[where].strip():
             added.pop()
         lines[where:where] = [line + newline for line in added]
@@ -369,6 +370,13 @@ def _place_to_install(
         if imports or _sets_variables(node) or is_docstring:
             place = node.end_lineno or node.lineno
     return place, calls
+
+
+def _imports(script: str, end: int) -> bool:
+    """Return whether a script imports shardrules, by this name, in its lines up to ``end``."""
+    first = (node for node in _tree(script).body if node.lineno <= end)
+    names = (a for node in first if isinstance(node, ast.Import) for a in node.names)
+    return any(a.name == "shardrules" and a.asname in (None, a.name) for a in names)
 
 
 # Statements and expressions whose parts may not run.

@@ -87,3 +87,49 @@ def test_the_costliest_of_findings_and_of_what_could_be_cheaper(cpu_mesh):
 
 def test_a_program_without_collectives_has_no_findings(cpu_mesh):
     assert told(jax.jit(jnp.tanh), cpu_mesh, ((64, 128), P("data")))[1] == "no findings"
+
+
+def cheaper(content):
+    return next(block for block in content.changes if block.title == "Could be cheaper")
+
+
+def test_parts_of_one_combined_collective_are_one_change(cpu_mesh):
+    """Without the other, a part that leaves the loop saves no round trip."""
+
+    def statistics(x):
+        def layer(h, _):
+            h = jnp.tanh(h)
+            mean = lax.pmean(h.mean(), "data")
+            return h, (mean, lax.pmean((h**2).mean(), "data"))
+
+        return lax.scan(layer, x, None, length=8)
+
+    f = sharded(statistics, cpu_mesh, P("data"), (P("data"), P()))
+    content, end = told(f, cpu_mesh, ((64, 128), P("data")))
+    first, second = content.hints
+    names = [hint.verdict.collective.name for hint in content.hints]
+    assert names[0] == names[1] and first.entry.source != second.entry.source
+    assert end.startswith("could be cheaper: after the loop at ") and " more" not in end
+    block = cheaper(content)
+    (said,) = block.items
+    lines = dict(said.lines)
+    assert lines["saves"] == "7 round trips, together with 1 other" and not block.rest
+    assert second.entry.what in lines["likewise"] and "test_first_line.py:" in lines["likewise"]
+
+
+def test_the_first_line_names_what_the_list_begins_with(cpu_mesh):
+    """Two gathers of one line save more together than a larger one of another line."""
+
+    def f(x, y, z):
+        def total(a):
+            return lax.all_gather(a, "data", tiled=True).sum(0)
+
+        small = [total(a) for a in (x, jnp.tanh(y))]
+        return *small, lax.all_gather(z, "data", tiled=True).sum(0)
+
+    rows = P("data")
+    sizes = [((64, 128), rows), ((64, 128), rows), ((96, 128), rows)]
+    content, end = told(sharded(f, cpu_mesh, rows, rows, rows, (P(),) * 3), cpu_mesh, *sizes)
+    first = cheaper(content).items[0]
+    assert first.what.startswith("2 x ")
+    assert end == f"could be cheaper: reduce instead at {first.source} and 1 more"

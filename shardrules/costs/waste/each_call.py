@@ -25,7 +25,7 @@ def find(site: Site) -> Hint | None:
     times = "once" if first == 1 else f"{first} times"
     return site.hint(
         f"each call only adds its result to an argument that it returns, and the next call takes "
-        f"that: {runs} calls sum up {size} B each. {_change(site)}, and sum that up {times}, in "
+        f"that: {runs} calls sum it up. {_change(site)}, and sum that up {times}, in "
         "what takes it after the loop (equal up to rounding)",
         bytes_after=-(-size * first // runs),
         sent_after=-(-sent * first // runs),

@@ -276,7 +276,7 @@ class Site:
         self.is_unnamed = not called
         # A loop holds the shard_map that holds it.
         self.in_inner_shard_map = self.in_shard_map and bool(re.search("while.*shard_map", name))
-        self.where = entry.source or collective.name  # for people
+        self.where = entry.place or collective.name  # for people
         # In a line of code: 'data', or ('data', 'model').
         axes = entry.axes or ()
         self.over = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis_name"

@@ -6,12 +6,14 @@ import sys
 import zlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# LLVM's optimizations took a tenth of the suite's time (JAX 0.12.0.1), and no test is about them:
-# what is read of a program is fixed before LLVM sees it.
-_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
-_SET = os.environ.get("XLA_FLAGS", "").split()
+# Of a flag that stands twice XLA takes the last. LLVM's optimizations took a tenth of the suite's
+# time (JAX 0.12.0.1), and no test is about them: what is read of a program is fixed before LLVM.
 os.environ["XLA_FLAGS"] = " ".join(
-    [*_SET, *(flag for flag in _FLAGS if flag.split("=")[0] not in {s.split("=")[0] for s in _SET})]
+    [
+        "--xla_backend_optimization_level=0",
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+    ]
 )
 
 # Kernels in TPU interpret mode wait for each other, in as many threads as there are devices; with

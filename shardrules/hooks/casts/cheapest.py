@@ -31,15 +31,16 @@ class Cost:
         return self.bytes <= other.bytes and self.wire_bytes <= other.wire_bytes
 
 
-def cheapest(limits: Limits) -> Labels:
-    """Return the labels that sum the fewest bytes."""
+def cheapest(limits: Limits, bound: Cost | None = None) -> Labels:
+    """Return the labels that sum the fewest bytes, of those within a bound if there are any."""
     # The fewest bytes summed are not always the fewest on the wire. So labels that cost no more
     # than JAX's late casts, and no more than with the check off, come first.
     graph = limits.graph
     if not limits.groups:
         return limits.low
-    late, off = cost_as_traced(graph), cost_unchecked(graph)
-    bound = Cost(min(late.bytes, off.bytes), min(late.wire_bytes, off.wire_bytes))
+    if bound is None:
+        late, off = cost_as_traced(graph), cost_unchecked(graph)
+        bound = Cost(min(late.bytes, off.bytes), min(late.wire_bytes, off.wire_bytes))
     tried: list[tuple[bool, Cost, Labels]] = []
     search = _Search(limits)
     for labels in search.candidates():
@@ -276,6 +277,8 @@ def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
         reasons = [why for rule in rules if (why := rule(graph))]
         if reasons and _is_within(graph, off):
             return tuple(reasons)
+    if _is_within(make(), off, off):
+        return ("fewer operand bytes would send more on the wire than late casts do",)
     return ("the cause is not known",)
 
 
@@ -292,8 +295,8 @@ def in_the_way(make: Callable[[], Graph], least: Cost) -> str:
     return f"{why}; without that, they would sum {without.bytes:,} B" if fewer else ""
 
 
-def _is_within(graph: Graph, off: Cost) -> bool:
+def _is_within(graph: Graph, off: Cost, bound: Cost | None = None) -> bool:
     try:
-        return cost(graph, cheapest(Limits(graph))).within(off)
+        return cost(graph, cheapest(Limits(graph), bound)).within(off)
     except ValueError:  # no labels suit the relaxed graph
         return False

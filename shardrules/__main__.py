@@ -82,10 +82,7 @@ def _parser(given: str) -> Any:
         """A parser whose errors are ShardrulesErrors."""
 
         def __init__(self, **options: Any):
-            super().__init__(
-                allow_abbrev=False, add_help=False, formatter_class=Paragraphs, **options
-            )
-            self.add_argument("-h", "--help", action="help", help="show this and exit")
+            super().__init__(allow_abbrev=False, formatter_class=Paragraphs, **options)
 
         def error(self, message: str) -> NoReturn:
             command = f" {given}" if given in COMMANDS and " " not in self.prog else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardrules.door.protocols import Aval, Primitive
 
-# From a module to its family. A module may also hold primitives that it imports: the first wins.
+# From a family to its modules, below jax._src.
 _MODULES = {
     "parallel": "lax.parallel",
     "debug": "debugging",
@@ -29,6 +29,7 @@ _MODULES = {
     "mgpu": "pallas.mosaic_gpu.primitives pallas.mosaic_gpu.core pallas.mosaic_gpu.lowering",
     "triton": "pallas.triton.primitives",
 }
+# From a module to its family. A module may also hold primitives that it imports: the first wins.
 FAMILIES: dict[str, str] = {}
 for _family, _names in _MODULES.items():
     FAMILIES |= dict.fromkeys((f"jax._src.{name}" for name in _names.split()), _family)

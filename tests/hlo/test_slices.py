@@ -180,6 +180,35 @@ def test_a_choice_by_slice_does_not_hang():
     assert all(v.divergent for v in judgement.verdicts)
 
 
+def test_a_choice_of_what_is_sent_to_other_slices_is_the_same_in_all():
+    """The predicates around a send count, also where nothing else in its branch communicates."""
+    branches = (
+        "".join(
+            f"""%branch.{k} (p.{k}: f32[8]) -> f32[8] {{
+  %p.{k} = f32[8] parameter(0)
+  {sent.replace("%", f"%b{k}.")}
+  ROOT %r.{k} = f32[8] add(%b{k}.y, %b{k}.y)
+}}
+
+"""
+            for k, sent in enumerate([crossing("%p"), crossing("%p", name="a_1")])
+        )
+        .replace("%b0.p,", "%p.0,")
+        .replace("%b1.p,", "%p.1,")
+    )
+    # Each sends to the device of its own number in the other slice, which chooses as it does.
+    equal = "%s = s32[] parameter(1), sharding={replicated}"
+    by_device = "%i = u32[] partition-id()\n%s = s32[] convert(%i)"
+    by_slice = '%s = s32[] custom-call(), custom_call_target="SliceId"'
+    for own, verdicts in {
+        equal: [("needed", False)] * 2,
+        by_device: [("needed", False)] * 2,
+        by_slice: [("unproven", True)] * 2,
+    }.items():
+        judgement = two(own, CHOICE, before=branches, sharding=OVER_SLICE)
+        assert [(v.verdict, v.divergent) for v in judgement.verdicts] == verdicts, own
+
+
 def test_the_number_of_a_slice_differs_between_slices_only():
     own = '%s = u32[] custom-call(), custom_call_target="SliceId"\n%y = u32[] add(%s, %s)'
     (output,) = two(own).outputs

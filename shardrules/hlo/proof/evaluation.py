@@ -52,7 +52,7 @@ _TAKES = (
 _NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 
 
-_SPEAK = frozenset([*hc.OPCODES, "custom-call"])
+_SPEAK = hc.COMMUNICATE | {"custom-call"}
 # Opcodes whose handlers neither report nor record anything about the computation they are in.
 _QUIET = (ELEMENTWISE | LOCAL | APPLIERS | {"parameter", "constant", "tuple"}) - frozenset(
     "dynamic-update-slice send send-done outfeed".split()
@@ -68,7 +68,7 @@ class CallGraph:
         # By name, why a computation also runs in a way that no evaluation covers. Nothing is proven
         # for the collectives in it, even if other callers were evaluated.
         self.unfollowed: dict[str, hs.Blocker] = {}
-        self.talking: set[str] = set()  # computations with a collective, directly or through calls
+        self.talking: set[str] = set()  # computations that communicate, directly or through calls
         self._impure: set[str] = set()
         # Computations that no message and no record names. A repetition of one has the same
         # result for the same arguments, so that its original is evaluated in its place.
@@ -259,7 +259,7 @@ class Proof:
         self._memo: dict[tuple[str, tuple[Value, ...], int], Value] = {}
         self._counts: dict[str, int] = {}  # of the parameters of quiet computations
         self._summaries: dict[str, list[summaries.Word] | summaries.Word | None] = {}
-        self._evaluated: set[str] = set()  # computations that ran once: the next run is by summary
+        self._evaluated: set[str] = set()  # computations that ran once; a summary may follow
         self._depth = 0
 
     def abandoned(self, names: Iterable[str], why: str, operands: Sequence[Value]) -> int:
@@ -319,8 +319,8 @@ class Proof:
                 if summary is not None:
                     return self._merged(summary, arguments)
                 self._evaluated.add(name)  # a single evaluation costs no more than a summary
-        # The guard, the state of the predicates around, matters to collectives alone. Without any
-        # below, callers under different guards share one result.
+        # The guard, the state of the predicates around, matters to what communicates alone:
+        # collectives, sends, kernels. Callers of what holds none share one result.
         if guard == hs.SAME or name not in self.reach.talking:
             guard = 0
         key = (name, arguments, guard)

@@ -43,11 +43,13 @@ def is_compiled(module: hm.Module) -> bool:
             if i.opcode in _COMPILED or i.opcode.endswith("-start"):
                 return True
             taken.update(i.operands)
+        if early:
+            continue
         # A reshape, or what XLA would have fused into its only user, shows that passes are to come.
         alone = {
             n for n, i in enumerate(instructions) if taken[n] == 1 and _is_fused(i, _PRODUCERS)
         }
-        early = early or any(
+        early = any(
             i.opcode == "reshape" or (_is_fused(i) and not alone.isdisjoint(i.operands))
             for i in instructions
         )

@@ -135,8 +135,9 @@ class Content:
         """Name the finding or hint that saves most; empty if there is none."""
         if not self.findings:
             return self.cheaper
-        every: list[Group] = [*findings.alike(self.findings), *alike_hints(self.hints)]
-        (first, *_), *_ = self._joined(every)
+        every = self._joined(findings.alike(self.findings))
+        every += self._joined(alike_hints(self.hints))
+        (first, *_) = min(every, key=lambda same: self._rank(flat(same)))
         return f"the costliest: {first[0].kind} {items.place(first)}"
 
     @property

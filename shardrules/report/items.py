@@ -19,6 +19,8 @@ TODO = "to do:"  # the label of advice
 RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
 LISTED = 3  # of the findings that are folded into one line
 Group = Sequence[Finding | Hint]  # that are alike
+# Kinds whose advice takes a collective out of a loop: it stays there until its last part goes.
+_GO_TOGETHER = ("repeated", "after the loop", "each call")
 
 
 def lacking(output: outputs.Unequal) -> tuple[object, ...]:
@@ -57,7 +59,7 @@ def change(group: Group) -> object:
     first = group[0]
     if first.kind == "unproven":
         return first.advice or id(group)
-    if isinstance(first, Finding) and first.hint is None:
+    if first.kind not in _GO_TOGETHER or (isinstance(first, Finding) and first.hint is None):
         return id(group)
     collective = first.verdict.collective
     return first.kind, collective.computation, collective.name, re.sub(r"\d+", "", first.advice)

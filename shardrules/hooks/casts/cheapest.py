@@ -105,7 +105,7 @@ class _Search:
         chosen, prices = dict.fromkeys([casts, *limits.groups]), Prices(graph, graph.every)
         for axes in chosen:
             cut = self._last  # with one group, the only one: its flow gives the earliest choice too
-            if cut is None or fixed or len(chosen) > 1:
+            if cut is None or fixed or graph.residuals or len(chosen) > 1:
                 self._left -= len(limits.free)
                 cut = Cut(limits, labels, limits.mixed(labels, axes, most), prices)
             early = cut.earliest()

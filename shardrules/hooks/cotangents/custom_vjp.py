@@ -111,7 +111,7 @@ class CustomVjpHooks(Hooks):
         if not scope.active:
             return flat
         in_tree, in_avals, trees, *others = rest
-        logs = any(others[2:])  # the primal, whether zeros are symbolic, and from JAX 0.11 logs
+        logs = others[-1:] == [True]  # from JAX 0.11; older ones have no others
         bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(others), scope)
 
         def run(*args: Any) -> Any:

@@ -68,11 +68,11 @@ class CustomVjpHooks(Hooks):
         patches.attribute(*self.door.owner("flatten_fwd"), self._flatten_fwd)
         patches.attribute(*self.door.owner("flatten_bwd"), self._flatten_bwd)
         if (kind := self.door.BwdWithAccums) is not None:
-            original = kind.call_with_accums
+            original, hooks = kind.call_with_accums, self
 
-            def call(bwd: Any, *args: Any) -> Any:
-                self._unread(bwd.bwd, "adds to accumulators")
-                return original(bwd, *args)
+            def call(self: Any, *args: Any, **options: Any) -> Any:
+                hooks._unread(self.bwd, "adds to accumulators")
+                return original(self, *args, **options)
 
             patches.attribute(kind, "call_with_accums", call)
 

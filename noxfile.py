@@ -71,7 +71,9 @@ _built = []
 
 def install(session, jax):
     """Install a JAX, what the tests need, and the package."""
-    session.install("-q", f"jax=={jax}", f"jaxlib=={jax}", *matrix.VERSIONS[jax][1], "pytest")
+    session.install(
+        "-q", f"jax=={jax}", f"jaxlib=={jax}", *matrix.VERSIONS[jax][1], "absl-py", "pytest"
+    )
     session.install("-q", "--no-deps", "--force-reinstall", wheel(session))
 
 

@@ -278,7 +278,8 @@ def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
         if reasons and _is_within(graph, off):
             return tuple(reasons)
     if _is_within(make(), off, off):
-        return ("fewer operand bytes would send more on the wire than late casts do",)
+        # Such casts are there, and were passed over for late ones' bounds.
+        return ("casts of so few bytes move more than late ones, in operands or on the wire",)
     return ("the cause is not known",)
 
 

@@ -49,17 +49,17 @@ def pytest_addoption(parser):
     parser.addoption(
         "--lane",
         choices=("1/2", "2/2"),
-        help="of the tests marked one_lane, slow, tpu or gpu, and of random seeds, the half that "
-        "one of the two lanes of .ci/run takes",
+        help="of the tests marked one_lane, slow, tpu or gpu, of the cases of a test after its "
+        "first, and of random seeds, the half that one of the two lanes of .ci/run takes",
     )
 
 
-def _of_other_lane(item, lane):
+def _of_other_lane(item, lane, first):
     """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
     shared = any(map(item.get_closest_marker, ("one_lane", "tpu", "gpu")))
     # tests/core is what each JAX runs, and what shares its seeds runs half of them in each lane.
-    if item.get_closest_marker("slow") and "share" not in item.fixturenames:
-        shared = shared or not item.nodeid.startswith("tests/core/")
+    if not item.nodeid.startswith("tests/core/") and "share" not in item.fixturenames:
+        shared = shared or item not in first or bool(item.get_closest_marker("slow"))
     if not lane or not shared or any(map(item.get_closest_marker, _IN_NO_LANE)):
         return False
     return lane != f"{1 + zlib.crc32(item.nodeid.encode()) % 2}/2"
@@ -70,13 +70,17 @@ _IN_NO_LANE = ("where", "triton", "libraries", "full")
 _LONG = ("tpu", "gpu", "triton", "libraries", "slow", "one_lane", "full")
 
 
-def _quick(items):
-    """The first case of each test function that is not slow and needs no accelerator's compiler."""
+def _first(items):
+    """The first case of each test function."""
     found = {}
     for item in items:
-        if not any(map(item.get_closest_marker, _LONG)):
-            found.setdefault(item.nodeid.partition("[")[0], item)
-    return list(found.values())
+        found.setdefault(item.nodeid.partition("[")[0], item)
+    return set(found.values())
+
+
+def _quick(items):
+    """The first case of each test function that is not slow and needs no accelerator's compiler."""
+    return _first(item for item in items if not any(map(item.get_closest_marker, _LONG)))
 
 
 def _for_other_versions(item):
@@ -86,22 +90,22 @@ def _for_other_versions(item):
 
 def pytest_collection_modifyitems(config, items):
     lane = config.getoption("--lane")
-    marks = ("where", "one_lane", "slow", "tpu", "gpu") if lane else ("where",)
-    if any(item.get_closest_marker(mark) for item in items for mark in marks):
+    if lane or any(item.get_closest_marker("where") for item in items):
         from core import versions
 
         # Deselected, not passed by an early return: core/matrix.py checks that each runs somewhere.
-        left_out = [
-            item for item in items if _for_other_versions(item) or _of_other_lane(item, lane)
-        ]
+        here = [item for item in items if not _for_other_versions(item)]
+        first = _first(here)
+        kept = {item for item in here if not _of_other_lane(item, lane, first)}
+        left_out = [item for item in items if item not in kept]
         if config.option.xmlpath:  # for core/matrix.py
             versions.write_left_out(config.option.xmlpath, [item.nodeid for item in left_out])
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = [item for item in items if item in kept]
     if config.getoption("--quick"):
         kept = _quick(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
         return
     # Deselected, not skipped: a skipped test is a test that runs nowhere, and .ci/run refuses it.
     if config.getoption("--full"):

@@ -113,22 +113,23 @@ INTERPRETED = [
 QUICK = ("splash_mha_passed", "megablox_gmm_gs", "mha_mixedkv", "rms_norm", "softmax_fwd")
 
 
-@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def interpreted(chosen):
+    """The cases that are chosen; those that aren't quick are marked."""
+    return [
+        pytest.param(case, marks=() if case.name in QUICK else pytest.mark.full, id=case.name)
+        for case in INTERPRETED
+        if chosen(case)
+    ]
+
+
+@pytest.mark.parametrize("case", interpreted(lambda case: True))
 @pytest.mark.slow
-@pytest.mark.one_lane
 def test_interpreted_under_the_check_equals_one_device(hooks, case):
     """No annotation, no rule line; k and v, biases and weights replicated where the case is so."""
     build.assert_equals_one_device(case, check_vma=True)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case.name in QUICK else pytest.mark.full, id=case.name)
-        for case in INTERPRETED
-        if case.interpret == "argument"
-    ],
-)
+@pytest.mark.parametrize("case", interpreted(lambda case: case.interpret == "argument"))
 def test_interpreted_equals_one_device(case):
     build.assert_equals_one_device(case, check_vma=False)
 

@@ -78,8 +78,9 @@ def of(jaxpr: Jaxpr) -> Again | None:
 def _is_now(context: Any) -> bool:
     """Return whether the settings and meshes on which tracing depends are those that were noted."""
     now = seams.named("trace_context")()
-    # A context of users that was made since stands at the end, None where nobody has set it.
-    return now[: len(context)] == context and not any(x is not None for x in now[len(context) :])
+    # What was made since stands at the end: a context of users, None where nobody has set it; and
+    # options of modules that JAX imports late, off (pallas_fuser's on 0.12, by lowering a kernel).
+    return now[: len(context)] == context and not any(now[len(context) :])
 
 
 def _shape(x: Any) -> Any:

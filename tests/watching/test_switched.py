@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import testing
+from shardrules.door import again
 from shardrules.unchecked import check_off, migration
 from shardrules.units import size
 from shardrules.watching import programs
@@ -111,6 +112,15 @@ def test_under_other_settings_than_then_a_saving_is_at_most(mesh):
     saves = said(content)[0]["saves"]
     assert saves.startswith("at most ")
     assert saves.endswith("here: a mesh or a setting of JAX that was active then is no longer")
+
+
+@pytest.mark.parametrize("value, same", [(None, True), (False, True), (True, False), ("x", False)])
+def test_an_option_that_jax_adds_since_counts_where_it_is_set(value, same, monkeypatch):
+    """JAX 0.12 adds one when it first lowers a kernel, and no program is traced as it was then."""
+    noted = again.Again(None, (), (), {}, (1, None), (None, None), None)
+    monkeypatch.setattr(again.seams, "named", lambda name: lambda: (1, None, value))
+    with noted.entered() as is_same:
+        assert is_same is same
 
 
 def test_of_a_shard_map_that_was_made_before_the_watch_a_saving_is_at_most(mesh):

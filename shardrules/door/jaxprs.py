@@ -66,6 +66,17 @@ def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
     return have.vary(*(frozenset(axes) - have.unreduced))
 
 
+def size_of(axes: frozenset[str]) -> int | None:
+    """Return the number of devices along mesh axes; None if an axis is not in scope."""
+    import jax
+
+    try:
+        size: int = jax.lax.psum(1, tuple(sorted(axes)))
+        return size
+    except NameError:
+        return None
+
+
 def union(types: Iterable[AxisType]) -> frozenset[str]:
     return frozenset().union(*(axis_type.varying for axis_type in types))
 

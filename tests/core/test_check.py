@@ -112,7 +112,7 @@ def test_outputs_vary_over_the_union_of_the_inputs(hooks, cpu_mesh):
         (lambda ctx: ctx.union.vary("model"), {"data", "model"}),
     ],
 )
-def test_rule_decides_over_which_axes_outputs_vary(rule, axes, hooks, cpu_mesh):
+def test_rule_decides_over_which_axes_outputs_vary(rule, axes, declared_only, cpu_mesh):
     sr.register("scale_kernel", rule)
     assert varies_as(scale, cpu_mesh, (DATA, P()), X, W) == axes
 

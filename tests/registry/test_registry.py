@@ -294,7 +294,7 @@ def test_one_jitted_function_in_two_scopes(cpu_mesh, declared_only):
         f.lower(x)
 
 
-def test_rules_of_the_whole_table(cpu_mesh, hooks):
+def test_rules_of_the_whole_table(cpu_mesh, declared_only):
     """Types of x, which varies over data, and of a second output where there is one."""
 
     def typed(rule, spec=P("data"), out_spec=P(("data", "model"))):

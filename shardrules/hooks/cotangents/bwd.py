@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import SUMS, inner_jaxprs, is_inexact, named_axes
+from shardrules.door.jaxprs import SUMS, inner_jaxprs, is_inexact, named_axes, size_of
 from shardrules.door.protocols import Jaxpr
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.communication import communicates
 from shardrules.hooks.cotangents.linearity import linearity
-from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, size_of
+from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Path, Trace
 from shardrules.jaxprs.rewrite import split

@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import is_inexact
+from shardrules.door.jaxprs import is_inexact, size_of
 from shardrules.door.protocols import Eqn
 from shardrules.errors import WholeCotangentWarning
 from shardrules.hooks.cotangents.bwd import Bwd, axes_of
 from shardrules.hooks.cotangents.communication import communicates
 from shardrules.hooks.cotangents.linearity import linearity
-from shardrules.hooks.cotangents.origins import size_of
 from shardrules.hooks.cotangents.traced import Path
 from shardrules.jaxprs.walk import equations
 from shardrules.paths import is_library

@@ -14,8 +14,6 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import jax
-
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     CASTS,
@@ -25,6 +23,7 @@ from shardrules.door.jaxprs import (
     is_inexact,
     is_transposed,
     named_axes,
+    size_of,
 )
 from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.divisors import (
@@ -392,12 +391,3 @@ def _number(eqn: Eqn, operands: Sequence[Any]) -> float | None:
         if (name in _SAME_NUMBER and (is_float or not first)) or (not first and name in _OF_ZEROS)
         else None
     )
-
-
-def size_of(axes: frozenset[str]) -> int | None:
-    """Return the number of devices along mesh axes; None if an axis is not in scope."""
-    try:
-        size: int = jax.lax.psum(1, tuple(sorted(axes)))
-        return size
-    except NameError:
-        return None

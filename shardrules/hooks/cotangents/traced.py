@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import CASTS, named_axes
+from shardrules.door.jaxprs import CASTS, named_axes, size_of
 from shardrules.door.protocols import Jaxpr
-from shardrules.hooks.cotangents.origins import Origin, Origins, rule_of, size_of
+from shardrules.hooks.cotangents.origins import Origin, Origins, rule_of
 from shardrules.jaxprs.walk import equations
 from shardrules.registry.axistypes import AxisType
 

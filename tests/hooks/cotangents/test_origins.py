@@ -175,7 +175,7 @@ def test_a_declared_cast_comes_from_nowhere_over_its_axis_alone(cpu_mesh, hooks)
         (sr.per_device(D), {D}, {D}, {D}),
     ],
 )
-def test_a_kernel_is_what_its_rule_says(rule, axes, sums, crossed, cpu_mesh, hooks):
+def test_a_kernel_is_what_its_rule_says(rule, axes, sums, crossed, cpu_mesh, declared_only):
     op = programs.copy_op("cpu", kernel=lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...]))
     with sr.rules({"<lambda>": rule}):
         (one,) = origins(lambda x, w: op(x.reshape(2, 2)), cpu_mesh).outputs

@@ -532,3 +532,49 @@ def test_threads_without_the_hooks_are_left_alone(cpu_mesh):
     slow(jnp.ones(3))
     thread.join()
     assert type(results["other"]) is ValueError and "must not be `None`" in str(results["other"])
+
+
+def _copy(x_ref, o_ref):
+    o_ref[...] = x_ref[...]
+
+
+SUMS = [
+    sr.all_reduce("data"),
+    sr.all_gather_invariant("data", "model"),
+    sr.linear(sr.all_reduce("model")),
+    sr.outputs(sr.all_reduce("data")),
+]
+
+
+@pytest.mark.parametrize("rule", SUMS, ids=repr)
+@pytest.mark.parametrize("check", [True, False])
+def test_a_sum_by_a_kernel_that_reads_no_other_device_is_refused(rule, check, cpu_mesh, hooks):
+    """As what it is declared its output is invariant; executed it differs between devices."""
+    op = programs.copy_op("cpu", kernel=rule(_copy))
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P(), check_vma=check)
+    with pytest.raises(errors.RuleError) as caught:
+        jax.eval_shape(f, jnp.ones(programs.SHAPE))
+    assert caught.value.rule == rule and caught.value.audit.proven
+    assert caught.value.axes == frozenset(rule.named_axes)
+
+
+def test_a_bwd_of_such_a_kernel_is_refused_for_its_rule(cpu_mesh, hooks):
+    """A CotangentError would send to bwd, where nothing is wrong."""
+    op = programs.copy_op("cpu", kernel=_copy)
+    loss = programs.loss_of(op, cpu_mesh, P("data", None))
+    with sr.rules({"_copy": sr.all_reduce("data")}), pytest.raises(errors.RuleError):
+        jax.eval_shape(jax.grad(loss), jnp.ones(programs.SHAPE))
+
+
+def test_a_sum_stands_where_nothing_contradicts_it(cpu_mesh, hooks):
+    """Over one device there is nothing to sum; a kernel that can't be read may sum."""
+    one = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("data", "model"))
+    op = programs.copy_op("cpu", kernel=sr.all_reduce("model")(_copy))
+    assert out_type(op, one, P("data"), [programs.SHAPE]) == {"data"}
+
+    @sr.all_reduce("data")
+    def reads_its_place(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + jax.lax.axis_index("data")
+
+    op = programs.copy_op("cpu", kernel=reads_its_place)
+    assert out_type(op, cpu_mesh, P("data"), [programs.SHAPE], P()) == set()

@@ -23,7 +23,15 @@ from shardrules.door.protocols import Aval, ClosedJaxpr, Jaxpr, JaxTrace, Params
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
-from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
+from shardrules.hooks.types.calls.opaque import (
+    Call,
+    OpaqueCall,
+    confirm,
+    is_doubtful,
+    prove,
+    resolve,
+    typed,
+)
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.owners import held_by, innermost, module_of
@@ -265,7 +273,7 @@ class MeshKernelHooks(Hooks):
         if self.door.checking() and layout.answer_count:
             resolution, types = self._resolve(primitive, params, kernel, avals)
             if first:
-                if not all(map(only_touches_refs, _jaxprs(params))):
+                if is_doubtful(kernel) or not all(map(only_touches_refs, _jaxprs(params))):
                     confirm(kernel, self.state, primitive.name, params, len(avals))
                 check_annotations(self.door, self.state, kernel, types)
             wants = list(resolution.inputs)

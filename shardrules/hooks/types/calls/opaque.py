@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax
 
 from shardrules.door.internals import Door
+from shardrules.door.jaxprs import size_of
 from shardrules.door.protocols import Aval
 from shardrules.errors import RuleError, UnknownKernelError
 from shardrules.hooks.state import COLLECT, Scope, State
 from shardrules.registry import suggestions
-from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
+from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext, show_axes
 from shardrules.registry.binding import Binding
 from shardrules.registry.builtin import no_communication
 from shardrules.registry.rule import Rule, Types
@@ -142,18 +143,35 @@ def prove(opaque: OpaqueCall, state: State, primitive: str, params: Any, operand
 
 
 def confirm(opaque: OpaqueCall, state: State, primitive: str, params: Any, operands: int) -> None:
-    """Raise RuleError if a kernel's own jaxpr contradicts its declaration ``no_communication``."""
+    """Raise RuleError if a kernel's own jaxpr contradicts what it is declared to communicate."""
     # A proven declaration is marked audited; one that can't be confirmed stays as declared. This
-    # runs when a call is lowered, so that tracing doesn't wait for it, and at the bind where the
-    # jaxpr has an effect beyond its refs. ``explain`` and ``scan_calls`` run it for every call.
+    # runs when a call is lowered, so that tracing doesn't wait for it, and at the bind where
+    # ``is_doubtful``. ``explain`` and ``scan_calls`` run it for every call.
     registration = opaque.registration
     if registration is None or registration.status == "audited":
         return
-    if registration.rule != no_communication:
+    joined = _joined(registration.rule) if opaque.governing(state).prove else frozenset()
+    if registration.rule != no_communication and not joined:
         return
     if opaque.audit is None:
         opaque.audit = state.registry.audit(primitive, params, operands)
     if opaque.audit is None:
+        return
+    if joined:
+        # Along an axis of one device there is nothing to join; out of scope there is no telling.
+        if opaque.audit.proven and (size_of(joined) or 1) > 1:
+            raise RuleError(
+                f"{opaque.call} is declared {registration.rule!r} at {registration.where}, but its "
+                "own jaxpr shows that it reads no other device: over "
+                f"{show_axes(joined)} its outputs differ where its inputs do. Remove the "
+                "declaration, since the jaxpr is proof enough, or declare "
+                "shardrules.no_communication. What is reduced beside the kernel, by jax.lax.psum, "
+                "needs no declaration.",
+                kernel=opaque.call.name,
+                rule=registration.rule,
+                audit=opaque.audit,
+                axes=joined,
+            )
         return
     if opaque.audit.contradicts_no_communication:
         raise RuleError(
@@ -167,6 +185,21 @@ def confirm(opaque: OpaqueCall, state: State, primitive: str, params: Any, opera
         )
     if opaque.audit.proven:
         opaque.registration = dataclasses.replace(registration, status="audited")
+
+
+def is_doubtful(opaque: OpaqueCall) -> bool:
+    """Return whether a declaration says that the outputs are invariant over more than the inputs.
+
+    ``confirm`` then runs at the bind: a wrong one gives a custom_vjp other cotangents, of which
+    JAX's errors and ours would speak before.
+    """
+    return opaque.registration is not None and bool(_joined(opaque.registration.rule))
+
+
+def _joined(rule: Rule) -> frozenset[str]:
+    """Return the mesh axes over which a rule says that the kernel joins data of all devices."""
+    effects = rule.effects(1) or ()
+    return frozenset().union(*(effect.axes for effect in effects if effect.kind == "join"))
 
 
 def _indented(audit: Any) -> str:

@@ -25,6 +25,7 @@ from shardrules.hooks.types.calls.opaque import (
     OpaqueCall,
     Results,
     confirm,
+    is_doubtful,
     prove,
     resolve,
     typed,
@@ -164,7 +165,7 @@ class PallasHooks(Hooks):
             return rest(primitive, trace, args, params)
         first = known is None or known.scope is None
         kernel = self.kernel_of(params, known)
-        if first and not only_touches_refs(jaxpr):
+        if first and (is_doubtful(kernel) or not only_touches_refs(jaxpr)):
             confirm(kernel, self.state, "pallas_call", params, 0)
         if self.door.checking():
             avals = tuple(map(self.door.typeof, args))

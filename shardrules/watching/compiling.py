@@ -104,8 +104,8 @@ def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
+    how = again.of(closed_jaxpr)  # before lowering, which traces jits of interpreted kernels
     computation = original(closed_jaxpr, *args, **kwargs)
-    how = again.of(closed_jaxpr)
     if _watchers:
         inside = list(equations(opened(closed_jaxpr)))
         meshes, kernels = (

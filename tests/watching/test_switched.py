@@ -5,10 +5,13 @@ import pathlib
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hooks.casts import test_kernels_in_bwds as kernels
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -77,6 +80,56 @@ def test_a_kernel_that_is_not_linear_is_named_and_migrate_is_not(mesh):
     assert "at most" in first["saves"] and "migrate" not in first["to do:"]
     assert "stays off: the bwd '<lambda>' is not known to be linear" in first["to do:"]
     assert "'clipped_norm_bwd_kernel'" in first["to do:"]
+
+
+def accumulated(x_ref, w_ref, o_ref, total):
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    total[...] += x_ref[...] @ w_ref[...]
+
+    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+    def _():
+        o_ref[...] = total[...]
+
+
+@jax.custom_vjp
+def product(x, w):
+    (rows, inner), columns = x.shape, w.shape[1]
+    return pl.pallas_call(
+        accumulated,
+        grid=(1, 2),
+        in_specs=[
+            pl.BlockSpec((rows, inner // 2), lambda i, k: (i, k)),
+            pl.BlockSpec((inner // 2, columns), lambda i, k: (k, 0)),
+        ],
+        out_specs=pl.BlockSpec((rows, columns), lambda i, k: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        scratch_shapes=[pltpu.VMEM((rows, columns), x.dtype)],
+        interpret=True,
+    )(x, w)
+
+
+product.defvjp(
+    lambda x, w: (product(x, w), (x, w)),
+    lambda kept, g: (product(g, kept[1].T), product(kept[0].T, g)),
+)
+
+
+def test_a_kernel_whose_lowering_traces_jits_is_traced_again(mesh):
+    """JAX multiplies the sizes of a grid by a jit to interpret one, after it traced the program."""
+
+    def loss(w, x):
+        return lax.pmean((lax.psum(product(x, w), "tensor") ** 2).sum(), "data")
+
+    def make():
+        specs = dict(in_specs=(P("tensor"), P("data", "tensor")), out_specs=P(), check_vma=False)
+        return jax.grad(jax.shard_map(loss, mesh=mesh, **specs))
+
+    args = np.ones((16, 8), np.float32), np.ones((8, 16), np.float32)
+    (first, *_) = said(watched(make, *args))
+    assert "at most" not in first["saves"], first
 
 
 def test_run_and_migrate_decide_alike_on_a_body_that_takes_gradients(mesh):

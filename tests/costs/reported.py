@@ -227,7 +227,7 @@ def moving(shape: tuple[int, ...], start: P, end: P, between: P, *, added: bool 
 RESHARDED = {
     "added": moving(
         (128, 128, 128), P(MODEL, None, DATA), P(None, BOTH), P(MODEL, DATA), added=True
-    )._replace(platforms=("cpu", "gpu")),
+    ),
     "rows_to_columns": moving((1024, 512), D, P(None, MODEL), P(DATA, MODEL)),
     "both_to_one": moving((1024, 512), P(BOTH), P(None, DATA), P(None, BOTH)),
     "turned": moving((1024, 512), P((MODEL, DATA)), P(None, DATA), P(MODEL, DATA)),

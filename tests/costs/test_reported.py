@@ -67,3 +67,22 @@ def test_the_cause_is_said_first_and_following_it_saves_as_much(platform, pair):
         if pair.positive:
             arrays = [jnp.abs(a) + 0.1 for a in arrays]
         jax.tree.map(assert_equal, now(*arrays), then(*arrays))
+
+
+def names_gathers_by_array():
+    return not versions.names_gathers_by_use()
+
+
+@versions.where(names_gathers_by_array)
+@pytest.mark.parametrize("name", reported.TWICE)
+def test_a_gather_for_a_constraint_is_named_as_one_without(cpu_mesh, name):
+    """Why there is no *gathered twice* under jit on JAX 0.12: advice on the constraint may cost."""
+    pair, named = reported.TWICE[name], []
+    layer = {"residual": reported.residual}.get(name, reported.dense)
+    for layout in (reported.whole, lambda w: w):
+        body = reported.trained(layout, False, layer)
+        judgement = testing.judge(compiled(cpu_mesh, body, pair))
+        found = [v.collective for v in judgement.verdicts if v.collective.kind == "all-gather"]
+        named.append([c.op_name for c in found if "transpose" in c.op_name])
+        assert not report.content(judgement).hints
+    assert named[0] == named[1] != []

@@ -406,6 +406,48 @@ MASKS = {
     "over_both": masking(lambda h, x: jnp.nonzero(h(x > 0), size=64), (256, 64), P(BOTH)),
 }
 
+# -- a public module of a 70B model, before XLA's last passes and without names -------------------
+
+
+def two_layers(x: Any, w: Any, v: Any) -> Any:
+    """A step of which each device keeps a slice of each gradient: XLA scatters these sums later."""
+
+    def loss(ws: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return h + jnp.tanh(constrained(h @ w[0], P(DATA, MODEL))) @ w[1], None
+
+        return (lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).mean()
+
+    return jax.tree.map(lambda w, g: w - g, (w, v), jax.grad(loss)((w, v)))
+
+
+def summed_again(x: Any) -> Any:
+    """Sums of equal values in a shard_map whose check is off, one in the backward pass."""
+
+    def body(x: Any) -> Any:
+        total = jax.grad(lambda x: lax.psum((x**2).sum(), DATA))(x)
+        return lax.psum(total, MODEL), lax.psum(lax.psum(x.sum(), DATA), DATA)
+
+    return mapped(body, D, (D, P()))(x)
+
+
+UNNAMED = {
+    "layers": (
+        two_layers,
+        [((64, 64), D), ((4, 64, 256), P(None, DATA, MODEL)), ((4, 256, 64), P(None, MODEL, DATA))],
+    ),
+    "equal": (summed_again, [((64, 64), D)]),
+    **{
+        name: (t[v].before, t[v].args)
+        for name, t, v in (
+            ("gathered", RESHARDED, "added"),
+            ("reduced", NORMS, "vdot"),
+            ("accumulated", ACCUMULATED, "one_weight"),
+            ("again", TWICE, "rows"),
+        )
+    },
+}
+
 REPORTS = {
     "jax#38551": CALLS,
     "jax#26586": ASKED,

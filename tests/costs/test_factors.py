@@ -44,19 +44,19 @@ def indices(read, sizes, rank):
     return found
 
 
-@pytest.mark.parametrize("tile", [None, (2, 3)])
-def test_the_same_memory_read_as_another_array(tile):
+@pytest.mark.parametrize("tile, other", [(None, None), ((2, 3),) * 2, ((2, 3), (4, 3))])
+def test_the_same_memory_read_as_another_array(tile, other):
     rng, known = np.random.default_rng(0), 0
     for _ in range(2000):
         primes = rng.choice([2, 2, 3], rng.integers(2, 7))
         (sizes, order), (others, other_order) = (
             random_array(rng, primes, 2 if tile else 1) for _ in range(2)
         )
-        before, after = shape(sizes, order, tile), shape(others, other_order, tile)
+        before, after = shape(sizes, order, tile), shape(others, other_order, other)
         read = factors.read_as(factors.of(sizes), before, after)
         numbers = np.arange(np.prod(sizes))
         memory = in_memory(numbers.reshape(sizes), order, tile)
-        places = in_memory(numbers.reshape(others), other_order, tile)
+        places = in_memory(numbers.reshape(others), other_order, other)
         if read is None:
             continue
         known += 1
@@ -69,7 +69,7 @@ def test_the_same_memory_read_as_another_array(tile):
         for dimension in read:
             for major, minor in zip(dimension, dimension[1:]):
                 assert (major.origin, major.stride) != (minor.origin, minor.stride * minor.size)
-    assert known > (100 if tile else 1000)
+    assert known > (40 if tile else 1000)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,9 @@ def test_the_same_memory_read_as_another_array(tile):
         ("f32[2,4,256]{2,1,0:T(8,128)}", "f32[8,256]{1,0:T(8,128)}", None),  # 4 rows of 8
         ("f32[16,256]{1,0:T(8,128)}", "f32[16,2,128]{2,1,0:T(8,128)}", None),
         ("f32[16,256]{1,0:T(8,128)}", "f32[16,256]{1,0:T(4,128)}", None),
+        ("f32[16,64]{1,0:T(8,128)}", "f32[16,64]{1,0:T(4,128)}", [[(0, 1, 16)], [(1, 1, 64)]]),
+        ("f32[20,64]{1,0:T(8,128)}", "f32[20,64]{1,0:T(4,128)}", None),  # 20 rows of 24
+        ("bf16[16,64]{1,0:T(8,128)}", "bf16[16,64]{1,0:T(8,128)(2,1)}", None),
     ],
 )
 def test_single_arrays(before, after, read):

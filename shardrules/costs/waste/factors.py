@@ -58,12 +58,12 @@ def followed(factors: Factors | None, node: Node) -> Factors | None:
 
 def read_as(factors: Factors, before: hlo.Shape, after: hlo.Shape) -> Factors | None:
     """Return the factors of another array that the same memory holds; None if one would be cut."""
-    if not _same_memory(before, after):
+    if not is_same_memory(before, after):
         return None
     # Deal them out to the dimensions, both in the order in which they lie in memory.
-    left = [f for d in reversed(_in_memory(before)) for f in reversed(factors[d])]
+    left = [f for d in reversed(in_memory(before)) for f in reversed(factors[d])]
     dealt: Factors = [[] for _ in after.dimensions]
-    for d in _in_memory(after):
+    for d in in_memory(after):
         size = after.dimensions[d]
         while size > 1:
             factor = left.pop()
@@ -83,30 +83,40 @@ def read_as(factors: Factors, before: hlo.Shape, after: hlo.Shape) -> Factors | 
     return dealt
 
 
-def _in_memory(shape: hlo.Shape) -> list[int]:
+def in_memory(shape: hlo.Shape) -> list[int]:
     """List an array's dimensions as they lie in memory, the major one first."""
     order = shape.layout.partition(":")[0]
     return [int(d) for d in reversed(order.split(","))] if order else []
 
 
-def _same_memory(before: hlo.Shape, after: hlo.Shape) -> bool:
-    """Tell whether two arrays' elements lie in the order of their dimensions, or of one's tiles."""
-    orders = [_in_memory(shape) for shape in (before, after)]
+_TILE = re.compile(r"T\((\d+)((?:,\d+)*)\)(.*)")
+
+
+def is_same_memory(before: hlo.Shape, after: hlo.Shape) -> bool:
+    """Tell whether two arrays' elements lie in one order: of dimensions, or of rows of tiles."""
+    orders = [in_memory(shape) for shape in (before, after)]
     sizes = [[s.dimensions[d] for d in order] for s, order in zip((before, after), orders)]
     tiles = [re.sub(r"S\(\d+\)", "", s.layout.partition(":")[2]) for s in (before, after)]
     complete = all(len(o) == len(s.dimensions) for o, s in zip(orders, (before, after)))
     count = before.element_count
-    if not complete or not count or count != after.element_count or tiles[0] != tiles[1]:
+    if not complete or not count or count != after.element_count:
         return False
     if before.element_type != after.element_type:
         return False
-    tile = re.match(r"T\((\d+)((?:,\d+)*)\)", tiles[0])
-    if sizes[0] == sizes[1] or not tiles[0]:
+    if tiles[0] == tiles[1] and (sizes[0] == sizes[1] or not tiles[0]):
         return True
-    if tile is None:
+    one, other = map(_TILE.fullmatch, tiles)
+    if one is None or other is None or one.groups()[1:] != other.groups()[1:]:
         return False
     # Tiles begin anew in each row of the dimensions before theirs: all must be full of rows.
-    rank = 1 + tile[2].count(",")
-    (row, *rest), (row_after, *rest_after) = (s[-rank:] if len(s) >= rank else [0] for s in sizes)
-    whole = row == row_after or (row % int(tile[1]) == 0 == row_after % int(tile[1]))
-    return bool(row and row_after) and whole and rest == rest_after
+    lanes = [int(size) for size in one[2].split(",")[1:]]
+    (row, *rest), (row_after, *rest_after) = (
+        s[-1 - len(lanes) :] if len(s) > len(lanes) else [0] for s in sizes
+    )
+    if not row or not row_after or rest != rest_after:
+        return False
+    whole = row % int(one[1]) == 0 == row_after % int(other[1])
+    if one[1] == other[1]:
+        return whole or row == row_after
+    # Tiles of other heights have the same rows where one is as wide as the array.
+    return whole and all(size <= lane for size, lane in zip(rest, lanes))

@@ -12,7 +12,9 @@ from jax.sharding import NamedSharding
 from costs import reported
 from costs.test_waste import random_like, structs
 from shardrules import hlo, install, report, testing
+from shardrules.door.compiled import placements
 from shardrules.paths import here
+from shardrules.program import matching
 from shardrules.report.text import markdown, plain
 
 pytestmark = pytest.mark.one_lane
@@ -77,13 +79,13 @@ def without_names(text):
 
 
 def texts(mesh, body, args, folder):
-    """Compile a program; return its text, and that from behind XLA's partitioner."""
+    """Compile a program; return it, its text, and that from behind XLA's partitioner."""
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_pass_re": "spmd-partitioning"}
     options["xla_dump_hlo_as_text"] = True
     lowered = jax.jit(body).lower(*structs(mesh, args))
     compiled = lowered.compile(compiler_options=options)
     (early,) = folder.glob("*after_spmd-partitioning*.txt")
-    return compiled.as_text(), early.read_text()
+    return compiled, compiled.as_text(), early.read_text()
 
 
 @pytest.mark.parametrize("name", reported.UNNAMED)
@@ -91,9 +93,12 @@ def test_a_text_without_names_or_before_the_last_passes(cpu_mesh, name, tmp_path
     """A public module of a 70B model was told that a quarter of its bytes go by a shard_map."""
     body, args = reported.UNNAMED[name]
     with jax.set_mesh(cpu_mesh):
-        named, early = texts(cpu_mesh, body, args, tmp_path)
+        program, named, early = texts(cpu_mesh, body, args, tmp_path)
     for text in (without_names(named), early, without_names(early)):
-        content = report.content(hlo.judge(text, mesh=dict(cpu_mesh.shape)))
+        module = hlo.parse(text)
+        shardings = matching(module, placements(program).parameters())
+        judgement = hlo.judge(module, mesh=dict(cpu_mesh.shape), parameter_shardings=shardings)
+        content = report.content(judgement)
         said = [as_text(content) for as_text in (plain, markdown, report.as_json)]
         if text is not early:
             assert all("shard_map" not in what and "partitioner" not in what for what in said)

@@ -24,11 +24,16 @@ class Worth(NamedTuple):
 
     bytes: int = 0  # on the wire
     seconds: float = 0.0  # estimated, 0 without a target
-    round_trips: int = 0  # how much less often the devices of a group wait for each other
+    # round_trips: how much less often the devices of a group wait for each other; below 0, more
+    round_trips: int = 0
     is_sure: bool = True  # it is shown to be for nothing; otherwise this is saved at most
     is_per_trip: bool = False  # a loop's length isn't known
     exposed_seconds: float = 0.0  # of a step, as a profile measured it; 0 without one
     at_most: bool = False  # what is done instead may move a part of it
+
+    @property
+    def saves(self) -> bool:
+        return self.bytes > 0 or self.round_trips > 0
 
     def plus(self, other: Worth) -> Worth:
         return Worth(
@@ -174,7 +179,6 @@ class Ledger:
         known = (hint.sent_after, hint.round_trips_after, hint.round_trips_before)
         if_not = (cost.bytes, cost.round_trips, cost.round_trips)
         sent, trips, before = (b if a is None else a for a, b in zip(known, if_not))
-        fewer = max(0, before - trips)
         seconds = exposed = 0.0
         if self.on is not None:
             wire = self.entries[number].wire_bytes
@@ -189,7 +193,8 @@ class Ledger:
             size = max(SMALL, self.entries[number].wire_bytes)
             after = max(trips * latency, sent * took / size)
             exposed = timing.exposed_seconds * max(0.0, 1 - after / timing.seconds)
-        return Worth(max(0, cost.bytes - sent), seconds, fewer, True, cost.is_per_trip, exposed)
+        fewer = max(0, cost.bytes - sent)
+        return Worth(fewer, seconds, before - trips, True, cost.is_per_trip, exposed)
 
     def _run(self, number: int) -> float:
         """Give what one run of a collective took in the profile; 0 where it has none."""

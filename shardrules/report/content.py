@@ -192,7 +192,7 @@ class Content:
         """Say what can be avoided; empty where there is nothing."""
         parts: list[str] = []
         for worth, words in ((self.avoidable, "can be avoided"), (self.in_doubt, "is unproven")):
-            if not (worth.bytes or worth.round_trips):
+            if not worth.saves:
                 continue
             what = size(worth.bytes) if worth.bytes else counted(worth.round_trips, "round trip")
             if worth.bytes and not parts:
@@ -207,10 +207,10 @@ class Content:
         if together:  # following the advice on one of them removes all of them
             group = [one for one in self.findings if one.entry.number in together]
         worth = _sum(map(self.ledger.worth, group))
-        if group[0].kind in _NEVER_FOLDED or not (worth.bytes or worth.round_trips):
+        if group[0].kind in _NEVER_FOLDED or not worth.saves:
             return ""
         parts = [size(worth.bytes)] if worth.bytes else []
-        if worth.round_trips and not (worth.bytes and isinstance(group[0], Finding)):
+        if worth.round_trips > 0 and not (worth.bytes and isinstance(group[0], Finding)):
             parts.append(counted(worth.round_trips, "round trip"))
         most = "at most " if worth.at_most or not worth.is_sure else ""
         noun = "other finding" if isinstance(group[0], Finding) else "other"
@@ -395,7 +395,7 @@ class Content:
 
     def _joined(self, groups: Iterable[Group]) -> list[tuple[Group, ...]]:
         """Gather groups that one change removes, the costliest first, also within each."""
-        joined = alike(sorted(groups, key=self._rank), items.change)
+        joined = grouping.connected(sorted(groups, key=self._rank), items.changes)
         return sorted(joined, key=lambda same: self._rank(flat(same)))
 
     def _ranked(self, title: str, groups: Iterable[Group]) -> Block:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from shardrules.costs import accounts
@@ -57,6 +57,21 @@ def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return [tuple(members) for members in groups.values()]
+
+
+def connected(items: Iterable[T], keys: Callable[[T], Sequence[Hashable]]) -> list[tuple[T, ...]]:
+    """Gather what shares a key, also by way of others; each item has at least one."""
+    all_items, above = [*items], dict[Hashable, Hashable]()
+
+    def top(key: Hashable) -> Hashable:
+        while key in above:
+            key = above[key]
+        return key
+
+    for item in all_items:
+        first, *others = dict.fromkeys(map(top, keys(item)))
+        above.update(dict.fromkeys(others, first))
+    return alike(all_items, lambda item: top(keys(item)[0]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,19 +50,24 @@ def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
     return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.place, hint.advice))
 
 
-def change(group: Group) -> object:
-    """Give what groups have in common that are followed together; of others, themselves.
+def changes(group: Group) -> list[object]:
+    """List what a group shares with others that are followed together; else only itself.
 
-    Unproven collectives that one flag lets judge; parts of one combined collective, which goes
-    when none of them is left.
+    Unproven collectives share the flag that lets judge them; parts of combined ones share these,
+    which go when none of their parts is left.
     """
     first = group[0]
     if first.kind == "unproven":
-        return first.advice or id(group)
+        return [first.advice or id(group)]
     if first.kind not in _GO_TOGETHER or (isinstance(first, Finding) and first.hint is None):
-        return id(group)
-    collective = first.verdict.collective
-    return first.kind, collective.computation, collective.name, re.sub(r"\d+", "", first.advice)
+        return [id(group)]
+    collectives = [one.verdict.collective for one in group]
+    return [(collective.computation, collective.name) for collective in collectives]
+
+
+def words(advice: str) -> str:
+    """Give what advice has in common with other advice of other bytes."""
+    return re.sub(r"\d+", "", advice)
 
 
 def flat(groups: Iterable[Group]) -> list[Finding | Hint]:
@@ -83,7 +88,7 @@ def item(
     time: str = "",
     others: Sequence[Group] = (),
 ) -> Item:
-    """Say all of findings or hints that are alike, and which others have their advice.
+    """Say all of findings or hints that are alike, and which others go together with them.
 
     ``reason`` is why they stay, if allowed.
     """
@@ -101,8 +106,11 @@ def item(
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
         lines.append((RESTING, resting_on(verdict)))
-    lines.append(("likewise", few([*dict.fromkeys(map(place, others))], LISTED)))
-    lines.append(("allowed:", reason) if reason else (TODO, here(first.advice)))
+    same_way, *other_ways = alike((same, *others), lambda group: words(group[0].advice))
+    lines.append(("likewise", few([*dict.fromkeys(map(place, same_way[1:]))], LISTED)))
+    todo = [here(first.advice)]
+    todo += [f"{place(group)}: {here(group[0].advice)}" for group, *_ in other_ways]
+    lines.append(("allowed:", reason) if reason else (TODO, "; and ".join(todo)))
     said = tuple((label, text) for label, text in lines if text)
     library = verdict.collective.library
     source = here(entry.place) if entry.source else ""

@@ -87,6 +87,12 @@ class WatchedProgram:
             return shapes
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
 
+    def argument(self, number: int) -> str:
+        """Name a parameter: ``argument 7 (state['mu'])``, of all leaves of all arguments."""
+        module = self._parsed()[0]
+        name = module.metadata(module.entry.parameters[number]).op_name
+        return f"argument {number}" + (f" ({name})" if name else "")
+
     @property
     def definition(self) -> str:
         """Give ``NAME at FILE:LINE`` of the function it was traced from, where JAX has it."""
@@ -430,13 +436,13 @@ def _why_again(programs: list[WatchedProgram]) -> str:
             return f"{made}: for {len(first)} and for {len(other.arguments)} arguments"
         for number, (before, after) in enumerate(zip(first, other.arguments)):
             if before != after:
-                return f"{made}: argument {number} is {before}, then {after}"
+                return f"{made}: {programs[0].argument(number)} is {before}, then {after}"
     known = [p.details for program in programs for p in (program, *program.same_text)]
     for others in known[1:]:
         for number, pairs in enumerate(zip(known[0], others)):
             for before, after in zip(*pairs):
                 if before != after:
-                    return f"{made}: argument {number} is {before}, then {after}"
+                    return f"{made}: {programs[0].argument(number)} is {before}, then {after}"
     return (
         f"{made} for arguments of the same shapes and shardings: a jit that is made anew, a static "
         "argument, an array that was not placed on the devices before, or an option of JAX that "

@@ -83,8 +83,17 @@ def test_another_sharding(cpu_mesh):
     assert "out_shardings= of jax.jit" in str(error)
 
 
-def test_a_whole_argument_beside_a_sharded_output(cpu_mesh):
-    split, whole = (NamedSharding(cpu_mesh, s) for s in (P("data"), P()))
+@pytest.mark.parametrize(
+    "spec, part, count, sent",
+    [
+        (P("data"), "f32[32,64]", 4, 24576),
+        (P(None, "model"), "f32[128,32]", 2, 16384),
+        (P(("data", "model")), "f32[16,64]", 8, 28672),
+        (P("data", "model"), "f32[32,32]", 8, 28672),
+    ],
+)
+def test_a_whole_argument_beside_a_sharded_output(platform, spec, part, count, sent):
+    split, whole = (NamedSharding(platform[1], s) for s in (spec, P()))
 
     def arrays(spec):
         shape = (128, 64)
@@ -93,21 +102,23 @@ def test_a_whole_argument_beside_a_sharded_output(cpu_mesh):
     f = jax.jit(lambda w, g: w - g, donate_argnums=0, out_shardings=split)
     error = lost(f, *arrays(whole))
     assert [leaf.cause for leaf in error.lost] == ["split"]
-    assert "is sharded as P('data'), it as P(); an output sharded as the argument would cost" in (
+    shown = str(tuple(spec)).replace(",)", ")")
+    assert f"is sharded as P{shown}, it as P(); an output sharded as the argument would cost" in (
         str(error)
     )
-    assert "a gather, 24576 B sent\n    to do: give the argument that output's" in str(error)
+    assert f"a gather, {sent} B sent\n    to do: give the argument that output's" in str(error)
     by_xla = jax.jit(lambda w, g: w - g, donate_argnums=0)  # JAX itself drops the donation else
     (leaf,) = lost(by_xla.lower(*arrays(whole)).compile().as_text(), paths=["w"]).lost
     assert (leaf.cause, leaf.output) == ("split", "0")
     assert leaf.reason.startswith(
-        "output 0 is f32[32,64] on each device, 1/4 of it: if it is the same array, it is sharded"
+        f"output 0 is {part} on each device, 1/{count} of it: if it is the same array, it is "
+        "sharded"
     )
     # Followed, the memory is reused; where the output is replicated, the gather is that large.
     testing.assert_donated(f, *arrays(split))
     gathering = jax.jit(lambda w, g: w - g, donate_argnums=0, out_shardings=whole)
     testing.assert_donated(gathering, *arrays(whole))
-    assert accounts.of(testing.judge(gathering, *arrays(whole))).total.wire_bytes == 24576
+    assert accounts.of(testing.judge(gathering, *arrays(whole))).total.wire_bytes == sent
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def moving(shape: tuple[int, ...], start: P, end: P, between: P, *, added: bool 
 RESHARDED = {
     "added": moving(
         (128, 128, 128), P(MODEL, None, DATA), P(None, BOTH), P(MODEL, DATA), added=True
-    )._replace(platforms=("cpu", "gpu")),
+    ),
     "rows_to_columns": moving((1024, 512), D, P(None, MODEL), P(DATA, MODEL)),
     "both_to_one": moving((1024, 512), P(BOTH), P(None, DATA), P(None, BOTH)),
     "turned": moving((1024, 512), P((MODEL, DATA)), P(None, DATA), P(MODEL, DATA)),
@@ -404,6 +404,48 @@ MASKS = {
     "flat": masking(lambda h, x: jnp.nonzero(h(x > 0), size=64), (4096,)),
     "rows": masking(lambda h, x: x[jnp.nonzero(h(x[:, 0] > 0), size=64)[0]], (512, 32)),
     "over_both": masking(lambda h, x: jnp.nonzero(h(x > 0), size=64), (256, 64), P(BOTH)),
+}
+
+# -- a public module of a 70B model, before XLA's last passes and without names -------------------
+
+
+def two_layers(x: Any, w: Any, v: Any) -> Any:
+    """A step of which each device keeps a slice of each gradient: XLA scatters these sums later."""
+
+    def loss(ws: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return h + jnp.tanh(constrained(h @ w[0], P(DATA, MODEL))) @ w[1], None
+
+        return (lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).mean()
+
+    return jax.tree.map(lambda w, g: w - g, (w, v), jax.grad(loss)((w, v)))
+
+
+def summed_again(x: Any) -> Any:
+    """Sums of equal values in a shard_map whose check is off, one in the backward pass."""
+
+    def body(x: Any) -> Any:
+        total = jax.grad(lambda x: lax.psum((x**2).sum(), DATA))(x)
+        return lax.psum(total, MODEL), lax.psum(lax.psum(x.sum(), DATA), DATA)
+
+    return mapped(body, D, (D, P()))(x)
+
+
+UNNAMED = {
+    "layers": (
+        two_layers,
+        [((64, 64), D), ((4, 64, 256), P(None, DATA, MODEL)), ((4, 256, 64), P(None, MODEL, DATA))],
+    ),
+    "equal": (summed_again, [((64, 64), D)]),
+    **{
+        name: (t[v].before, t[v].args)
+        for name, t, v in (
+            ("gathered", RESHARDED, "added"),
+            ("reduced", NORMS, "vdot"),
+            ("accumulated", ACCUMULATED, "one_weight"),
+            ("again", TWICE, "rows"),
+        )
+    },
 }
 
 REPORTS = {

@@ -138,6 +138,30 @@ def stencil(u):
     return lax.fori_loop(0, 10, step, u)
 
 
+def in_turn(w, x):
+    """Microbatches of each device's own rows."""
+    parts = x.reshape(-1, 4, x.shape[1]).swapaxes(0, 1)
+    parts = lax.with_sharding_constraint(parts, P(None, "data"))
+    return lax.scan(lambda total, part: (total + jnp.tanh(part @ w), None), x[:64] * 0, parts)[0]
+
+
+def cross_entropy(w, x, labels):
+    """Of a vocabulary that is sharded over model."""
+    logits = x @ w
+    chosen = jax.nn.one_hot(labels, w.shape[1])
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - (logits * chosen).sum(-1))
+
+
+def by_way_of(x):
+    for spec in (D, P("data", MODEL), P(None, MODEL)):
+        x = lax.with_sharding_constraint(jnp.tanh(x), spec)
+    return x
+
+
+def padded(x):
+    return lax.with_sharding_constraint(jnp.pad(jnp.tanh(x), ((0, 2), (0, 0))), D) * 2
+
+
 JITS = {
     "data_parallel": (sgd(squares), [UP, DOWN, X, Y]),
     "batch_norm": (sgd(batch_norm), [UP, DOWN, X, Y]),
@@ -152,6 +176,11 @@ JITS = {
     "k_means": (clusters, [((512, 16), D), ((8, 16), P())]),
     "power_iteration": (power, [((512, 64), D)]),
     "stencil": (stencil, [((512, 64), D)]),
+    "microbatches": (in_turn, [((64, 64), P()), X]),
+    "cross_entropy": (cross_entropy, [((64, 512), P(None, MODEL)), X, ((256,), D, jnp.int32)]),
+    "by_way_of": (by_way_of, [((1024, 512), D)]),
+    "gradient_norm": (lambda g: jnp.sqrt(jnp.sum(g * g)), [((128, 512), P(None, "data"))]),
+    "padded": (padded, [((30, 64), P())]),
 }
 
 
@@ -207,18 +236,19 @@ MAPS = {
 
 @pytest.mark.one_lane
 @pytest.mark.parametrize("name", [*JITS, *MAPS])
-def test_a_program_as_it_should_be_is_silent(cpu_mesh, name):
+def test_a_program_as_it_should_be_is_silent(platform, name):
+    mesh = platform[1]
     if name in JITS:
         body, args = JITS[name]
         f = jax.jit(body)
     else:
         body, args, outs = MAPS[name]
-        f = program(cpu_mesh, body, args, outs)
+        f = program(mesh, body, args, outs)
         if name == "fully_sharded":
             specs = tuple(spec for _, spec in args)
-            f = jax.shard_map(body, mesh=cpu_mesh, in_specs=specs, out_specs=outs)
+            f = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=outs)
             f = jax.jit(jax.grad(f, (0, 1)))
-    with jax.set_mesh(cpu_mesh):
-        content = report.content(testing.judge(f.lower(*structs(cpu_mesh, args)).compile()))
+    with jax.set_mesh(mesh):
+        content = report.content(testing.judge(f.lower(*structs(mesh, args)).compile()))
     assert content.clean and content.changes == (), report.plain(content)
     assert content.spent in content.about

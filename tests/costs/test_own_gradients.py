@@ -34,30 +34,72 @@ def arguments(mesh):
 def loss(total, ws, x):
     """Two tensor-parallel layers with a residual, so that the sum stands in a sum of ways."""
     for _ in range(2):
-        x = x + total(jnp.tanh((x * ws["scale"]) @ ws["up"]) @ ws["down"]) + ws["bias"]
+        x = layer(total, ws, x)
     return jnp.mean(x**2)
+
+
+def layer(total, ws, x):
+    return x + total(jnp.tanh((x * ws["scale"]) @ ws["up"]) @ ws["down"]) + ws["bias"]
+
+
+def recomputed(total, ws, x):
+    kept = jax.checkpoint(functools.partial(layer, total, ws))
+    return jnp.mean(kept(kept(x)) ** 2)
+
+
+def classes(total, ws, x):
+    return -jnp.mean(jax.nn.log_softmax(layer(total, ws, x))[:, 0])
 
 
 over_model = functools.partial(lax.psum, axis_name="model")
 
 
-def own(ws, x):
-    return lax.pmean(jax.grad(loss, 1)(over_model, ws, x), "data")
+def value(loss, ws, x):
+    return jax.value_and_grad(loss, 1)(over_model, ws, x)[1]
+
+
+def vjp(loss, ws, x):
+    return jax.vjp(lambda ws: loss(over_model, ws, x), ws)[1](jnp.float32(1))[0]
+
+
+def microbatches(loss, ws, x):
+    def add(total, x):
+        return jax.tree.map(jnp.add, total, value(loss, ws, x)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, ws)
+    total = lax.scan(add, zeros, x.reshape(2, -1, x.shape[-1]))[0]
+    return jax.tree.map(lambda g: g / 2, total)
+
+
+# The report's program, and variants: what is differentiated, and how.
+WAYS = {
+    "grad": (loss, lambda loss, ws, x: jax.grad(loss, 1)(over_model, ws, x)),
+    "value_and_grad": (loss, value),
+    "vjp": (loss, vjp),
+    "microbatches": (loss, microbatches),
+    "checkpoint": (recomputed, value),
+    "classes": (classes, value),
+}
+
+
+def own(ws, x, way="grad"):
+    f, gradient = WAYS[way]
+    return lax.pmean(gradient(f, ws, x), "data")
 
 
 def is_whole(name):
     return SPECS[name] == P()
 
 
-def averaged(ws, x):
+def averaged(ws, x, way="grad"):
     """The gradient, with that of whole arrays averaged over model, too."""
-    gradient = own(ws, x)
+    gradient = own(ws, x, way)
     return {n: lax.pmean(g, "model") if is_whole(n) else g for n, g in gradient.items()}
 
 
-def divided(ws, x):
+def divided(ws, x, way="grad"):
     """The advice: that of arrays which are sharded over model is divided by 2 as well."""
-    return {n: g if is_whole(n) else g / 2 for n, g in averaged(ws, x).items()}
+    return {n: g if is_whole(n) else g / 2 for n, g in averaged(ws, x, way).items()}
 
 
 def mapped(body, mesh, out_specs, check=False):
@@ -65,7 +107,7 @@ def mapped(body, mesh, out_specs, check=False):
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check)
 
 
-def outside(mesh, check=False):
+def outside(mesh, loss=loss, check=False):
     """The other advice: the gradient of the shard_map of the loss."""
     body = lambda ws, x: lax.pmean(loss(over_model, ws, x), "data")  # noqa: E731
     return jax.grad(mapped(body, mesh, P(), check))
@@ -78,7 +120,7 @@ def advised(f, mesh):
     return {(one.kind, one.entry.what): one.advice for one in found}
 
 
-def ratios(f, mesh):
+def ratios(f, mesh, loss=loss):
     """Return each gradient's size as so many times that of one device."""
     ws, x = arguments(mesh)
     alone = jax.grad(loss, 1)(lambda h: h, jax.device_get(ws), jax.device_get(x))
@@ -86,26 +128,30 @@ def ratios(f, mesh):
     return {n: np.asarray(given[n]) / np.asarray(g) for n, g in alone.items()}
 
 
-def right(f, mesh):
-    return all(np.allclose(ratio, 1, rtol=1e-3) for ratio in ratios(f, mesh).values())
+def right(f, mesh, loss=loss):
+    return all(np.allclose(ratio, 1, rtol=1e-3) for ratio in ratios(f, mesh, loss).values())
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("body", [averaged, divided])
-def test_the_factor_is_said_and_the_advice_gives_the_gradient(platform, body):
+def test_the_factor_is_said_and_the_advice_gives_the_gradient(platform, body, way):
     name, mesh = platform[:2]
-    advice = advised(mapped(body, mesh, SPECS), mesh)
-    if name == "gpu" and not advice:
-        return  # its compiler replaces a sum of equal values by a product
-    assert [what for what in advice if what[1] == "backward all-reduce(model)"]
-    (said,) = advice.values()
+    at = functools.partial(body, way=way)
+    advice = advised(mapped(at, mesh, SPECS), mesh)
+    # Of equal values in front of a loss, the sum of the forward pass may be for nothing, too.
+    first, *others = advice
+    assert first == ("redundant", "backward all-reduce(model)")
+    assert others in ([], [("redundant", "forward all-reduce(model)")])
+    said = advice[first]
     assert said.startswith(CLAIM) and "unless it or the loss is divided by 2. Divide it" in said
     assert "jax.lax.pmean(g, 'model'); or take the gradient outside of the shard_map" in said
     assert "run `shardrules migrate --diff" not in said
     if name == "cpu":
-        wrong = ratios(mapped(averaged, mesh, SPECS), mesh)
-        for n, ratio in wrong.items():
-            np.testing.assert_allclose(ratio, 1 if is_whole(n) else 2, rtol=1e-3)
-        assert right(mapped(divided, mesh, SPECS), mesh) and right(outside(mesh), mesh)
+        f = WAYS[way][0]
+        for n, ratio in ratios(mapped(at, mesh, SPECS), mesh, f).items():
+            wrong = body is averaged and not is_whole(n)
+            np.testing.assert_allclose(ratio, 2 if wrong else 1, rtol=1e-3)
+        assert right(outside(mesh, f), mesh, f)
 
 
 def test_a_gradient_that_is_taken_outside_can_be_switched_on(cpu_mesh):

@@ -1,5 +1,7 @@
 """The programs of public reports: the cause is the first thing said, and following it saves that."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,11 @@ from jax.sharding import NamedSharding
 
 from costs import reported
 from costs.test_waste import random_like, structs
-from shardrules import install, report, testing
+from shardrules import hlo, install, report, testing
+from shardrules.door.compiled import placements
 from shardrules.paths import here
+from shardrules.program import matching
+from shardrules.report.text import markdown, plain
 
 pytestmark = pytest.mark.one_lane
 
@@ -67,3 +72,56 @@ def test_the_cause_is_said_first_and_following_it_saves_as_much(platform, pair):
         if pair.positive:
             arrays = [jnp.abs(a) + 0.1 for a in arrays]
         jax.tree.map(assert_equal, now(*arrays), then(*arrays))
+
+
+def without_names(text):
+    return re.sub(r", metadata=\{[^}]*\}", "", text)
+
+
+def texts(mesh, body, args, folder):
+    """Compile a program; return it, its text, and that from behind XLA's partitioner."""
+    options = {"xla_dump_to": str(folder), "xla_dump_hlo_pass_re": "spmd-partitioning"}
+    options["xla_dump_hlo_as_text"] = True
+    lowered = jax.jit(body).lower(*structs(mesh, args))
+    compiled = lowered.compile(compiler_options=options)
+    (early,) = folder.glob("*after_spmd-partitioning*.txt")
+    return compiled, compiled.as_text(), early.read_text()
+
+
+@pytest.mark.parametrize("name", reported.UNNAMED)
+def test_a_text_without_names_or_before_the_last_passes(cpu_mesh, name, tmp_path):
+    """A public module of a 70B model was told that a quarter of its bytes go by a shard_map."""
+    body, args = reported.UNNAMED[name]
+    with jax.set_mesh(cpu_mesh):
+        program, named, early = texts(cpu_mesh, body, args, tmp_path)
+    for text in (without_names(named), early, without_names(early)):
+        module = hlo.parse(text)
+        shardings = matching(module, placements(program).parameters())
+        judgement = hlo.judge(module, mesh=dict(cpu_mesh.shape), parameter_shardings=shardings)
+        content = report.content(judgement)
+        said = [as_text(content) for as_text in (plain, markdown, report.as_json)]
+        if text is not early:
+            assert all("shard_map" not in what and "partitioner" not in what for what in said)
+        if text != without_names(named):
+            assert not content.hints and content.about.startswith("not compiled: ")
+        # What is proven redundant is so in any text.
+        assert bool(content.findings) == (name == "equal")
+
+
+def names_gathers_by_array():
+    return not versions.names_gathers_by_use()
+
+
+@versions.where(names_gathers_by_array)
+@pytest.mark.parametrize("name", reported.TWICE)
+def test_a_gather_for_a_constraint_is_named_as_one_without(cpu_mesh, name):
+    """Why there is no *gathered twice* under jit on JAX 0.12: advice on the constraint may cost."""
+    pair, named = reported.TWICE[name], []
+    layer = {"residual": reported.residual}.get(name, reported.dense)
+    for layout in (reported.whole, lambda w: w):
+        body = reported.trained(layout, False, layer)
+        judgement = testing.judge(compiled(cpu_mesh, body, pair))
+        found = [v.collective for v in judgement.verdicts if v.collective.kind == "all-gather"]
+        named.append([c.op_name for c in found if "transpose" in c.op_name])
+        assert not report.content(judgement).hints
+    assert named[0] == named[1] != []

@@ -11,6 +11,7 @@ from shardrules import report, testing
 from shardrules.commands import closing
 from shardrules.costs import findings
 from shardrules.report import several
+from shardrules.report.grouping import connected
 
 
 def told(f, mesh, *pairs, **how):
@@ -115,6 +116,40 @@ def test_parts_of_one_combined_collective_are_one_change(cpu_mesh):
     lines = dict(said.lines)
     assert lines["saves"] == "7 round trips, together with 1 other" and not block.rest
     assert second.entry.what in lines["likewise"] and "test_first_line.py:" in lines["likewise"]
+
+
+def test_parts_that_leave_a_combined_collective_in_two_ways_are_one_change(cpu_mesh):
+    """Neither way alone saves a round trip; the parts' sums may go on as one or as two."""
+
+    def statistics(x):
+        def layer(carry, _):
+            h, total = carry
+            h = jnp.tanh(h)
+            total = total + lax.pmean(h.mean(), "data")
+            return (h, total), lax.pmean((h**2).mean(), "data")
+
+        # Beside it they are too small to be findings.
+        return lax.scan(layer, (x, 0.0), None, length=8), lax.psum(x.T @ x, "data")
+
+    f = sharded(statistics, cpu_mesh, P("data"), (((P("data"), P()), P()), P()))
+    content, _ = told(f, cpu_mesh, ((64, 128), P("data")))
+    first, second = content.hints
+    assert first.verdict.collective.name == second.verdict.collective.name
+    (said,) = cheaper(content).items
+    lines = dict(said.lines)
+    assert lines["saves"] == "42 B and 7 round trips (<0.1%), together with 1 other"
+    assert "likewise" not in lines
+    one, other = lines["to do:"].split("; and ")
+    assert "no trip of the loop reads its results" in one + other
+    assert "its results are only added up" in one + other
+    assert other.startswith("forward all-reduce(data) at ") and "test_first_line.py:" in other
+
+
+def test_what_shares_anything_is_one_group():
+    keys = {"a": [1], "b": [2, 3], "c": [4], "d": [3, 1], "e": [5, 4], "f": [6]}
+    groups = connected(keys, lambda name: keys[name])
+    assert groups == [("a", "b", "d"), ("c", "e"), ("f",)]
+    assert connected("ba", lambda name: keys[name]) == [("b",), ("a",)]
 
 
 def test_the_first_line_names_what_the_list_begins_with(cpu_mesh):

@@ -20,7 +20,7 @@ def split(cpu_mesh):
 def note(*arguments):
     @jax.jit
     def total(x):
-        return x.sum()
+        return sum(a.sum() for a in jax.tree.leaves(x))
 
     with shardrules.watch() as seen:
         for x in arguments:
@@ -33,9 +33,21 @@ def note(*arguments):
 def test_for_another_memory(split, kind):
     x = jax.device_put(np.ones((8, 16), np.float32), split)
     assert note(x, jax.device_put(x, split.with_memory_kind(kind))) == (
-        "jit_total was compiled 2 times: argument 0 is in device memory, then in "
+        "jit_total was compiled 2 times: argument 0 (x) is in device memory, then in "
         f"{kind} memory"
     )  # fmt: skip
+
+
+def test_for_another_memory_of_one_leaf(split):
+    """An optimizer's state that was offloaded, say."""
+    x = jax.device_put(np.ones((8, 16), np.float32), split)
+    kept = jax.device_put(x, split.with_memory_kind("pinned_host"))
+    said = note({"w": x, "m": x}, {"w": x, "m": kept})
+    assert said.endswith(
+        "compiled 2 times: argument 0 (x['m']) is in device memory, then in pinned_host memory"
+    )
+    with pytest.raises(ValueError, match="not enough values"):
+        note({"w": x, "m": kept}, {"w": x + 1, "m": kept})  # once
 
 
 def test_for_a_weak_type(split):
@@ -43,7 +55,7 @@ def test_for_a_weak_type(split):
         return jax.jit(lambda: jax.lax.broadcast(one, (8, 16)), out_shardings=split)()
 
     assert note(ones(1.0), ones(jnp.float32(1))) == (
-        "jit_total was compiled 2 times: argument 0 is weakly typed, then strongly typed"
+        "jit_total was compiled 2 times: argument 0 (x) is weakly typed, then strongly typed"
     )
 
 

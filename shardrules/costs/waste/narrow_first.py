@@ -84,7 +84,7 @@ def _widened(site: Site) -> _Narrower | None:
             "jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(mask), "
             "jax.sharding.NamedSharding(mesh, spec)) with a spec without "
             f"{' and '.join(map(repr, site.entry.axes or ())) or 'axes'} (on CPU: XLA for GPU "
-            "gathers the mask by itself, and for TPU it sums each shard)"
+            "and TPU gathers the mask by itself, or sums each shard)"
         )
     return site.taken._replace(element_type=before.element_type), why, change
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
-from shardrules.costs.waste import slices
+from shardrules.costs.waste import factors, slices
 from shardrules.costs.waste.program import (
     UNARY,
     WHOLE,
@@ -80,17 +81,13 @@ def _over_shards(site: Site) -> Hint | None:
     along = site.collective.dimension
     if site.collective.kind != "all-gather" or size < 2 or not along.isdecimal():
         return None
-    uses = slices.array_uses(site) if site.is_written and site.result else []
+    uses = slices.uses_of(site) if site.is_written else []
     if site.result is None or len(uses) != 1:
         return None
     ((reduce, taken),) = uses
     if reduce.opcode != "reduce" or len(reduce.operands) != 2 or reduce.operands[0] is not taken:
         return None
-    # The array is the result, or the result with its shards along one dimension.
-    own, at = site.result.dimensions, int(along)
-    split = (*own[:at], size, own[at] // size, *own[at + 1 :])
-    if taken.shape.dimensions != own and (taken.shape.dimensions != split or own[at] % size):
-        return None
+    array = factors.followed(factors.of(site.result.dimensions), taken)
     over = re.findall(r"\d+", reduce.instruction.attribute("dimensions") or "")
     name = walk.applied(site.program.module, reduce.instruction)
     start = reduce.operands[1]
@@ -98,8 +95,12 @@ def _over_shards(site: Site) -> Hint | None:
     neutral = start.opcode == "constant" and (name != "add" or walk.is_zero(start.instruction))
     after = reduce.shape.bytes
     sent = accounts.wire_bytes("all-reduce", after, size)
-    if along not in over or name not in _NAMES or not neutral or sent >= entry.wire_bytes:
+    if array is None or name not in _NAMES or not neutral or sent >= entry.wire_bytes:
         return None
+    shard = site.result.dimensions[int(along)] // size
+    kept = itertools.chain(*(f for d, f in enumerate(array) if str(d) not in over))
+    if any(f.origin == int(along) and f.stride * f.size > shard for f in kept):
+        return None  # it is not reduced over all shards
     note = " (equal up to rounding)" if name == "add" else ""
     change = f"reduce on each device and {_NAMES[name]} that"
     if not site.in_shard_map:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import numpy as np
 from shardrules import hlo
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
-from shardrules.costs.waste import slices
+from shardrules.costs.waste import factors, slices
 from shardrules.costs.waste.program import (
     CONSTRAINED,
     SMALL,
@@ -35,11 +34,10 @@ from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 _MOST_AXES = 4  # of a mesh: the ways between all shardings are compared
 _MOST_STEPS = 2  # collectives: of longer ways XLA made others (JAX 0.10.2, three axes, CPU)
 
-_COPIES = frozenset(["copy", "copy-start", "copy-done", "all-gather-done"])
-_MOVED = _COPIES | WHOLE | BARRIERS | UNARY
-
 # What XLA calls such a gather: the constraint, or what makes or takes the array element by element.
 _BESIDE = CONSTRAINED.union(["add", "sub", "mul", "div", "max", "min", "select_n"])
+
+_DEVICES = -1  # the origin of the factor that the last gather adds; of those before it, one less
 
 # The axes over which each of an array's dimensions is split, the major one first.
 _Spec = tuple[tuple[str, ...], ...]
@@ -59,6 +57,7 @@ class _Chain(NamedTuple):
     """Gathers for one constraint, of whose result each device keeps a slice."""
 
     gathers: list[Site]  # the last one first
+    array: hlo.Shape  # all of it, as it is sliced
     start: _Spec
     end: _Spec
 
@@ -76,8 +75,8 @@ def _all(program: Program) -> dict[Site, Hint]:
 def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
     """Yield a hint for each gather of a chain; the largest one becomes what is done instead."""
     gathers = sorted(chain.gathers, key=lambda site: -site.entry.wire_bytes)
-    array, sent = chain.gathers[0].result, sum(site.entry.wire_bytes for site in gathers)
-    way = _cheapest(gathers[0].program.mesh, chain.start, chain.end, array) if array else None
+    array, sent = chain.array, sum(site.entry.wire_bytes for site in gathers)
+    way = _cheapest(gathers[0].program.mesh, chain.start, chain.end, array)
     more = way.round_trips - len(gathers) if way else 0
     if way is None or sent - way.sent <= max(0, SMALL * more):
         return
@@ -135,59 +134,66 @@ def _chain(site: Site) -> _Chain | None:
     """Read the gathers up to one whose result is sliced, and the shardings at both ends."""
     part, program = slices.read_part(site), site.program
     mesh = {axis: size for axis, size in program.mesh.items() if size > 1}
-    if part is None or site.result is None or len(mesh) > _MOST_AXES:
+    if part is None or len(mesh) > _MOST_AXES or math.prod(mesh.values()) != program.device_count:
         return None
-    if math.prod(mesh.values()) != program.device_count:
-        return None
-    sizes = site.result.dimensions
-    starts = np.array(part.starts)
+    starts, sizes = np.array(part.starts), part.sizes
     after = None if (starts % part.size).any() else _axes(mesh, starts // part.size)
     if after is None or part.size * math.prod(mesh[a] for a in after) != sizes[part.dimension]:
         return None
-    whole: _Spec = ((),) * len(sizes)
-    start, gathers, numbers = whole, [], [*range(len(sizes))]
+    gathers, ends = [site], [part.node]
     while True:
-        before, along = _gathered_over(mesh, site), site.collective.dimension
-        if before is None or not along.isdecimal() or start[numbers[int(along)]]:
-            return None
-        start = _with(start, {numbers[int(along)]: before})
-        gathers.append(site)
-        node, numbers = _behind(site.source, numbers)
-        maker = made_by(node, _MOVED)
-        if maker.fused or not program.parts(maker.instruction):
+        source = gathers[-1].source
+        maker = made_by(source, factors.MOVES | WHOLE | UNARY)
+        parts = [] if maker.fused else program.parts(maker.instruction)
+        if not parts:
             break
-        site = program.parts(maker.instruction)[0]
         # What another collective moves has a sharding of XLA's own in between.
-        if maker is not node or not _is_constraint(site) or len(site.uses(_COPIES)) != 1:
+        alone = maker is made_by(source, factors.MOVES) and len(slices.uses_of(parts[0])) == 1
+        if not alone or not _is_constraint(parts[0]):
             return None
+        ends.append(source)
+        gathers.append(parts[0])
+    start = _start(mesh, gathers, ends)
     # An axis along which it is neither gathered nor sliced may split another dimension.
-    if {*after, *itertools.chain(*start)} != set(mesh):
+    if start is None or {*after, *itertools.chain(*start)} != set(mesh):
         return None
-    return _Chain(gathers, start, _with(whole, {part.dimension: after}))
+    end: _Spec = tuple(after if d == part.dimension else () for d in range(len(sizes)))
+    # What is only transposed has the dimensions of the program where it is gathered.
+    order = part.order(site.result) if site.result else None
+    if order is not None:
+        start, end = (tuple(spec[d] for d in order) for spec in (start, end))
+        sizes = tuple(sizes[d] for d in order)
+    return _Chain(gathers, site.taken._replace(dimensions=sizes), start, end)
 
 
-def _behind(node: Node, numbers: list[int]) -> tuple[Node, list[int]]:
-    """Follow copies and transpositions back, and the numbers that the dimensions get by them."""
-    while node.operands:
-        (taken, *others), shape = node.operands, node.shape
-        if node.opcode == "transpose":
-            order = re.findall(r"\d+", node.instruction.attribute("dimensions") or "")
-            to = [order.index(str(d)) for d in range(len(order))]
-        elif node.opcode == "bitcast":
-            to = slices.as_in_memory(taken.shape, shape) or []
-        else:
-            to = [*range(len(numbers))] if node.opcode in _COPIES else []
-        if others or len(to) != len(numbers):
-            break
-        node, numbers = taken, [numbers[d] for d in to]
-    return node, numbers
-
-
-def _gathered_over(mesh: dict[str, int], site: Site) -> tuple[str, ...] | None:
-    places = np.full(site.program.device_count, -1)
-    for group in site.collective.groups:
-        places[list(group)] = range(len(group))
-    return _axes(mesh, places)
+def _start(mesh: dict[str, int], gathers: list[Site], ends: list[Node]) -> _Spec | None:
+    """Give the sharding before gathers, the last one first, in the dimensions of the last end."""
+    own = factors.of(gathers[-1].taken.dimensions)
+    array: factors.Factors | None = own
+    for number, (site, end) in reversed([*enumerate(zip(gathers, ends))]):
+        along = site.collective.dimension
+        if array is None or not along.isdecimal():
+            return None
+        devices = factors.Factor(_DEVICES - number, 1, site.collective.group_size)
+        gathered = [[devices, *f] if d == int(along) else f for d, f in enumerate(array)]
+        array = factors.followed(gathered, end)
+    spec = []
+    for dimension in array or ():
+        # Shards first, then one dimension of each device's part.
+        split = [factor for factor in dimension if factor.origin <= _DEVICES]
+        if dimension[: len(split)] != split or dimension[len(split) :] not in own:
+            return None
+        shards = np.zeros(math.prod(mesh.values()), int)
+        for origin, stride, size in split:
+            places = np.zeros_like(shards)
+            for group in gathers[_DEVICES - origin].collective.groups:
+                places[list(group)] = range(len(group))
+            shards = shards * size + places // stride % size
+        axes = _axes(mesh, shards) if split else ()
+        if axes is None:
+            return None
+        spec.append(axes)
+    return tuple(spec) or None
 
 
 def _axes(mesh: dict[str, int], places: np.ndarray) -> tuple[str, ...] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,46 +9,21 @@ import numpy as np
 
 from shardrules import hlo
 from shardrules.costs import accounts
+from shardrules.costs.waste import factors
 from shardrules.costs.waste.program import UNARY, Hint, Kind, Program, Site, Use
 from shardrules.hlo.known import exact
-from shardrules.hlo.reader.flow import BARRIERS, Node
-
-_DONE = frozenset(["all-reduce-done", "all-gather-done"])
-_COPIES = _DONE | BARRIERS | frozenset(["copy", "copy-start", "copy-done"])
-
-
-def array_uses(site: Site) -> list[Use]:
-    """List what takes a result as it is, or the same memory as another array; else nothing.
-
-    Of an all-gather's result also what takes a function of each of its elements: that of a shard
-    is a shard of that.
-    """
-    # Copies keep the array and bitcasts keep the memory; both together could transpose it.
-    each = UNARY if site.collective.kind == "all-gather" else frozenset()
-    uses = site.uses(_COPIES | each)
-    if all(use.user.opcode != "bitcast" for use in uses):
-        return uses
-    uses = site.uses(_DONE | {"bitcast"})
-    shapes = [site.result, *(use.taken.shape for use in uses)]
-    return uses if all(shape and _has_default_order(shape) for shape in shapes) else []
-
-
-def _has_default_order(shape: hlo.Shape) -> bool:
-    return _in_memory(shape) == [*range(len(shape.dimensions))]
-
-
-def _in_memory(shape: hlo.Shape) -> list[int]:
-    """List an array's dimensions as they lie in memory, the major one first."""
-    order = shape.layout.partition(":")[0]
-    return [int(d) for d in reversed(order.split(","))] if order else []
+from shardrules.hlo.reader.flow import Node
 
 
 class _Part(NamedTuple):
     """The only part of a result that each device reads."""
 
+    sizes: tuple[int, ...]  # of the result, as it is when it is sliced
     dimension: int  # along which it is sliced; the others are read whole
     size: int  # of the slice
     starts: tuple[int, ...]  # where each device's slice begins
+    of: tuple[tuple[factors.Factor, ...], ...]  # the factors of the result that each dimension has
+    node: Node  # what is sliced
 
     def follows(self, groups: Sequence[Sequence[int]]) -> bool:
         """Tell whether each device's slice is at its own place in its group."""
@@ -59,41 +33,38 @@ class _Part(NamedTuple):
             for place, device in enumerate(group)
         )
 
+    def along(self, result: hlo.Shape) -> int | None:
+        """Give the dimension of the result that is sliced; None if it is no whole one."""
+        whole = factors.of(result.dimensions)
+        sliced = [*self.of[self.dimension]]
+        return whole.index(sliced) if sliced in whole else None
+
+    def order(self, result: hlo.Shape) -> list[int] | None:
+        """Give where each dimension of the result is; None if it has others, or one twice."""
+        whole = factors.of(result.dimensions)
+        of = [*map(list, self.of)]
+        return [of.index(d) for d in whole] if sorted(of) == sorted(whole) else None
+
+
+def uses_of(site: Site) -> list[Use]:
+    """List what takes a result, moved as a whole; of an all-gather's, a function of each element.
+
+    A function of each element of a shard is a shard of that.
+    """
+    each = UNARY if site.collective.kind == "all-gather" else frozenset()
+    return site.uses(factors.MOVES | each)
+
 
 def read_part(site: Site) -> _Part | None:
     """Give the one part of a result that each device reads; None if it reads several, or all."""
-    if site.result is None:
-        return None
-    uses, number = array_uses(site), _same
-    if not uses:  # XLA for GPU gathers in the order in which a transposed array lies in memory
-        uses, number = site.uses(_DONE | {"bitcast"}), as_in_memory
-    parts = {_part(site.program, use, number(use.taken.shape, site.result)) for use in uses}
-    return parts.pop() if len(parts) == 1 else None
+    parts = [_part(site, use) for use in uses_of(site)]
+    return parts[0] if len({part and part[:-1] for part in parts}) == 1 else None
 
 
-def _same(taken: hlo.Shape, result: hlo.Shape) -> list[int] | None:
-    same = taken.dimensions == result.dimensions
-    return [*range(len(taken.dimensions))] if same else None
-
-
-def as_in_memory(taken: hlo.Shape, result: hlo.Shape) -> list[int] | None:
-    """Give the number that each dimension has in another array, of which it is the memory."""
-    orders = [_in_memory(shape) for shape in (taken, result)]
-    sizes = [[s.dimensions[d] for d in order] for s, order in zip((taken, result), orders)]
-    if sizes[0] != sizes[1] or not orders[0] or _tiles(taken) != _tiles(result):
-        return None
-    return [number for _, number in sorted(zip(*orders))]
-
-
-def _tiles(shape: hlo.Shape) -> str:
-    return re.sub(r"S\(\d+\)", "", shape.layout.partition(":")[2])
-
-
-def _part(program: Program, use: Use, numbers: list[int] | None) -> _Part | None:
-    """Give the part that a use reads; ``numbers``: of its dimensions, in the result."""
-    taker, taken = use
+def _part(site: Site, use: Use) -> _Part | None:
+    (taker, taken), program = use, site.program
     sizes = taken.shape.dimensions
-    if taker.opcode != "dynamic-slice" or numbers is None:
+    if taker.opcode != "dynamic-slice" or site.result is None:
         return None
     if taken is not taker.operands[0] or taken in taker.operands[1:]:
         return None
@@ -104,10 +75,12 @@ def _part(program: Program, use: Use, numbers: list[int] | None) -> _Part | None
     size = taker.shape.dimensions[dimension]
     index = _device_rows(program, taker.operands[1 + dimension])
     starts = None if index is None else exact.clamped_index(index, sizes[dimension] - size)
-    if starts is None:
+    as_sliced = factors.followed(factors.of(site.result.dimensions), taken)
+    if starts is None or as_sliced is None:
         return None
     places = np.broadcast_to(starts, (program.device_count,))
-    return _Part(numbers[dimension], size, tuple(map(int, places)))
+    of = tuple(map(tuple, as_sliced))
+    return _Part(sizes, dimension, size, tuple(map(int, places)), of, taken)
 
 
 def _device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | None:
@@ -123,7 +96,7 @@ def _device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | N
     if node.opcode == "get-tuple-element":
         before = program.before_loop(node)
         return None if before is None else _device_rows(program, before, depth + 1)
-    if node.opcode in _COPIES:  # on TPU a table of places is brought into faster memory
+    if node.opcode in factors.COPIES:  # on TPU a table of places is brought into faster memory
         return _device_rows(program, node.operands[0], depth + 1)
     if node.opcode not in exact.OPCODES or not node.operands:
         return None
@@ -155,12 +128,13 @@ def only_a_slice(site: Site) -> Hint | None:
     part = read_part(site) if site.adds and site.whole and size > 1 else None
     if part is None or site.result is None or not part.follows(site.collective.groups):
         return None
-    if site.result.dimensions[part.dimension] != size * part.size:
+    dimension = part.along(site.result)
+    if dimension is None or part.sizes[part.dimension] != size * part.size:
         return None
     sent = accounts.wire_bytes("reduce-scatter", entry.bytes, size)
     what = f"each device reads only its own 1/{size} of the result"
     change = (
-        f"jax.lax.psum_scatter(x, {site.over}, scatter_dimension={part.dimension}, tiled=True) "
+        f"jax.lax.psum_scatter(x, {site.over}, scatter_dimension={dimension}, tiled=True) "
         "instead of the psum and the dynamic_slice"
     )
     if not site.in_shard_map:
@@ -181,7 +155,7 @@ def only_a_slice(site: Site) -> Hint | None:
         what = "XLA for TPU made it, and a slice of its result, of a jax.lax.psum_scatter"
         change = (
             f"with the shards first and in rows of {_LANES}, p = jnp.moveaxis(x.reshape("
-            f"{_split(site.result.dimensions, part.dimension, size)}), {part.dimension}, 0), "
+            f"{_split(site.result.dimensions, dimension, size)}), {dimension}, 0), "
             f"jax.lax.psum_scatter(p.reshape(-1, {_LANES}), {site.over}, scatter_dimension=0, "
             "tiled=True).reshape(p.shape[1:]) stays one, and"
         )
@@ -216,9 +190,11 @@ def one_part(site: Site) -> Hint | None:
     part, along = read_part(site), site.collective.dimension
     if part is None or site.result is None or not along.isdecimal():
         return None
-    groups = site.collective.groups
-    if part.dimension == int(along):
-        if part.size != site.taken.dimensions[part.dimension]:
+    groups, dimension = site.collective.groups, part.along(site.result)
+    if dimension is None:
+        return None
+    if dimension == int(along):
+        if part.size != site.taken.dimensions[dimension]:
             return None
         # The shard that each member of a group reads, by its place in the group.
         places = {tuple(part.starts[d] / part.size for d in group) for group in groups}
@@ -233,11 +209,11 @@ def one_part(site: Site) -> Hint | None:
                 f"which one permute brings: jax.lax.ppermute(x, {site.over}, perm) with perm="
                 f"{perm if len(places) == 1 and size <= 8 else '[...]'}"
             )
-    elif part.size * size == site.result.dimensions[part.dimension] and part.follows(groups):
+    elif part.size * size == site.result.dimensions[dimension] and part.follows(groups):
         sent = accounts.wire_bytes("all-to-all", entry.bytes, size)
         change = (
-            f"its own slice of dimension {part.dimension} of each shard, which one all-to-all "
-            f"brings: jax.lax.all_to_all(x, {site.over}, {part.dimension}, {along}, tiled=True)"
+            f"its own slice of dimension {dimension} of each shard, which one all-to-all "
+            f"brings: jax.lax.all_to_all(x, {site.over}, {dimension}, {along}, tiled=True)"
         )
     else:
         return None

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardrules import hlo
 from shardrules.costs import walk
+from shardrules.costs.waste import factors
 from shardrules.costs.waste.program import UNARY, Hint, Kind, Program, Site
 from shardrules.hlo.reader.flow import Node
 
@@ -154,19 +155,9 @@ def _dimensions(node: Node) -> list[int]:
 
 def _bitcast(array: np.ndarray, before: hlo.Shape, after: hlo.Shape) -> np.ndarray | None:
     """Read the same memory as another array, by both layouts."""
-    orders, lanes = [], []
-    for shape in (before, after):
-        order, _, tiles = shape.layout.partition(":")
-        major = [int(d) for d in order.split(",") if d][::-1]
-        if sorted(major) != list(range(len(shape.dimensions))):
-            return None
-        orders.append(major)
-        lanes.append((shape.dimensions[major[-1]] if major else 1, tiles))
-    (lane, tiles), (lane_after, tiles_after) = lanes
-    if before.element_type != after.element_type or (lane != lane_after and "T(" in tiles):
+    if not factors.is_same_memory(before, after):
         return None
-    if lane > 128 and tiles != tiles_after:  # rows would be in another order
-        return None
+    orders = [factors.in_memory(shape) for shape in (before, after)]
     memory = array.transpose([0, *(d + 1 for d in orders[0])])
     placed = memory.reshape([array.shape[0], *(after.dimensions[d] for d in orders[1])])
     return placed.transpose([0, *(orders[1].index(d) + 1 for d in range(len(orders[1])))])

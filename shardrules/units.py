@@ -48,11 +48,15 @@ def percent(part: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+    """Write a time in the unit that leaves it below 1000: three digits at most."""
+    for unit, in_one in (("ns", 1e9), ("us", 1e6), ("ms", 1e3)):
+        if seconds * in_one < 999.5:
+            return f"{seconds * in_one:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
 def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    """Write a time of a step: in milliseconds, as those beside it, or in seconds."""
+    if 0 < seconds < 1e-6:
+        return "<0.001 ms"
+    return duration(seconds) if seconds >= 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -27,7 +27,9 @@ PROGRAMS = {
 each_program = pytest.mark.parametrize("name", PROGRAMS)
 # What each program is advised to do, as its followed version does.
 ADVICE = {
-    "train": "run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check",
+    "train": (
+        f"run `shardrules migrate --diff on.patch {EXAMPLES / 'train.py'}`: it switches on the check"
+    ),
     "rnn": "cast that array before the loop instead: x = shardrules.vary(x, 'data')",
     "fsdp": (
         "name what jax.lax.with_sharding_constraint gathers, "

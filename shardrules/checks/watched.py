@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import pathlib
+import shlex
 import sys
 from typing import Any
 
@@ -28,6 +29,8 @@ class PytestWatch:
         self._seen: Any = programs.Watched(
             False, {}, lambda: os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         )
+        given = [arg for arg in config.args if arg in config.invocation_params.args]
+        self._seen.script = shlex.join(["-m", "pytest", *given])
         self._seen.__enter__()
         self._format: str = config.getoption("--shardrules-format") or "text"
         self._output: str | None = config.getoption("--shardrules-output")

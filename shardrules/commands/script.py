@@ -35,6 +35,13 @@ class Ended(NamedTuple):
     how: str = ""  # "it raised ValueError"; empty where the code is 0
 
 
+def typed(arguments: argparse.Namespace) -> str:
+    """Write the script or module, and what follows it, as it was typed."""
+    if arguments.module:
+        return shlex.join(["-m", *arguments.module])
+    return shlex.join(arguments.script[arguments.script[0] == "--" :])
+
+
 def find(arguments: argparse.Namespace) -> Script:
     """Read and compile the script or module that the arguments name."""
     if arguments.module:
@@ -42,7 +49,7 @@ def find(arguments: argparse.Namespace) -> Script:
         return _module(name, rest)
     if arguments.module is not None or not arguments.script:
         raise ShardrulesError("nothing to run; write SCRIPT ARGS, or -m MODULE ARGS")
-    given, *rest = arguments.script[1:] if arguments.script[0] == "--" else arguments.script
+    given, *rest = arguments.script[arguments.script[0] == "--" :]
     path = os.path.abspath(given)
     if given.endswith(".ipynb"):
         name = shlex.quote(given.removesuffix(".ipynb") + ".py")

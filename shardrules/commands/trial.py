@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules import registry
-from shardrules.commands import rules, script
+from shardrules.commands import flags, rules, script
 from shardrules.errors import ShardrulesError, first_line
 from shardrules.unchecked.results import Outcome
 
@@ -122,8 +122,10 @@ def child(path: str) -> int:
     contexts.callback(results.start(outcome.results))
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
-    else:
+    elif target.file in texts:  # they install the hooks
         contexts.callback(WhenImported("jax", register).stop)
+    else:
+        contexts.enter_context(check_off.switching([], register, flags.say, "leave"))
     report = sys.excepthook
 
     def record_error(kind: type, error: BaseException, trace: Any) -> None:

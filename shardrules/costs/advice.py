@@ -66,12 +66,12 @@ def _of_cast(verdict: hlo.Verdict) -> str:
     )
 
 
-def migrate(shard_maps: str) -> str:
-    """Say how the checks of some shard_maps are switched on."""
+def migrate(shard_maps: str, script: str = "SCRIPT") -> str:
+    """Say how the checks of some shard_maps are switched on; ``script`` is as it was typed."""
     return (
-        f"run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check of {shard_maps}"
-        ", so that the backward pass reduces over just the axes that it needs, compares what the "
-        "programs return, and writes the patch"
+        f"run `shardrules migrate --diff on.patch {script}`: it switches on the check of "
+        f"{shard_maps}, so that the backward pass reduces over just the axes that it needs, "
+        "compares what the programs return, and writes the patch"
     )
 
 

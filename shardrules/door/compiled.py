@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -446,8 +447,20 @@ class _Execution:
         return getattr(self._call, name)
 
 
-def after_each_run(executable: Any, see: See) -> None:
-    """Call ``see`` with what each run of an executable takes and returns; of pmap's own, never."""
+def after_each_run(executable: Any, see: See) -> Callable[[], None]:
+    """Call ``see`` with what each run of an executable takes and returns; of pmap's own, never.
+
+    Returns what ends that. The executable isn't kept.
+    """
     # JAX calls an executable of another class than its own without its fast path, so it sees all.
-    if hasattr(executable, "_unsafe_call"):
-        executable._unsafe_call = _Execution(executable.unsafe_call, see)
+    if not hasattr(executable, "_unsafe_call"):
+        return lambda: None
+    original = executable.unsafe_call
+    executable._unsafe_call = own = _Execution(original, see)
+    kept = weakref.ref(executable)
+
+    def stop() -> None:
+        if (now := kept()) is not None and now._unsafe_call is own:
+            now._unsafe_call = original
+
+    return stop

@@ -12,7 +12,7 @@ from shardrules.errors import ShardrulesError
 from shardrules.hooks.install import Handle, held, install, state, touched
 from shardrules.hooks.state import Unchecked
 from shardrules.unchecked.hooks import UncheckedHooks
-from shardrules.unchecked.sites import UncheckedCall
+from shardrules.unchecked.sites import UNSEEN, UncheckedCall
 
 _lock = threading.RLock()
 
@@ -35,7 +35,7 @@ def start(
                     pending.pop()
             calls = retrace()
         except Exception as error:  # the program must not see it  # noqa: BLE001
-            calls = [failed(f"it can't be looked at: {error}")]
+            calls = [failed(f"{UNSEEN}: {error}")]
         for call in calls:
             listener(call)
 

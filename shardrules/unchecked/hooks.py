@@ -31,6 +31,7 @@ from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
+    UNSEEN,
     Missing,
     Site,
     UncheckedCall,
@@ -190,7 +191,7 @@ class _Unchecked:
             kind = _kind(args)
             call, *inner = self._compare(args, kind, scope.casts, off, kept)
         except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
-            why = f"it can't be looked at: {first_line(error)}"
+            why = f"{UNSEEN}: {first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
         # The reason of the site that fails comes before "waits for" of the others.
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]

@@ -17,19 +17,27 @@ from typing import NamedTuple
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
 from shardrules.unchecked.retrace import sent_bytes
-from shardrules.unchecked.sites import COMPUTES_ELSE, Site, UncheckedCall, UncheckedSite, costliest
+from shardrules.unchecked.sites import (
+    COMPUTES_ELSE,
+    UNSEEN,
+    Site,
+    UncheckedCall,
+    UncheckedSite,
+    costliest,
+)
 from shardrules.units import counted, size
 
-SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
+SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, BLIND, LIMIT = _ORDER = (
     "switch it now",
     "can be switched by hand, not tried",
     "can be switched, not tried",
     "can be switched, and would send more",
     "the patched script fails",
     "values or gradients may change",
-    "takes gradients in its body, which would change",
+    "takes gradients in its body, which may change",
     "needs this rule",
     "out_specs say replicated and the value varies",
+    "can't be looked at",
     "refused with the check on",
 )
 _SHOWN = 12  # programs in the table
@@ -40,8 +48,13 @@ _GRADIENTS_CHANGE = (
     "from the function that is differentiated, and leave out what averages its gradients "
     "afterwards: the pmean of whole ones, the division by an axis size of sharded ones (to leave "
     "the pmean out alone gives the sum, not the mean)",
-    "  if there is a psum in what is differentiated, it passes its cotangent on once, and not once "
-    "for each device: compare the values of a step before and after",
+    "  a psum inside of what is differentiated passes its cotangent on as it is; with the check "
+    "off it sums the cotangents of the devices: compare the values of a step before and after",
+)
+_GRADIENTS_REMAIN = (
+    "  with the check on, its body holds the same operations, sums among them: switch it on by "
+    "hand, with shardrules.install() where the program starts, and compare the values of a step "
+    "before and after",
 )
 _WHOLE_COTANGENTS = (
     "  (a bwd or a transpose then gets the sum over the devices where it gets one device's share "
@@ -55,7 +68,7 @@ class SiteRow(NamedTuple):
     site: Site  # the source location of the shard_map
     calls: tuple[UncheckedCall, ...]  # one call per argument signature
     # SWITCH, BY_HAND, UNTRIED, or the obstacle of one of its calls: MORE, RAISES, CHANGES,
-    # GRADIENTS, RULE, OUTPUTS, LIMIT.
+    # GRADIENTS, RULE, OUTPUTS, BLIND, LIMIT.
     verdict: str
     note: str = ""  # the result of the patched script, if that decided the verdict
 
@@ -80,6 +93,7 @@ def _verdict(calls: Sequence[UncheckedCall]) -> str:
     obstacles = {
         RULE: any(call.missing for call in calls),
         OUTPUTS: any(call.outputs for call in calls),
+        BLIND: any(call.error.startswith(UNSEEN) for call in calls),
         LIMIT: any(call.error for call in calls),
         GRADIENTS: any(call.takes_gradients for call in calls),
         CHANGES: any(call.doubts for call in calls),
@@ -124,7 +138,7 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
         more = f"{len(rest)} more programs"
         shown.append((more, sum(off for _, off, _ in rest), sum(on for *_, on in rest)))
     shown.append(("all programs", sum(before.values()), sum(after.values())))
-    cells = [(name, size(off), size(on)) for name, off, on in shown]
+    cells = [(name, size(off), _less(off, on)) for name, off, on in shown]
     same = "the patch saves no bytes here: what is gained is that JAX checks these shard_maps"
     return [
         table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
@@ -134,6 +148,12 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
         "compiled, run once; a while loop without a known count is one trip. The script ran "
         "again with the patch, in a process of its own, to measure this)",
     ]
+
+
+def _less(off: int, on: int) -> str:
+    """Write bytes; where three digits hide the difference from those before, write it too."""
+    hidden = off != on and size(off) == size(on)
+    return size(on) + (f" ({size(abs(off - on))} {'less' if on < off else 'more'})" * hidden)
 
 
 def _details(row: SiteRow) -> list[str]:
@@ -155,10 +175,9 @@ def _details(row: SiteRow) -> list[str]:
     for error in dict.fromkeys(c.error for c in calls if c.error and not c.outputs):
         lines += [f"  {line}" for line in error.splitlines()]
     lines += [f"  {text}" for text in dict.fromkeys(a for c in calls for a in c.annotations)]
-    if any(call.takes_gradients for call in calls):
-        lines += _GRADIENTS_CHANGE
     doubts = dict.fromkeys(doubt for call in calls for doubt in call.doubts)
     if any(call.takes_gradients for call in calls):
+        lines += _GRADIENTS_CHANGE if COMPUTES_ELSE in doubts else _GRADIENTS_REMAIN
         doubts.pop(COMPUTES_ELSE, None)  # the lines above say what
     lines += [f"  {doubt}" for doubt in doubts]
     if doubts:
@@ -261,7 +280,10 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
             for line, call in others
         ]
     else:
-        left.append(f"{script}: call shardrules.install() there")
+        left.append(
+            f"{script} is not below this folder: call shardrules.install() in a file that is, "
+            "before the first shard_map is made (for pytest, in conftest.py)"
+        )
     if where is None:
         left += [f"{script}: write {line} there" for line in rules]
     else:

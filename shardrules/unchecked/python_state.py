@@ -147,14 +147,15 @@ class Kept:
         self._module(variables, names)
         held = map(_contents, function.__closure__ or ())
         modules = [value for value in held if issubclass(type(value), types.ModuleType)]
-        modules += [variables[name] for name in names & variables.keys()]
+        used = names - {"random"} if _draws_from_jax(function.__code__, variables) else names
+        modules += [variables[name] for name in used & variables.keys()]
         # A function of the body's own package may import others when it is called; those of other
         # packages do so to print, mostly.
         home = (function.__module__ or "").partition(".")[0]
         self._home = self._home or home
         if home == self._home:
             self._own |= names
-            modules += [sys.modules[name] for name in names & sys.modules.keys()]
+            modules += [sys.modules[name] for name in used & sys.modules.keys()]
         for module in modules:
             if issubclass(type(module), types.ModuleType):
                 self._inside(module, names)
@@ -284,12 +285,36 @@ def _draws(code: types.CodeType, module: types.ModuleType) -> bool:
         return True
     if module.__name__ != "numpy" or "random" not in _names(code):
         return False
-    codes = [code, *(const for const in code.co_consts if isinstance(const, types.CodeType))]
     return any(
-        then.argval == "random" and first.argval in ("np", "numpy")
-        for each in codes
-        for first, then in itertools.pairwise(dis.get_instructions(each))
+        then.argval == "random" and first.argval in ("np", "numpy") for first, then in _pairs(code)
     )
+
+
+def _draws_from_jax(code: types.CodeType, variables: dict[str, Any]) -> bool:
+    """Whether each ``random`` in code is jax.random, whose keys are the program's own."""
+
+    def is_jax_s(value: Any) -> bool:
+        name = value.__name__ if issubclass(type(value), types.ModuleType) else ""
+        return name.partition(".")[0] == "jax"
+
+    for first, then in _pairs(code):
+        if then.argval != "random" or then.opname == "LOAD_CONST":
+            continue
+        read = then if then.opname in _GLOBAL else first if then.opname in _ATTRIBUTE else None
+        if read is None or read.opname not in _GLOBAL or not is_jax_s(variables.get(read.argval)):
+            return False
+    return True
+
+
+_GLOBAL, _ATTRIBUTE = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def _pairs(code: types.CodeType) -> Iterator[tuple[dis.Instruction, dis.Instruction]]:
+    """Yield the neighbours among the instructions of code and of the functions in it."""
+    yield from itertools.pairwise(dis.get_instructions(code))
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _pairs(const)
 
 
 def _slots(kind: type) -> Iterable[str]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
+UNSEEN = "it can't be looked at"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -99,7 +100,7 @@ def why_left(call: UncheckedCall) -> str:
     if call.error:
         return _first_sentences(call.error)
     if call.takes_gradients:
-        return "its body takes gradients, which would change"
+        return "its body takes gradients, which may change"
     if call.doubts:
         return call.doubts[0]
     if call.holds_another:

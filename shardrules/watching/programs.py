@@ -169,10 +169,10 @@ class WatchedProgram:
             return ""
         from shardrules.unchecked import switched
 
+        owner, traced = self._owner, self._traced
         with compiling.unwatched():
-            return switched.switched(
-                self._traced.again, self._traced.scope, self._owner.registry, self.judgement.mesh
-            )
+            on = switched.switched(traced.again, traced.scope, owner.registry, self.judgement.mesh)
+        return on if isinstance(on, str) else on._replace(script=owner.script)
 
     def _fed(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """Give how often it ran with a result of its own, by ``Runs.fed``."""
@@ -221,6 +221,7 @@ class Watched:
     target: str | None = None  # ``"v5e"``, on which each collective's time is estimated
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
     runs: Runs | None = None  # what follows the programs' runs
+    script: str = "SCRIPT"  # what runs, as it was typed
     # what a profile measured, by a program's computations
     timings: dict[str, Timings] = dataclasses.field(default_factory=dict)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from shardrules.door import compiled
+from shardrules.door import compiled, watching
 from shardrules.door.places import owns
+
+_UNREAD = 8  # runs in a row, none of whose results the host reads before the next one
 
 
 class RunRecord:
@@ -32,11 +34,15 @@ class RunRecord:
 class Runs:
     """Follows programs over several devices, and of those on one device the script's own.
 
-    JAX's operations outside of jit keep their fast path on one device.
+    JAX's operations outside of jit keep their fast path on one device. The script's own have it
+    back while they run many times in a row without a read: so many are too many for a loop that
+    reads in each step, and they may run a hundred thousand times.
     """
 
     def __init__(self) -> None:
         self.records: list[RunRecord] = []
+        self._reads = 0
+        self._resting: list[Callable[[], None]] = []  # each follows a program again
         self._host = RunRecord()
         self._made: dict[int, tuple[weakref.ref[Any], RunRecord, int]] = {}
 
@@ -48,12 +54,33 @@ class Runs:
           definition: ``NAME at FILE:LINE`` of its function.
         """
         is_step = not owns(definition.rpartition(" at ")[2])
-        if compiled.local_device_count(executable) < (1 if is_step and definition else 2):
+        devices = compiled.local_device_count(executable)
+        if devices < (1 if is_step and definition else 2):
             return None
         record = RunRecord(compiled.kept_arguments(executable), is_step)
         self.records.append(record)
-        compiled.after_each_run(executable, functools.partial(self._ran, record))
+        if devices == 1:
+            self._count(weakref.ref(executable), record)
+        else:
+            compiled.after_each_run(executable, functools.partial(self._ran, record))
         return record
+
+    def _count(self, kept: weakref.ref[Any], record: RunRecord) -> None:
+        """Count the runs of a program on one device, until many come without a read."""
+        if (executable := kept()) is None:
+            return
+        unread, reads = 0, self._reads
+
+        def ran(arguments: Sequence[Any], results: Sequence[Any]) -> None:
+            nonlocal unread, reads
+            record.runs += 1
+            unread, reads = unread + 1 if reads == self._reads else 1, self._reads
+            if unread == _UNREAD:
+                stop()
+                self._resting.append(lambda: self._count(kept, record))
+                watching.forget_fast_paths()  # C++ has noted that there is none
+
+        stop = compiled.after_each_run(executable, ran)
 
     def counts(self) -> list[int]:
         """Give how often each step's executable ran, in the order in which they were followed."""
@@ -62,6 +89,12 @@ class Runs:
     def read(self, array: Any) -> None:
         """Note that the host reads an array."""
         self._take(self._host, array, 0)
+        self._reads += 1
+        if self._resting:
+            resting, self._resting = self._resting, []
+            for follow in resting:
+                follow()
+            watching.forget_fast_paths()
 
     def fed(self, same: Collection[RunRecord]) -> dict[tuple[int, int], tuple[int, int]]:
         """Give runs and first runs of one program's executables, by a result and a parameter.

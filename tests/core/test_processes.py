@@ -84,7 +84,7 @@ def test_gradients_and_verdicts_are_those_of_one_process(both, hooks):
     assert together == gradients
 
 
-LEFT = "off (its body takes gradients, which would change)"
+LEFT = "off (its body takes gradients, which may change)"
 SAID = {
     "two_rules": ["rule 'b' is all_gather('model'), at ", " in process 1, and all_gather('data')"],
     "in_another_order": ["rule 'a' comes before 'b' in process 0, at ", "after it in process 1"],

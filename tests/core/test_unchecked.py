@@ -243,7 +243,7 @@ LEFT = {
         (P(), P()),
         P(),
         (W, X),
-        "its body takes gradients, which would change",
+        "its body takes gradients, which may change",
     ),
     "bwd sums": (lambda x: copied(x), P(), P(), (X,), "in the derivative: the bwd '<lambda>' (at "),
     "bwd sums what varies": (

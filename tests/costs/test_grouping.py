@@ -3,7 +3,7 @@
 import pytest
 from hlo import text as T
 
-from shardrules import errors, hlo, report, testing
+from shardrules import errors, hlo, report, testing, units
 from shardrules.costs import findings
 
 AT = ', metadata={op_name="jit(f)/transpose(jvp(f))/psum" source_file="model.py" source_line=7}'
@@ -35,6 +35,26 @@ def many(*sizes, groups=T.OVER_MODEL, sharding=T.DATA):
 )
 def test_bytes_have_units(count, shown):
     assert report.size(count) == shown
+
+
+@pytest.mark.parametrize(
+    "seconds, shown, as_milliseconds",
+    [
+        (0, "0 ns", "0 ms"),
+        (4.7e-11, "0.047 ns", "<0.001 ms"),
+        (4.73e-8, "47.3 ns", "<0.001 ms"),
+        (9.99e-7, "999 ns", "<0.001 ms"),
+        (1e-6, "1 us", "0.001 ms"),
+        (3.83e-6, "3.83 us", "0.00383 ms"),
+        (9.996e-4, "1 ms", "1 ms"),
+        (0.0123, "12.3 ms", "12.3 ms"),
+        (0.9996, "1 s", "1 s"),
+        (1234, "1234 s", "1234 s"),
+    ],
+)
+def test_times_have_units_and_no_exponent(seconds, shown, as_milliseconds):
+    assert units.duration(seconds) == shown
+    assert units.milliseconds(seconds) == as_milliseconds
 
 
 def test_alike_collectives_are_one_row_and_one_finding():

@@ -19,6 +19,8 @@ import threading
 import types
 import weakref
 
+import jax
+import jax as keys
 import numpy as np
 import pytest
 
@@ -279,6 +281,72 @@ def test_draws_of_all_beside_another_thread():
     finally:
         done.set()
         thread.join()
+
+
+drawing = types.ModuleType("drawing")  # a module of the body's own
+drawing.random, drawing.jax = random, jax
+
+
+def imports():
+    import random
+
+    return random.random()
+
+
+def of_another_module():
+    return drawing.random.random()
+
+
+def both():
+    def inner():
+        return random.random()
+
+    return jax.random.key(int(inner()))
+
+
+def by_an_attribute(owner=drawing):
+    return owner.random.random(), jax.random.key(0)
+
+
+def by_a_variable():
+    random = drawing.random
+    return random.random()
+
+
+def by_numpy():
+    def inner():
+        return lambda: np.random.normal()
+
+    return inner()()
+
+
+@pytest.fixture
+def another_thread():
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda: jax.random.normal(jax.random.key(0), (3,)),
+        lambda: keys.random.split(keys.random.key(0)),
+        lambda: "random",
+    ],
+)
+def test_keys_of_jax_are_the_programs_own(another_thread, body):
+    assert not Kept(body).why
+
+
+@pytest.mark.parametrize(
+    "body", [imports, of_another_module, both, by_an_attribute, by_a_variable, by_numpy]
+)
+def test_draws_beside_another_thread_however_they_are_written(another_thread, body):
+    assert "other threads draw" in Kept(body).why
 
 
 def test_a_submodule_that_is_imported_stays():

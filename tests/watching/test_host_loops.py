@@ -1,5 +1,7 @@
 """Loops on the host: what each call sums up, and what each step reads; followed, and near misses."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -280,6 +282,14 @@ def sometimes(step, w):
             jax.device_get(value)
 
 
+def seldom(step, w):
+    """Between two reads the step has JAX's fast path back."""
+    for n in range(240):
+        w, value = step(w)
+        if n % 20 == 0:
+            jax.device_get(value)
+
+
 def afterwards(step, w):
     values = []
     for _ in range(12):
@@ -319,7 +329,42 @@ def test_such_a_line_is_a_note_where_no_other_device_waits(loop):
     assert found == {} and " on the host 9 times, after each run" in note
 
 
-@pytest.mark.parametrize("loop", [sometimes, afterwards, sliced])
+@pytest.mark.parametrize("loop", [sometimes, seldom, afterwards, sliced])
 def test_lines_that_read_less_often_or_when_no_step_runs(cpu_mesh, loop):
     assert read_in(cpu_mesh, loop) == ({}, [])
     assert read_in(None, loop) == ({}, [])
+
+
+def unread_first(step, w):
+    """The first steps leave it to C++; a read brings the count back."""
+    for _ in range(40):
+        w, value = step(w)
+    each(step, w)
+
+
+def test_reads_after_steps_that_none_read_are_found():
+    found, (note,) = read_in(None, unread_first)
+    assert found == {} and " on the host 9 times, after each run" in note
+
+
+@pytest.mark.parametrize("devices", [None, "several"])
+def test_a_step_on_one_device_has_the_fast_path_back(cpu_mesh, devices):
+    """JAX calls no Python for it then; a program over several devices is counted on."""
+    calls = []
+
+    def loop(step, w):
+        for _ in range(20):
+            w, _ = step(w)
+        sys.setprofile(lambda frame, event, arg: event == "call" and calls.append(frame))
+        try:
+            for _ in range(20):
+                w, _ = step(w)
+        finally:
+            sys.setprofile(None)
+
+    before = sys.getprofile()
+    try:
+        assert read_in(devices and cpu_mesh, loop) == ({}, [])
+    finally:
+        sys.setprofile(before)
+    assert (len(calls) < 20) == (devices is None)

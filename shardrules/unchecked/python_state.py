@@ -32,7 +32,8 @@ _OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes"}) | fro
 _ABSENT = object()
 _HOLDERS = frozenset({"types", "argparse", "collections", "functools"})
 _STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
-Undo = Callable[[], object]  # puts back what changed
+# Puts back what changed; returns what was there instead, as ``_plain`` gives it, or None.
+Undo = Callable[[], object]
 
 
 class Kept:
@@ -73,10 +74,10 @@ class Kept:
                 held = f"{name!r}, a {kind}" if name else f"a {kind}"
                 self.why = f"its body can change {held}, which can't be put back"
 
-    def put_back(self) -> None:
-        """Put back what changed since."""
-        for undo in self._undo:
-            undo()
+    def put_back(self) -> tuple[object, ...]:
+        """Put back what changed since, and return what it had become, in comparable form."""
+        became = [undo() for undo in self._undo]
+        return tuple((i, now) for i, now in enumerate(became) if now is not None)
 
     def _add(self, values: Iterable[Any], name: str = "") -> None:
         """Visit values later, each under the name by which code reaches it; empty if unknown."""
@@ -179,11 +180,14 @@ class Kept:
     def _cell(self, cell: types.CellType, name: str) -> None:
         before = _contents(cell)
 
-        def undo() -> None:
+        def undo() -> object:
+            if (now := _contents(cell)) is before:
+                return None
             if before is not _ABSENT:
                 cell.cell_contents = before
-            elif _contents(cell) is not _ABSENT:
+            else:
                 del cell.cell_contents
+            return _plain(now)
 
         self._undo.append(undo)
         if before is not _ABSENT:
@@ -195,7 +199,14 @@ class Kept:
         except LookupError:
             self._stuck.append((name, "context variable without a value"))
             return
-        self._undo.append(lambda: None if value.get() is before else value.set(before))
+
+        def undo() -> object:
+            if (now := value.get()) is before:
+                return None
+            value.set(before)
+            return _plain(now)
+
+        self._undo.append(undo)
         self._add((before,), name)
 
     def _array(self, value: Any, name: str) -> None:
@@ -300,14 +311,19 @@ def _slots(kind: type) -> Iterable[str]:
 def _variables(variables: dict[str, Any], names: Iterable[str]) -> Undo:
     before = {name: variables.get(name, _ABSENT) for name in names}
 
-    def undo() -> None:
+    def undo() -> object:
+        became: dict[str, Any] = {}
         for name, value in before.items():
+            now = variables.get(name, _ABSENT)
+            # An import sets the name of a submodule once only, so it has to stay.
+            if now is value or (value is _ABSENT and isinstance(now, types.ModuleType)):
+                continue
+            became[name] = now
             if value is _ABSENT:
-                # An import sets the name of a submodule once only, so it has to stay.
-                if not isinstance(variables.get(name), types.ModuleType):
-                    variables.pop(name, None)
-            elif variables.get(name, _ABSENT) is not value:
+                del variables[name]
+            else:
                 variables[name] = value
+        return _plain(became) if became else None
 
     return undo
 
@@ -321,10 +337,12 @@ def _read(value: Any, name: str, otherwise: Any = None) -> Any:
 
 
 def _attribute(owner: Any, name: str, before: Any) -> Undo:
-    def undo() -> None:
+    def undo() -> object:
         now = vars(owner).get(name) if isinstance(owner, type) else _read(owner, name, _ABSENT)
-        if now is not before:
-            setattr(owner, name, before)
+        if now is before:
+            return None
+        setattr(owner, name, before)
+        return _plain(now)
 
     return undo
 
@@ -332,12 +350,15 @@ def _attribute(owner: Any, name: str, before: Any) -> Undo:
 def _container(value: Any) -> Undo:
     before = value.copy()
 
-    def undo() -> None:
+    def undo() -> object:
         now = value.items() if isinstance(value, dict) else value
         then = before.items() if isinstance(value, dict) else before
-        if len(now) != len(then) or not all(map(_is_same, now, then)):
-            value.clear()
-            getattr(value, "extend" if hasattr(value, "extend") else "update")(before)
+        if len(now) == len(then) and all(map(_is_same, now, then)):
+            return None
+        became = _plain(value)
+        value.clear()
+        getattr(value, "extend" if hasattr(value, "extend") else "update")(before)
+        return became
 
     return undo
 
@@ -351,18 +372,21 @@ def _is_same(a: Any, b: Any) -> bool:
 def _class_attributes(kind: type) -> Undo:
     before = set(vars(kind))
 
-    def undo() -> None:
-        for name in set(vars(kind)) - before:
-            if not name.startswith("__"):
-                delattr(kind, name)
+    def undo() -> object:
+        new = {n: vars(kind)[n] for n in set(vars(kind)) - before if not n.startswith("__")}
+        for name in new:
+            delattr(kind, name)
+        return _plain(new) if new else None
 
     return undo
 
 
 def _array(value: Any, before: Any, every: Any) -> Undo:
-    def undo() -> None:
-        if value.tobytes() != before.tobytes():
-            value[every] = before
+    def undo() -> object:
+        if (now := value.tobytes()) == before.tobytes():
+            return None
+        value[every] = before
+        return now
 
     return undo
 
@@ -370,12 +394,14 @@ def _array(value: Any, before: Any, every: Any) -> Undo:
 def _stream(value: Any) -> Undo:
     text, position = value.getvalue(), value.tell()
 
-    def undo() -> None:
-        if value.getvalue() != text:
-            value.seek(0)
-            value.truncate()
-            value.write(text)
+    def undo() -> object:
+        if (now := (value.getvalue(), value.tell())) == (text, position):
+            return None
+        value.seek(0)
+        value.truncate()
+        value.write(text)
         value.seek(position)
+        return now
 
     return undo
 
@@ -383,7 +409,12 @@ def _stream(value: Any) -> Undo:
 def _cache(info: Callable[[], Any], clear: Undo) -> Undo:
     """Empty a cache that was empty before; what one holds already is of the program's own calls."""
     before = info()
-    return lambda: clear() if not before.currsize and info() != before else None
+
+    def undo() -> None:  # what it returns is the same whether it was called before
+        if not before.currsize and info() != before:
+            clear()
+
+    return undo
 
 
 def _generator(value: Any) -> Undo | None:
@@ -409,4 +440,31 @@ def _global_generators() -> Iterator[Undo]:
 
 def _state(get: Callable[[], Any], put: Callable[[Any], Any]) -> Undo:
     before = get()
-    return lambda: put(before)
+    then = _plain(before)
+
+    def undo() -> object:
+        if (now := _plain(get())) == then:
+            return None
+        put(before)
+        return now
+
+    return undo
+
+
+def _plain(value: Any, depth: int = 4) -> Any:
+    """Return what of a value can be compared and hashed; of other objects, their type."""
+    import numpy as np
+
+    kind = type(value)
+    if kind in _STATELESS:
+        return kind, value
+    if issubclass(kind, (np.ndarray, np.generic)) and value.dtype != object:
+        return str(value.dtype), value.shape, value.tobytes()
+    if depth and kind in (tuple, list, collections.deque):
+        return kind, *(_plain(each, depth - 1) for each in value)
+    if depth and issubclass(kind, dict):
+        items = (_plain(each, depth - 1) for each in value.items())
+        return kind, frozenset(items)
+    if kind in (set, frozenset, bytearray):
+        return kind, len(value)
+    return kind

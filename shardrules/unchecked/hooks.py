@@ -238,9 +238,11 @@ class _Unchecked:
             nonlocal is_steady
             try:
                 closed = retrace.traced(lambda *args: self._as_written(args), args, *by)
-                if changed := kept.put_back():
+                if changed := kept.put_back(caches=False):
                     retrace.traced(lambda *args: self._as_written(args), args, *by)
-                    is_steady &= kept.put_back() == changed
+                    if kept.put_back(caches=False) != changed:
+                        is_steady = False
+                        kept.doubt_caches()
             finally:
                 kept.put_back()
             return closed, changed

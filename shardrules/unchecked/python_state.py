@@ -22,7 +22,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 1 << 28  # of arrays
@@ -36,6 +36,17 @@ _STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
 Undo = Callable[[], object]
 
 
+class _Cache(NamedTuple):
+    """A function of ``functools.lru_cache``, and what its cache was."""
+
+    function: Any
+    before: Any
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.function.cache_info() != self.before)
+
+
 class Kept:
     """The state that some functions can reach, as it is now.
 
@@ -46,6 +57,7 @@ class Kept:
     def __init__(self, *roots: Any):
         self.why = ""
         self._undo: list[Undo] = []
+        self._caches: list[_Cache] = []
         self._bytes = 0  # of the arrays that are kept
         self._seen: dict[int, Any] = {}  # holds what it has seen, so that ids stay unique
         self._named: set[str] = set()  # the names in the code of the functions
@@ -74,10 +86,21 @@ class Kept:
                 held = f"{name!r}, a {kind}" if name else f"a {kind}"
                 self.why = f"its body can change {held}, which can't be put back"
 
-    def put_back(self) -> tuple[object, ...]:
-        """Put back what changed since, and return what it had become, in comparable form."""
+    def put_back(self, caches: bool = True) -> tuple[object, ...]:
+        """Put back what changed since, and return what it had become, in comparable form.
+
+        Caches that were empty are emptied, if asked for; what others hold is of the program's own
+        calls, too.
+        """
         became = [undo() for undo in self._undo]
+        for cache in self._caches if caches else ():
+            if not cache.before.currsize and cache.is_used:
+                cache.function.cache_clear()
         return tuple((i, now) for i, now in enumerate(became) if now is not None)
+
+    def doubt_caches(self) -> None:
+        """Look at nothing again that calls the cached functions that were called since."""
+        _DOUBTED.update(cache.function for cache in self._caches if cache.is_used)
 
     def _add(self, values: Iterable[Any], name: str = "") -> None:
         """Visit values later, each under the name by which code reaches it; empty if unknown."""
@@ -137,7 +160,7 @@ class Kept:
             if not _is_others(value.__module__):
                 self._class(value)
         elif not issubclass(kind, types.ModuleType):
-            self._instance(value)
+            self._instance(value, name)
 
     def _function(self, function: types.FunctionType) -> None:
         names, variables = _names(function.__code__), function.__globals__
@@ -231,14 +254,16 @@ class Kept:
         self._undo.append(_container(attributes))
         self._add_items(attributes.items())
 
-    def _instance(self, value: Any) -> None:
+    def _instance(self, value: Any, name: str) -> None:
         """Keep the attributes of an object; of JAX's, look into functions that it wraps alone."""
         kind = type(value)
         attributes = _read(value, "__dict__")
         if type(wrapped := _read(value, "__wrapped__")) is types.FunctionType:
             self._add((wrapped,))  # of a jitted function
-        if (clear := _read(value, "cache_clear")) is not None and kind is _LRU:
-            self._undo.append(_cache(value.cache_info, clear))
+        if kind is _LRU:
+            self._caches.append(_Cache(value, value.cache_info()))
+            if value in _DOUBTED:
+                self._stuck.append((name, "cached function's state"))
         # Of the standard library, only plain holders of data: pools and queues are for threads.
         if _is_others(kind.__module__) and kind.__module__ not in _HOLDERS:
             if kind.__name__.startswith("custom_"):
@@ -247,13 +272,16 @@ class Kept:
         if type(attributes) is dict:
             self._attributes(attributes)
         self._add((kind,))
-        for name in (n for k in kind.__mro__ for n in _slots(k)):
-            if (held := _read(value, name, _ABSENT)) is not _ABSENT:
-                self._undo.append(_attribute(value, name, held))
-                self._add((held,), name)
+        for slot in (n for k in kind.__mro__ for n in _slots(k)):
+            if (held := _read(value, slot, _ABSENT)) is not _ABSENT:
+                self._undo.append(_attribute(value, slot, held))
+                self._add((held,), slot)
 
 
 _LRU = type(functools.lru_cache(object))
+# Cached functions that were called where state changed by how often something was traced: what one
+# of them changes isn't changed again while its cache holds the result.
+_DOUBTED: weakref.WeakSet[Any] = weakref.WeakSet()
 _LOCAL = _thread._local  # of the program's; the hooks keep their own in state.py
 
 
@@ -402,17 +430,6 @@ def _stream(value: Any) -> Undo:
         value.write(text)
         value.seek(position)
         return now
-
-    return undo
-
-
-def _cache(info: Callable[[], Any], clear: Undo) -> Undo:
-    """Empty a cache that was empty before; what one holds already is of the program's own calls."""
-    before = info()
-
-    def undo() -> None:  # what it returns is the same whether it was called before
-        if not before.currsize and info() != before:
-            clear()
 
     return undo
 

@@ -320,6 +320,19 @@ def counted_body(step):
     return body
 
 
+def jitted_body(step):
+    """Count the traces of a jitted function, which JAX caches."""
+    count = 0
+
+    @jax.jit
+    def counted(x):
+        nonlocal count
+        count += 1
+        return x * count
+
+    return lambda x, w: counted(x) * step(w)
+
+
 def iterated_body(step):
     """Count its traces by an iterator in a list."""
     counts = [itertools.count(1)]
@@ -335,6 +348,7 @@ BODIES: dict[str, Callable] = {
     "remat": remat_body,
     "reduced": reduced_body,
     "counted": counted_body,
+    "jitted": jitted_body,
     "iterated": iterated_body,
 }
 

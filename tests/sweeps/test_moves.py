@@ -74,6 +74,10 @@ def no_range_is_narrow(monkeypatch):
         monkeypatch.setattr(module, "is_narrow", lambda precision: False)
 
 
+def caches_are_forgotten(monkeypatch):
+    monkeypatch.setattr(unchecked_hooks, "_UNSTEADY", "")
+
+
 def iterators_are_forgotten(monkeypatch):
     monkeypatch.setattr(python_state, "_is_stuck", lambda kind: False)
 
@@ -98,6 +102,11 @@ FAULTS = {
     devices_are_not_asked: {"steps": (("custom_vjp", "plain", "largest on devices"),)},
     rules_are_all_known: {"steps": (("third", "plain", "clipped"),), "asked": ("third",)},
     no_range_is_narrow: {"steps": (("custom_vjp", "plain", "too small"),), "body": "split"},
+    caches_are_forgotten: {
+        "steps": (("custom_vjp", "plain", "scaled"),),
+        "body": "jitted",
+        "asked": ("forward", "both"),
+    },
     iterators_are_forgotten: {"steps": (("custom_vjp", "plain", "scaled"),), "body": "iterated"},
     state_stays_changed: {"steps": (("custom_vjp", "plain", "scaled"),), "body": "counted"},
 }

@@ -124,6 +124,29 @@ def test_a_site_that_is_traced_as_often_is_switched(cpu_mesh, kind, order):
     assert compared(cpu_mesh, SWITCHED[kind], order) == {""}
 
 
+def test_a_cached_function_that_changes_state_is_called_by_no_other_look(cpu_mesh):
+    """What a look adds to a cache that isn't empty can't be taken out of it."""
+
+    def make(scaled):
+        asked = [0]
+
+        @functools.lru_cache
+        def scale(n):
+            return float(scaled(1.0))
+
+        def body(x, w):
+            asked[0] += 1
+            return x * w * scale(asked[0])
+
+        return body
+
+    order = ("forward", "fewer rows", "gradient")
+    assert compared(cpu_mesh, make, order) == {
+        "it changes Python state by how often its functions are traced",
+        "it can't be looked at",
+    }
+
+
 def test_what_is_filled_once_is_no_count(cpu_mesh):
     """A table that a body fills, as libraries have."""
 

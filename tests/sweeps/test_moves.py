@@ -132,6 +132,20 @@ def test_a_cast_is_moved_over_the_axis_of_a_vmap(casts):
     assert outcome == ("casts" if casts else "switched")
 
 
+@pytest.mark.skipif(moves.FANCY is None, reason="this JAX has no such transposes")
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("body", ["plain", "looped", "split"])
+def test_a_primitive_that_accumulates_is_known_by_its_author(casts, body):
+    """Its transpose was lost under a rule of a scope, and taken for one of JAX's."""
+    outcome = {}
+    for what in ("clipped", "scaled"):
+        case = dataclasses.replace(CASE, body=body, casts=casts, asked=("forward", "both"))
+        steps = (("accumulating primitive", "plain", what),)
+        outcome[what] = moves.compare_case(dataclasses.replace(case, steps=steps))
+    why = "casts" if casts else "left: the transpose of 'moves_identity' is not known to be linear"
+    assert all(said.startswith(why) for said in outcome.values()), outcome
+
+
 UNREAD = sorted(moves.LATER.keys() & moves.STEPS.keys())  # none on a JAX without such bwds
 
 

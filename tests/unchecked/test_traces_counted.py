@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from core import versions
 from jax.sharding import PartitionSpec as P
 
 import shardrules
-from core import versions
 from shardrules.hooks import shard_map
 
 pytestmark = versions.where(versions.types_values)
@@ -50,8 +50,7 @@ LEFT = {
     "remat": lambda scaled: functools.partial(lambda g, x, w: x * g(w), jax.checkpoint(scaled)),
     "jit in a bwd": lambda scaled: lambda x, w: x * op_of(plain, jax.jit(scaled))(w),
     "a jit in fwd, another in the primal": lambda scaled: functools.partial(
-        lambda op, x, w: x * op(w),
-        op_of(jax.jit(scaled), plain, jax.jit(lambda w: 2 * scaled(w))),
+        lambda op, x, w: x * op(w), op_of(jax.jit(scaled), plain, jax.jit(lambda w: 2 * scaled(w)))
     ),
     "bwd in a scan": lambda scaled: in_a_scan(op_of(plain, scaled)),  # the casts read the bwd
 }

@@ -31,6 +31,7 @@ from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
+    UNSTEADY,
     Missing,
     Site,
     UncheckedCall,
@@ -42,11 +43,6 @@ from shardrules.unchecked.sites import (
 _CHECKS = ("check_vma", "check_rep")
 # "AbstractRef.update() got an unexpected keyword argument" up to JAX 0.12.0, in the backward pass.
 _REFS_MAPPED = "JAX maps no refs by vmap's spmd_axis_name where the check is on"
-_UNSTEADY = (
-    "it changes Python state by how often its functions are traced: JAX traces what is jitted, or "
-    "the body of a loop, once, and may trace it more often with the check on"
-)
-
 _INSTEAD = (
     "shardrules: rather than switch the check off, after which JAX takes one device's value for "
     "all and says nothing where they differ: {}; name the axes in that spec, or reduce the value "
@@ -290,7 +286,7 @@ class _Unchecked:
                     doubts.append("its derivatives of order 3 are taken by rules of their own")
                 first_on = then.closed
         if not is_steady:
-            doubts.append(_UNSTEADY)
+            doubts.append(UNSTEADY)
         culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
 

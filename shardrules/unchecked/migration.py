@@ -17,7 +17,14 @@ from typing import NamedTuple
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
 from shardrules.unchecked.retrace import sent_bytes
-from shardrules.unchecked.sites import COMPUTES_ELSE, Site, UncheckedCall, UncheckedSite, costliest
+from shardrules.unchecked.sites import (
+    COMPUTES_ELSE,
+    UNSTEADY,
+    Site,
+    UncheckedCall,
+    UncheckedSite,
+    costliest,
+)
 from shardrules.units import counted, size
 
 SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
@@ -161,7 +168,9 @@ def _details(row: SiteRow) -> list[str]:
     if any(call.takes_gradients for call in calls):
         doubts.pop(COMPUTES_ELSE, None)  # the lines above say what
     lines += [f"  {doubt}" for doubt in doubts]
-    if doubts:
+    if UNSTEADY in doubts:
+        lines.append("  (change it outside of the body, and pass its value as an argument)")
+    if doubts.keys() - {UNSTEADY}:
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  only its values were compared, since nothing can differentiate it: {why}")

@@ -82,7 +82,7 @@ def no_range_is_narrow(monkeypatch):
 
 
 def caches_are_forgotten(monkeypatch):
-    monkeypatch.setattr(unchecked_hooks, "_UNSTEADY", "")
+    monkeypatch.setattr(unchecked_hooks, "UNSTEADY", "")
 
 
 def iterators_are_forgotten(monkeypatch):

@@ -229,6 +229,27 @@ def test_a_site_whose_gradient_would_change_is_left_and_why(tmp_path):
     assert done.returncode == 1 and migration.SWITCH not in done.stderr, done.stderr
 
 
+COUNTS = """
+count = [0]
+
+
+@jax.jit
+def counted(w):
+    count[0] += 1
+    return w * count[0]
+"""
+
+
+def test_a_site_that_counts_traces_is_told_what_to_change(tmp_path):
+    """It was told of cotangents, which aren't its reason."""
+    text = SCRIPT.replace("@partial(shard_map, out", COUNTS + "\n\n@partial(shard_map, out", 1)
+    text = text.replace("return double(x)", "return counted(x)")
+    (tmp_path / "train.py").write_text(text)
+    said = " ".join(run(tmp_path, "-m", "shardrules", "migrate", "train.py").stderr.split())
+    assert "it changes Python state by how often its functions are traced" in said
+    assert "change it outside of the body" in said and "gets the sum" not in said
+
+
 def test_the_results_of_both_runs_are_recorded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)

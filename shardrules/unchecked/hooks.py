@@ -32,6 +32,7 @@ from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
     UNSEEN,
+    UNSTEADY,
     Missing,
     Site,
     UncheckedCall,
@@ -43,7 +44,6 @@ from shardrules.unchecked.sites import (
 _CHECKS = ("check_vma", "check_rep")
 # "AbstractRef.update() got an unexpected keyword argument" up to JAX 0.12.0, in the backward pass.
 _REFS_MAPPED = "JAX maps no refs by vmap's spmd_axis_name where the check is on"
-
 _INSTEAD = (
     "shardrules: rather than switch the check off, after which JAX takes one device's value for "
     "all and says nothing where they differ: {}; name the axes in that spec, or reduce the value "
@@ -120,9 +120,8 @@ class _Unchecked:
         if scope.unchecked == "check" and scope.active and self.state.patched:
             return self._decided(args, scope)
         if not self.hooks.watchers or scope.unchecked == "off":
-            return self.off(*args)
-        with self._enter(scope, "off"):
-            result = self.off(*args)  # its errors are the program's own
+            return self._as_written(args, scope.unchecked)
+        result = self._as_written(args)  # its errors are the program's own
         kind = _kind(args)
         if kind not in self.watched and self.hooks.watchers:
             self.watched.add(kind)
@@ -137,6 +136,13 @@ class _Unchecked:
         self, scope: Scope, unchecked: str, **changes: Any
     ) -> contextlib.AbstractContextManager[Any]:
         return self.state.enter(dataclasses.replace(scope, unchecked=unchecked, **changes))
+
+    def _as_written(self, args: tuple[Any, ...], unchecked: str = "off") -> Any:
+        """Call it with its check off."""
+        # No cast is placed in it, so the derivatives around it stay out of JAX's trace key: what is
+        # jitted inside is traced as often as without the hooks.
+        with self._enter(self.state.scope, unchecked, derivatives_count=0):
+            return self.off(*args)
 
     def _inside(self, args: tuple[Any, ...]) -> Any:
         """Call it with its check on, inside a shard_map that is traced so or switched."""
@@ -163,8 +169,7 @@ class _Unchecked:
                     return self.on()(*args)
             except Exception as error:  # although the first trace passed  # noqa: BLE001
                 why = f"another trace was refused: {first_line(error)}"
-        with self._enter(scope, "off"):
-            result = self.off(*args)  # if this raises too, the error is the program's own
+        result = self._as_written(args)  # if this raises too, the error is the program's own
         if why:
             self._note((self.site, why), self.site.decided(why))
         return result
@@ -185,7 +190,7 @@ class _Unchecked:
                 return self._note((self.site, _REFS_MAPPED), self.site.decided(_REFS_MAPPED))
             # The key holds all that the decision depends on; derivatives around the call don't.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
-            key = self.site, off.fingerprint(), plain, self.state.registry.version
+            key = self.site, off.fingerprint(), off.changing, plain, self.state.registry.version
             if key in self.hooks.decisions:
                 return self._note(key, self.hooks.decisions[key])
             kind = _kind(args)
@@ -224,12 +229,26 @@ class _Unchecked:
         return stack
 
     def _trace_off(self, args: tuple[Any, ...], kept: Kept) -> _Off:
-        with retrace.unseen(kept), self._looking("off", notes=None):
-            called = retrace.traced(self.off, args)
-            kept.put_back()
-            return _Off(
-                called, *retrace.derivatives(self.off, args, self._has_rules, kept.put_back)
-            )
+        is_steady = True
+
+        def trace(*by: Any) -> tuple[Any, Any]:
+            nonlocal is_steady
+            try:
+                closed = retrace.traced(lambda *args: self._as_written(args), args, *by)
+                if changed := kept.put_back(caches=False):
+                    retrace.traced(lambda *args: self._as_written(args), args, *by)
+                    if kept.put_back(caches=False) != changed:
+                        is_steady = False
+                        kept.doubt_caches()
+            finally:
+                kept.put_back()
+            return closed, changed
+
+        # Notes of its own keep what it traces from JAX's caches for the program and other looks.
+        with retrace.unseen(kept), self._looking("off", notes=Notes()):
+            called, changed = trace()
+            derivatives, why = retrace.derivatives(trace, args, self._has_rules)
+        return _Off(called, changed, derivatives, why, is_steady)
 
     def _has_rules(self, closed: ClosedJaxpr) -> bool:
         """Whether a program holds custom rules, by which its derivative is taken."""
@@ -254,10 +273,10 @@ class _Unchecked:
         doubts: list[str] = []
         with retrace.unseen(kept):
             on = forward = self._trace_on(args, None, casts)
-            kept.put_back()
+            is_steady = off.is_steady & (kept.put_back() == off.changed)
             for derivative in off.derivatives if forward.error is None else ():
                 then = self._trace_on(args, derivative, casts)
-                kept.put_back()
+                is_steady &= kept.put_back() == derivative.changed
                 doubts += then.notes.doubts
                 if (derivative.order == 1 and not undifferentiated) or then.error is not None:
                     on = then
@@ -267,6 +286,8 @@ class _Unchecked:
                 if derivative.order > 1 and self._rules().new(then.closed, first_on, ran):
                     doubts.append("its derivatives of order 3 are taken by rules of their own")
                 first_on = then.closed
+        if not is_steady:
+            doubts.append(UNSTEADY)
         culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
 
@@ -345,8 +366,16 @@ class _Off(NamedTuple):
     """A call as it was traced with the check off."""
 
     called: Any
+    changed: Any  # the Python state that tracing it changed
     derivatives: list[retrace.Derivative]
     undifferentiated: str
+    is_steady: bool  # whether tracing it again changed the same
+
+    @property
+    def changing(self) -> tuple[bool, ...]:
+        """Which traces changed Python state, and whether they do so again."""
+        derivatives = (bool(derivative.changed) for derivative in self.derivatives)
+        return self.is_steady, bool(self.changed), *derivatives
 
     @property
     def programs(self) -> list[ClosedJaxpr]:

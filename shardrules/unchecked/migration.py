@@ -20,6 +20,7 @@ from shardrules.unchecked.retrace import sent_bytes
 from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
     UNSEEN,
+    UNSTEADY,
     Site,
     UncheckedCall,
     UncheckedSite,
@@ -180,7 +181,9 @@ def _details(row: SiteRow) -> list[str]:
         lines += _GRADIENTS_CHANGE if COMPUTES_ELSE in doubts else _GRADIENTS_REMAIN
         doubts.pop(COMPUTES_ELSE, None)  # the lines above say what
     lines += [f"  {doubt}" for doubt in doubts]
-    if doubts:
+    if UNSTEADY in doubts:
+        lines.append("  (change it outside of the body, and pass its value as an argument)")
+    if doubts.keys() - {UNSTEADY}:
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  only its values were compared, since nothing can differentiate it: {why}")

@@ -22,7 +22,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 1 << 28  # of arrays
@@ -32,7 +32,19 @@ _OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes"}) | fro
 _ABSENT = object()
 _HOLDERS = frozenset({"types", "argparse", "collections", "functools"})
 _STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
-Undo = Callable[[], object]  # puts back what changed
+# Puts back what changed; returns what was there instead, as ``_plain`` gives it, or None.
+Undo = Callable[[], object]
+
+
+class _Cache(NamedTuple):
+    """A function of ``functools.lru_cache``, and what its cache was."""
+
+    function: Any
+    before: Any
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.function.cache_info() != self.before)
 
 
 class Kept:
@@ -45,6 +57,7 @@ class Kept:
     def __init__(self, *roots: Any):
         self.why = ""
         self._undo: list[Undo] = []
+        self._caches: list[_Cache] = []
         self._bytes = 0  # of the arrays that are kept
         self._seen: dict[int, Any] = {}  # holds what it has seen, so that ids stay unique
         self._named: set[str] = set()  # the names in the code of the functions
@@ -73,10 +86,21 @@ class Kept:
                 held = f"{name!r}, a {kind}" if name else f"a {kind}"
                 self.why = f"its body can change {held}, which can't be put back"
 
-    def put_back(self) -> None:
-        """Put back what changed since."""
-        for undo in self._undo:
-            undo()
+    def put_back(self, caches: bool = True) -> tuple[object, ...]:
+        """Put back what changed since, and return what it had become, in comparable form.
+
+        Caches that were empty are emptied, if asked for; what others hold is of the program's own
+        calls, too.
+        """
+        became = [undo() for undo in self._undo]
+        for cache in self._caches if caches else ():
+            if not cache.before.currsize and cache.is_used:
+                cache.function.cache_clear()
+        return tuple((i, now) for i, now in enumerate(became) if now is not None)
+
+    def doubt_caches(self) -> None:
+        """Look at nothing again that calls the cached functions that were called since."""
+        _DOUBTED.update(cache.function for cache in self._caches if cache.is_used)
 
     def _add(self, values: Iterable[Any], name: str = "") -> None:
         """Visit values later, each under the name by which code reaches it; empty if unknown."""
@@ -136,7 +160,7 @@ class Kept:
             if not _is_others(value.__module__):
                 self._class(value)
         elif not issubclass(kind, types.ModuleType):
-            self._instance(value)
+            self._instance(value, name)
 
     def _function(self, function: types.FunctionType) -> None:
         names, variables = _names(function.__code__), function.__globals__
@@ -180,11 +204,14 @@ class Kept:
     def _cell(self, cell: types.CellType, name: str) -> None:
         before = _contents(cell)
 
-        def undo() -> None:
+        def undo() -> object:
+            if (now := _contents(cell)) is before:
+                return None
             if before is not _ABSENT:
                 cell.cell_contents = before
-            elif _contents(cell) is not _ABSENT:
+            else:
                 del cell.cell_contents
+            return _plain(now)
 
         self._undo.append(undo)
         if before is not _ABSENT:
@@ -196,7 +223,14 @@ class Kept:
         except LookupError:
             self._stuck.append((name, "context variable without a value"))
             return
-        self._undo.append(lambda: None if value.get() is before else value.set(before))
+
+        def undo() -> object:
+            if (now := value.get()) is before:
+                return None
+            value.set(before)
+            return _plain(now)
+
+        self._undo.append(undo)
         self._add((before,), name)
 
     def _array(self, value: Any, name: str) -> None:
@@ -221,14 +255,16 @@ class Kept:
         self._undo.append(_container(attributes))
         self._add_items(attributes.items())
 
-    def _instance(self, value: Any) -> None:
+    def _instance(self, value: Any, name: str) -> None:
         """Keep the attributes of an object; of JAX's, look into functions that it wraps alone."""
         kind = type(value)
         attributes = _read(value, "__dict__")
         if type(wrapped := _read(value, "__wrapped__")) is types.FunctionType:
             self._add((wrapped,))  # of a jitted function
-        if (clear := _read(value, "cache_clear")) is not None and kind is _LRU:
-            self._undo.append(_cache(value.cache_info, clear))
+        if kind is _LRU:
+            self._caches.append(_Cache(value, value.cache_info()))
+            if value in _DOUBTED:
+                self._stuck.append((name, "cached function's state"))
         # Of the standard library, only plain holders of data: pools and queues are for threads.
         if _is_others(kind.__module__) and kind.__module__ not in _HOLDERS:
             if kind.__name__.startswith("custom_"):
@@ -237,13 +273,16 @@ class Kept:
         if type(attributes) is dict:
             self._attributes(attributes)
         self._add((kind,))
-        for name in (n for k in kind.__mro__ for n in _slots(k)):
-            if (held := _read(value, name, _ABSENT)) is not _ABSENT:
-                self._undo.append(_attribute(value, name, held))
-                self._add((held,), name)
+        for slot in (n for k in kind.__mro__ for n in _slots(k)):
+            if (held := _read(value, slot, _ABSENT)) is not _ABSENT:
+                self._undo.append(_attribute(value, slot, held))
+                self._add((held,), slot)
 
 
 _LRU = type(functools.lru_cache(object))
+# Cached functions that were called where state changed by how often something was traced: what one
+# of them changes isn't changed again while its cache holds the result.
+_DOUBTED: weakref.WeakSet[Any] = weakref.WeakSet()
 _LOCAL = _thread._local  # of the program's; the hooks keep their own in state.py
 
 
@@ -325,14 +364,19 @@ def _slots(kind: type) -> Iterable[str]:
 def _variables(variables: dict[str, Any], names: Iterable[str]) -> Undo:
     before = {name: variables.get(name, _ABSENT) for name in names}
 
-    def undo() -> None:
+    def undo() -> object:
+        became: dict[str, Any] = {}
         for name, value in before.items():
+            now = variables.get(name, _ABSENT)
+            # An import sets the name of a submodule once only, so it has to stay.
+            if now is value or (value is _ABSENT and isinstance(now, types.ModuleType)):
+                continue
+            became[name] = now
             if value is _ABSENT:
-                # An import sets the name of a submodule once only, so it has to stay.
-                if not isinstance(variables.get(name), types.ModuleType):
-                    variables.pop(name, None)
-            elif variables.get(name, _ABSENT) is not value:
+                del variables[name]
+            else:
                 variables[name] = value
+        return _plain(became) if became else None
 
     return undo
 
@@ -346,10 +390,12 @@ def _read(value: Any, name: str, otherwise: Any = None) -> Any:
 
 
 def _attribute(owner: Any, name: str, before: Any) -> Undo:
-    def undo() -> None:
+    def undo() -> object:
         now = vars(owner).get(name) if isinstance(owner, type) else _read(owner, name, _ABSENT)
-        if now is not before:
-            setattr(owner, name, before)
+        if now is before:
+            return None
+        setattr(owner, name, before)
+        return _plain(now)
 
     return undo
 
@@ -357,12 +403,15 @@ def _attribute(owner: Any, name: str, before: Any) -> Undo:
 def _container(value: Any) -> Undo:
     before = value.copy()
 
-    def undo() -> None:
+    def undo() -> object:
         now = value.items() if isinstance(value, dict) else value
         then = before.items() if isinstance(value, dict) else before
-        if len(now) != len(then) or not all(map(_is_same, now, then)):
-            value.clear()
-            getattr(value, "extend" if hasattr(value, "extend") else "update")(before)
+        if len(now) == len(then) and all(map(_is_same, now, then)):
+            return None
+        became = _plain(value)
+        value.clear()
+        getattr(value, "extend" if hasattr(value, "extend") else "update")(before)
+        return became
 
     return undo
 
@@ -376,18 +425,21 @@ def _is_same(a: Any, b: Any) -> bool:
 def _class_attributes(kind: type) -> Undo:
     before = set(vars(kind))
 
-    def undo() -> None:
-        for name in set(vars(kind)) - before:
-            if not name.startswith("__"):
-                delattr(kind, name)
+    def undo() -> object:
+        new = {n: vars(kind)[n] for n in set(vars(kind)) - before if not n.startswith("__")}
+        for name in new:
+            delattr(kind, name)
+        return _plain(new) if new else None
 
     return undo
 
 
 def _array(value: Any, before: Any, every: Any) -> Undo:
-    def undo() -> None:
-        if value.tobytes() != before.tobytes():
-            value[every] = before
+    def undo() -> object:
+        if (now := value.tobytes()) == before.tobytes():
+            return None
+        value[every] = before
+        return now
 
     return undo
 
@@ -395,20 +447,16 @@ def _array(value: Any, before: Any, every: Any) -> Undo:
 def _stream(value: Any) -> Undo:
     text, position = value.getvalue(), value.tell()
 
-    def undo() -> None:
-        if value.getvalue() != text:
-            value.seek(0)
-            value.truncate()
-            value.write(text)
+    def undo() -> object:
+        if (now := (value.getvalue(), value.tell())) == (text, position):
+            return None
+        value.seek(0)
+        value.truncate()
+        value.write(text)
         value.seek(position)
+        return now
 
     return undo
-
-
-def _cache(info: Callable[[], Any], clear: Undo) -> Undo:
-    """Empty a cache that was empty before; what one holds already is of the program's own calls."""
-    before = info()
-    return lambda: clear() if not before.currsize and info() != before else None
 
 
 def _generator(value: Any) -> Undo | None:
@@ -434,4 +482,31 @@ def _global_generators() -> Iterator[Undo]:
 
 def _state(get: Callable[[], Any], put: Callable[[Any], Any]) -> Undo:
     before = get()
-    return lambda: put(before)
+    then = _plain(before)
+
+    def undo() -> object:
+        if (now := _plain(get())) == then:
+            return None
+        put(before)
+        return now
+
+    return undo
+
+
+def _plain(value: Any, depth: int = 4) -> Any:
+    """Return what of a value can be compared and hashed; of other objects, their type."""
+    import numpy as np
+
+    kind = type(value)
+    if kind in _STATELESS:
+        return kind, value
+    if issubclass(kind, (np.ndarray, np.generic)) and value.dtype != object:
+        return str(value.dtype), value.shape, value.tobytes()
+    if depth and kind in (tuple, list, collections.deque):
+        return kind, *(_plain(each, depth - 1) for each in value)
+    if depth and issubclass(kind, dict):
+        items = (_plain(each, depth - 1) for each in value.items())
+        return kind, frozenset(items)
+    if kind in (set, frozenset, bytearray):
+        return kind, len(value)
+    return kind

@@ -126,14 +126,18 @@ class Derivative(NamedTuple):
     chosen: tuple[int, ...]  # the leaves of the arguments by which it is
     order: int
     closed: Any
+    changed: Any  # the Python state that tracing it changed
 
 
 def derivatives(
-    f: Any, args: tuple[Any, ...], has_rules: Callable[[Any], bool], put_back: Callable[[], None]
+    trace: Callable[[tuple[int, ...], int], tuple[Any, Any]],
+    args: tuple[Any, ...],
+    has_rules: Callable[[Any], bool],
 ) -> tuple[list[Derivative], str]:
     """Trace the derivative by all floats, or else by each; the second if custom rules are left.
 
-    Also says why it isn't the one by all of them.
+    ``trace`` takes the leaves and the order, and returns the program and what it changed. Also says
+    why it isn't the one by all of them.
     """
     why = ""
 
@@ -143,10 +147,8 @@ def derivatives(
         try:
             while len(made) < 2 and (not made or has_rules(made[-1].closed)):
                 order = len(made) + 1
-                made.append(Derivative(chosen, order, traced(f, args, chosen, order)))
-                put_back()
+                made.append(Derivative(chosen, order, *trace(chosen, order)))
         except Exception as error:  # an integer loop, an effect: what JAX can't transpose  # noqa: BLE001
-            put_back()
             why = why or ("" if made else _why_not(error))
         return made
 

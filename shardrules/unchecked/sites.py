@@ -10,6 +10,10 @@ from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
 UNSEEN = "it can't be looked at"
+UNSTEADY = (
+    "it changes Python state by how often its functions are traced: JAX traces what is jitted, or "
+    "the body of a loop, once, and may trace it more often with the check on"
+)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -17,7 +17,7 @@ from shardrules import testing
 from shardrules.hooks import shard_map
 from shardrules.hooks.install import touched
 from shardrules.unchecked import hooks as unchecked_hooks
-from shardrules.unchecked import sites
+from shardrules.unchecked import same, sites
 
 pytestmark = versions.where(versions.types_values)
 
@@ -577,6 +577,40 @@ def test_the_assertion_compares_and_can_fail(cpu_mesh, monkeypatch):
     g, in_specs, out_specs, args, _ = LEFT["clips"]
     with pytest.raises(shardrules.errors.ShardrulesError, match="gradient.0. is not the same"):
         shardrules.testing.assert_same_unchecked(off(g, cpu_mesh, in_specs, out_specs), *args)
+
+
+def test_the_assertion_knows_a_gradient_that_is_rounding_alone(monkeypatch):
+    """The bias of keys adds the same to all scores of a query, so its gradient is zero."""
+    devices = np.array(jax.devices()[:6]).reshape(2, 3)  # a third of a cotangent is rounded
+    mesh, draw = jax.sharding.Mesh(devices, AXES), np.random.RandomState(0)
+
+    def attention(x, w, bias):
+        scores = jnp.einsum("bsd,btd->bst", x @ w, x + bias) / 3
+        return 300 * jnp.einsum("bst,btd->bsd", jax.nn.softmax(scores, -1), x)
+
+    specs = (P("data"), P(), P())
+    x, w, bias = (draw.randn(*shape).astype("float32") for shape in ((8, 16, 6), (6, 6), (6,)))
+    f = off(attention, mesh, specs, P("data"))
+    (site,) = testing.assert_same_unchecked(f, x, w, bias)
+    assert site.switched
+    monkeypatch.setattr(same, "_is_rest", lambda *args: False)
+    with pytest.raises(shardrules.errors.ShardrulesError, match="gradient.2. is not the same"):
+        testing.assert_same_unchecked(f, x, w, bias)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_assertion_finds_a_small_gradient_that_is_wrong(cpu_mesh, monkeypatch, dtype):
+    """Beside one a million times as large; in bfloat16, 200 units were more than the number."""
+    monkeypatch.setattr(unchecked_hooks, "why_left", lambda call: "")
+    small = jnp.asarray(W[0], dtype)
+
+    def body(x, w, small):
+        return 1e3 * x * w + clipped(1e-3 * small)
+
+    f = off(body, cpu_mesh, (P("data"), P(), P()), P("data"))
+    args = [jnp.asarray(a, dtype) for a in (X, W[0])]
+    with pytest.raises(shardrules.errors.ShardrulesError, match="gradient.2. is not the same"):
+        testing.assert_same_unchecked(f, *args, small)
 
 
 def test_explain_says_it(cpu_mesh):

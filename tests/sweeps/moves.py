@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.door import internals
 from shardrules.errors import first_line
 from shardrules.hooks import shard_map
 
@@ -231,13 +232,28 @@ def by_linear_call(f):
 
 def by_primitive(f):
     """Return the identity as a primitive whose transpose is ``f``."""
+    p = identity_primitive()
+    ad.deflinear2(p, lambda ct, x: [f(ct)])
+    return lambda x: p.bind(jnp.sin(x))
+
+
+def by_accumulating_primitive(f):
+    """Return the identity as a primitive that adds ``f`` of its cotangent to an accumulator."""
+    p = identity_primitive()
+    ad.deflinear2(p, lambda ct, x: [f(ct)])
+    del ad.primitive_transposes[p]
+    zero = (type(None), internals.load().Zero)
+    FANCY[p] = lambda ct, x: None if isinstance(ct, zero) else x.accum(f(ct))
+    return lambda x: p.bind(jnp.sin(x))
+
+
+def identity_primitive():
     p = Primitive("moves_identity")
     p.def_impl(lambda x: x)
     p.def_abstract_eval(lambda x: x)
-    ad.deflinear2(p, lambda ct, x: [f(ct)])
     batching.primitive_batchers[p] = lambda xs, ds: (p.bind(*xs), ds[0])
     mlir.register_lowering(p, lambda ctx, x: [x])
-    return lambda x: p.bind(jnp.sin(x))
+    return p
 
 
 def rounded_forward(f):
@@ -262,6 +278,8 @@ STEPS: dict[str, Callable] = {
 }
 LATER = {"accums": by_accumulators, "logs": with_logs}  # by a method of newer JAX
 STEPS |= {n: step for n, step in LATER.items() if hasattr(jax.custom_vjp, f"defvjp_with_{n}")}
+FANCY = internals.load().fancy_transposes  # JAX's own table of such transposes
+STEPS |= {} if FANCY is None else {"accumulating primitive": by_accumulating_primitive}
 
 
 # Where the step stands in the body.
@@ -320,6 +338,19 @@ def counted_body(step):
     return body
 
 
+def jitted_body(step):
+    """Count the traces of a jitted function, which JAX caches."""
+    count = 0
+
+    @jax.jit
+    def counted(x):
+        nonlocal count
+        count += 1
+        return x * count
+
+    return lambda x, w: counted(x) * step(w)
+
+
 def iterated_body(step):
     """Count its traces by an iterator in a list."""
     counts = [itertools.count(1)]
@@ -335,6 +366,7 @@ BODIES: dict[str, Callable] = {
     "remat": remat_body,
     "reduced": reduced_body,
     "counted": counted_body,
+    "jitted": jitted_body,
     "iterated": iterated_body,
 }
 
@@ -411,7 +443,7 @@ def case_of(seed: int) -> Case:
             way = "branch"  # some devices would wait for the others forever
         return step, way, what
 
-    return Case(
+    case = Case(
         mesh,
         axes[: random_.randint(1, len(axes))],
         random_.choice([*BODIES]),
@@ -419,6 +451,8 @@ def case_of(seed: int) -> Case:
         tuple(random_.choices([*ASKED], k=2)),
         random_.random() < 0.4,
     )
+    # Where casts are placed, what is jitted is traced for each order of derivatives around it.
+    return dataclasses.replace(case, body="plain") if case.casts and case.body == "jitted" else case
 
 
 def run_case(case: Case) -> list[tuple[str, Any]]:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import seeds
+from jax.sharding import PartitionSpec as P
 
+import shardrules
+from shardrules.hooks import shard_map
 from shardrules.hooks.cotangents import custom_vjp, doubts, linearity, steps
+from shardrules.jaxprs.walk import transposed_sums
 from shardrules.unchecked import hooks as unchecked_hooks
 from shardrules.unchecked import python_state
 from sweeps import moves
@@ -74,6 +81,10 @@ def no_range_is_narrow(monkeypatch):
         monkeypatch.setattr(module, "is_narrow", lambda precision: False)
 
 
+def caches_are_forgotten(monkeypatch):
+    monkeypatch.setattr(unchecked_hooks, "UNSTEADY", "")
+
+
 def iterators_are_forgotten(monkeypatch):
     monkeypatch.setattr(python_state, "_is_stuck", lambda kind: False)
 
@@ -98,6 +109,11 @@ FAULTS = {
     devices_are_not_asked: {"steps": (("custom_vjp", "plain", "largest on devices"),)},
     rules_are_all_known: {"steps": (("third", "plain", "clipped"),), "asked": ("third",)},
     no_range_is_narrow: {"steps": (("custom_vjp", "plain", "too small"),), "body": "split"},
+    caches_are_forgotten: {
+        "steps": (("custom_vjp", "plain", "scaled"),),
+        "body": "jitted",
+        "asked": ("forward", "both"),
+    },
     iterators_are_forgotten: {"steps": (("custom_vjp", "plain", "scaled"),), "body": "iterated"},
     state_stays_changed: {"steps": (("custom_vjp", "plain", "scaled"),), "body": "counted"},
 }
@@ -123,6 +139,18 @@ def test_a_cast_is_moved_over_the_axis_of_a_vmap(casts):
     assert outcome == ("casts" if casts else "switched")
 
 
+@pytest.mark.skipif(moves.FANCY is None, reason="this JAX has no such transposes")
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("body", ["plain", "looped", "split"])
+def test_a_primitive_that_accumulates_is_known_by_its_author(casts, body):
+    """Its transpose was lost under a rule of a scope, and taken for one of JAX's."""
+    why = "casts" if casts else "left: the transpose of 'moves_identity' is not known to be linear"
+    for what in ("clipped", "scaled"):
+        steps = (("accumulating primitive", "plain", what),)
+        case = dataclasses.replace(CASE, body=body, casts=casts, steps=steps)
+        assert moves.compare_case(case).startswith(why)
+
+
 UNREAD = sorted(moves.LATER.keys() & moves.STEPS.keys())  # none on a JAX without such bwds
 
 
@@ -134,6 +162,30 @@ def test_a_bwd_that_is_not_read_leaves_its_site(monkeypatch):
     a_bwd_is_not_read(monkeypatch)
     for case in cases:
         assert moves.compare_case(case).startswith("different")
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_casts_move_beside_a_bwd_that_is_not_read(kind, cpu_mesh):
+    """All casts of its program stood late."""
+    op = moves.STEPS[kind](lambda g: jnp.clip(g, -0.1, 0.1))
+
+    def body(x, w, v):
+        step = lambda c, _: (jnp.tanh(c * v + op(jnp.sum(c * w, 1, keepdims=True))), None)  # noqa: E731
+        return jax.lax.scan(step, x, None, length=5)[0]
+
+    f = shard_map(body, cpu_mesh, (P("data"), P(), P()), P("data"), check=True)
+    gradient = jax.grad(lambda v, x, w: jnp.sum(jnp.sin(f(x, w, v))), (0, 2))
+    args = (*np.random.RandomState(0).rand(2, 6).astype("float32"), np.ones((8, 6), "float32"))
+    v, w, x = args
+    sums, results = {}, {}
+    for casts in ("late", "cheapest"):
+        with shardrules.install(casts=casts):
+            traced = jax.make_jaxpr(gradient)(v, x, w)
+            results[casts] = jax.jit(gradient)(v, x, w)
+        sums[casts] = sum(size for size, _ in transposed_sums(traced.jaxpr))
+    assert (sums["late"], sums["cheapest"]) == (2 * 5 * 24, 2 * 24)
+    for late, cheapest in zip(results["late"], results["cheapest"]):
+        np.testing.assert_allclose(late, cheapest, 1e-5, 1e-6)
 
 
 def test_no_cast_moves_past_a_bwd_that_is_not_read(monkeypatch):

@@ -185,6 +185,32 @@ def test_what_a_function_changes_is_put_back(kind):
     assert [draw() for _ in range(3)] == expected
 
 
+@pytest.mark.parametrize("kind", PUT_BACK)
+def test_what_changed_is_compared_by_value(kind):
+    draw = PUT_BACK[kind]()
+    kept = Kept(lambda: draw())
+    assert kept.put_back() == ()
+
+    def changes(count):
+        for _ in range(count):
+            draw()
+        return kept.put_back()
+
+    one, two = changes(1), changes(2)
+    assert one and two and one != two and changes(1) == one
+
+
+def test_what_a_cache_holds_is_kept_for_a_second_look():
+    draw = in_a_cache()
+    kept = Kept(lambda: draw())
+    draw()
+    changed = kept.put_back(caches=False)
+    draw()  # from the cache
+    assert kept.put_back(caches=False) != changed
+    kept.doubt_caches()
+    assert "can change 'cached', a cached function's state" in Kept(lambda: draw()).why
+
+
 def by_default(numbers=itertools.count()):
     return next(numbers)
 

@@ -49,6 +49,10 @@ class Gained(NamedTuple):
     by_cast: frozenset[str]  # of these, the ones over which they were cast
 
 
+class UnreadBwd(ShardrulesError):
+    """Raised for a bwd whose cotangents the hooks don't see, where casts are placed around it."""
+
+
 Stage = Callable[[Any, FlatBwd, Gained], FlatBwd]
 # What is done to one cotangent that a bwd returned: prove, sum, cast.
 Step = Callable[[Any, Bwd, Cotangent, Any], Any]
@@ -129,12 +133,12 @@ class CustomVjpHooks(Hooks):
         return self.door.wrapped(run, flat)
 
     def _unread(self, bwd: Any, does: str) -> None:
-        """Note a bwd whose cotangents the hooks don't see; no cast moves past it."""
+        """Note a bwd whose cotangents the hooks don't see; raise where casts ask for its sums."""
         why = f"the bwd {self.door.function_name(bwd)!r} {does}, so its gradients can't be compared"
         if (notes := self.state.scope.notes) is not None:
             notes.doubts.append(why)
         if self.state.here.transpose.summed is not None:  # casts are being placed around it
-            raise ShardrulesError(why)
+            raise UnreadBwd(why)
 
     def rule_of(self, bwd: Any) -> Any:
         """Return the author's function, with its static arguments, of the one that JAX binds."""

@@ -46,7 +46,7 @@ def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
         # of its own, also where the shares cancel.
         return "" if _solves(eqn) else f"{name!r} is solved by a function that may not be linear"
     is_authors = hijax_object(door, eqn.primitive, eqn.params) is not None
-    if is_authors or not transposed_by_jax(eqn.primitive) or is_opaque(eqn) or _calls(eqn):
+    if is_authors or not transposed_by_jax(door, eqn.primitive) or is_opaque(eqn) or _calls(eqn):
         return f"the transpose of {name!r} is not known to be linear"
     return ""
 
@@ -61,7 +61,7 @@ def has_rule(door: Door, eqn: Eqn) -> bool:
         name.startswith("custom_vjp_call")
         or name in ("reduce_precision", *_TRANSPOSE_CALLS)
         or hijax_object(door, eqn.primitive, eqn.params) is not None
-        or not transposed_by_jax(eqn.primitive)
+        or not transposed_by_jax(door, eqn.primitive)
     )
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.interpreters import ad
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
@@ -255,7 +254,8 @@ class _Equation:
         if called is not None:
             return not type(called).__module__.startswith("jax.")
         opaque = self.retyping.state.opaque_call_of(primitive, params)
-        return (opaque is None or opaque.registration is None) and not transposed_by_jax(primitive)
+        is_declared = opaque is not None and opaque.registration is not None
+        return not (is_declared or transposed_by_jax(door, primitive))
 
     def _gained(self) -> frozenset[str]:
         return gained(self.types, self.door.axis_types(atom.aval for atom in self.eqn.invars))
@@ -298,11 +298,11 @@ class _Equation:
         return AxisError(text, primitive=name, axes=axes)
 
 
-def transposed_by_jax(primitive: Primitive) -> bool:
+def transposed_by_jax(door: Door, primitive: Primitive) -> bool:
     """Return whether a primitive's transpose is JAX's or ours, linear and without collectives."""
     # A user's may clip a cotangent, or sum it, and has to be given what it was given before.
-    transposes: dict[Any, Any] = ad.primitive_transposes
-    rules = [transposes.get(primitive)]
+    tables = (door.primitive_transposes, door.fancy_transposes)
+    rules = [table.get(primitive) for table in tables if table is not None]
     while rules:
         rule = rules.pop()
         if isinstance(rule, functools.partial):

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -306,10 +307,11 @@ class PrimitiveHooks(Hooks):
         return carrier
 
     def _complete(self, carrier: Any, primitive: Primitive, scope: Scope) -> None:
-        for name in _TABLES:
-            for table in list(vars(importlib.import_module(name)).values()):
-                if isinstance(table, dict) and primitive in table and carrier not in table:
-                    table[carrier] = self._scoped(table[primitive], scope)
+        modules = (vars(importlib.import_module(name)) for name in _TABLES)
+        tables = itertools.chain(*(module.values() for module in modules))
+        for table in [*tables, self.door.fancy_transposes]:
+            if isinstance(table, dict) and primitive in table and carrier not in table:
+                table[carrier] = self._scoped(table[primitive], scope)
         for table in (self.door.lowerings, *self.door.platform_lowerings.values()):
             if primitive in table and carrier not in table:
                 entry = table[primitive]

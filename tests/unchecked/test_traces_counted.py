@@ -1,0 +1,162 @@
+"""A body whose Python counts its traces: values and the count are those of the check off.
+
+JAX traces what is jitted, and the body of a loop, once. With the check on it may do so more often.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core import versions
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+from shardrules.hooks import shard_map
+
+pytestmark = versions.where(versions.types_values)
+
+X = np.random.RandomState(0).rand(8, 6).astype(np.float32)
+W = np.random.RandomState(1).rand(6).astype(np.float32)
+
+
+def op_of(fwd, bwd, primal=lambda w: w):
+    op = jax.custom_vjp(lambda w: primal(w))
+    op.defvjp(lambda w: (fwd(w), None), lambda _, g: (bwd(g),))
+    return op
+
+
+def in_a_scan(op):
+    step = lambda c, w: (jnp.tanh(c * op(w)), None)  # noqa: E731
+    return lambda x, w: jax.lax.scan(step, x, jnp.stack([w, w]))[0]
+
+
+def in_a_branch(scaled):
+    same = lambda w: w  # noqa: E731
+    return lambda x, w: x * jax.lax.cond(jnp.sum(w) > 0, scaled, same, w)
+
+
+def plain(w):
+    return w
+
+
+# From a function that multiplies by a new number at each of its traces to a body.
+LEFT = {
+    "jit": lambda scaled: functools.partial(lambda g, x, w: x * g(w), jax.jit(scaled)),
+    "scan": in_a_scan,
+    "branch": in_a_branch,
+    "remat": lambda scaled: functools.partial(lambda g, x, w: x * g(w), jax.checkpoint(scaled)),
+    "jit in a bwd": lambda scaled: lambda x, w: x * op_of(plain, jax.jit(scaled))(w),
+    "a jit in fwd, another in the primal": lambda scaled: functools.partial(
+        lambda op, x, w: x * op(w), op_of(jax.jit(scaled), plain, jax.jit(lambda w: 2 * scaled(w)))
+    ),
+    "bwd in a scan": lambda scaled: in_a_scan(op_of(plain, scaled)),  # the casts read the bwd
+}
+SWITCHED = {
+    "body": lambda scaled: lambda x, w: x * scaled(w),
+    "new jit": lambda scaled: lambda x, w: x * jax.jit(lambda w: scaled(w))(w),
+    "fwd": lambda scaled: functools.partial(lambda op, x, w: x * op(w), op_of(scaled, plain)),
+    "bwd": lambda scaled: functools.partial(lambda op, x, w: x * op(w), op_of(plain, scaled)),
+}
+
+
+def scalar(f):
+    return lambda x, w: jnp.sum(jnp.sin(f(x, w)))
+
+
+ASKED = {
+    "forward": lambda f: jax.jit(f)(X, W),
+    "fewer rows": lambda f: jax.jit(f)(X[:4], W),
+    "gradient": lambda f: jax.jit(jax.grad(scalar(f), (0, 1)))(X, W),
+    "second": lambda f: jax.jit(
+        jax.grad(lambda x, w: jnp.sum(jax.grad(scalar(f), 1)(x, w) ** 2), 1)
+    )(X, W),
+}
+ORDERS = (
+    ("forward", "gradient"),
+    ("gradient", "forward"),
+    ("gradient", "second"),
+    ("forward", "fewer rows", "forward"),
+)
+
+
+def results(mesh, make, order):
+    """Return what is asked for in that order, and the next number."""
+    numbers = [0]
+
+    def number():
+        numbers[0] += 1
+        return numbers[0]
+
+    body = make(lambda w: w * number())
+    f = lambda *args: shard_map(body, mesh, (P("data"), P()), P("data"), check=False)(*args)  # noqa: E731
+    return [jax.tree_util.tree_map(np.asarray, ASKED[asked](f)) for asked in order], number()
+
+
+def compared(mesh, make, order, without_hooks=True):
+    """Compare with the hooks and with the check on; return the sites' reasons."""
+    shardrules.install().uninstall(ops=True)
+    expected = results(mesh, make, order)
+    with shardrules.install():
+        bare = results(mesh, make, order)
+    with shardrules.install(unchecked="check") as handle:
+        checked = results(mesh, make, order)
+    for a, b in ((bare, checked), (expected if without_hooks else bare, bare)):
+        jax.tree_util.tree_map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), a, b)
+    return {site.reason.partition(":")[0] for site in handle.unchecked()}
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_site_whose_traces_jax_counts_is_left(cpu_mesh, kind, order):
+    why = "it changes Python state by how often its functions are traced"
+    # JAX 0.12 takes a loop's bwd from its cache; with the hooks, one for each order of derivatives.
+    same = (kind, order[-1]) != ("bwd in a scan", "second")
+    assert compared(cpu_mesh, LEFT[kind], order, same) == {why}
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("kind", SWITCHED)
+def test_a_site_that_is_traced_as_often_is_switched(cpu_mesh, kind, order):
+    assert compared(cpu_mesh, SWITCHED[kind], order) == {""}
+
+
+def test_a_cached_function_that_changes_state_is_called_by_no_other_look(cpu_mesh):
+    """What a look adds to a cache that isn't empty can't be taken out of it."""
+
+    def make(scaled):
+        asked = [0]
+
+        @functools.lru_cache
+        def scale(n):
+            return float(scaled(1.0))
+
+        def body(x, w):
+            asked[0] += 1
+            return x * w * scale(asked[0])
+
+        return body
+
+    order = ("forward", "fewer rows", "gradient")
+    assert compared(cpu_mesh, make, order) == {
+        "it changes Python state by how often its functions are traced",
+        "it can't be looked at",
+    }
+
+
+def test_what_is_filled_once_is_no_count(cpu_mesh):
+    """A table that a body fills, as libraries have."""
+
+    def make(scaled):
+        made = {}
+
+        def body(x, w):
+            if "scale" not in made:
+                made["scale"] = float(next(itertools.count(3)))
+            return x * w * made["scale"]
+
+        return body
+
+    assert compared(cpu_mesh, make, ORDERS[0]) == {""}

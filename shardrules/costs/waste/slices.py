@@ -52,7 +52,7 @@ class _Part(NamedTuple):
     starts: tuple[int, ...]  # where each device's slice begins
 
     def follows(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Tell whether each device's slice is at its own place in its group."""
+        """Return whether each device's slice is at its own place in its group."""
         return all(
             self.starts[device] == place * self.size
             for group in groups
@@ -61,7 +61,7 @@ class _Part(NamedTuple):
 
 
 def read_part(site: Site) -> _Part | None:
-    """Give the one part of a result that each device reads; None if it reads several, or all."""
+    """Return the one part of a result that each device reads; None if it reads more."""
     if site.result is None:
         return None
     uses, number = array_uses(site), _same
@@ -77,7 +77,7 @@ def _same(taken: hlo.Shape, result: hlo.Shape) -> list[int] | None:
 
 
 def as_in_memory(taken: hlo.Shape, result: hlo.Shape) -> list[int] | None:
-    """Give the number that each dimension has in another array, of which it is the memory."""
+    """Return, of each dimension, its number in the array of which this one is the memory."""
     orders = [_in_memory(shape) for shape in (taken, result)]
     sizes = [[s.dimensions[d] for d in order] for s, order in zip((taken, result), orders)]
     if sizes[0] != sizes[1] or not orders[0] or _tiles(taken) != _tiles(result):
@@ -90,7 +90,7 @@ def _tiles(shape: hlo.Shape) -> str:
 
 
 def _part(program: Program, use: Use, numbers: list[int] | None) -> _Part | None:
-    """Give the part that a use reads; ``numbers``: of its dimensions, in the result."""
+    """Return the part that a use reads; ``numbers``: of its dimensions, in the result."""
     taker, taken = use
     sizes = taken.shape.dimensions
     if taker.opcode != "dynamic-slice" or numbers is None:
@@ -190,7 +190,7 @@ def only_a_slice(site: Site) -> Hint | None:
 
 
 def _was_scattered(site: Site) -> bool:
-    """Tell whether the source asks for a reduce-scatter; the names of what it adds by say it."""
+    """Return whether the source asks for a reduce-scatter; the names of what it adds by say it."""
     # A sum between TPU slices is a send, which applies none.
     module = site.program.module
     return any(

@@ -98,9 +98,8 @@ def test_the_factor_is_said_and_the_advice_gives_the_gradient(platform, body):
         return  # its compiler replaces a sum of equal values by a product
     assert [what for what in advice if what[1] == "backward all-reduce(model)"]
     (said,) = advice.values()
-    assert said.startswith(CLAIM) and "unless it or the loss is divided by 2. Divide it" in said
-    assert "jax.lax.pmean(g, 'model'); or take the gradient outside of the shard_map" in said
-    assert "run `shardrules migrate --diff" not in said
+    assert said.startswith(CLAIM) and "jax.lax.pmean(g, 'model')" in said and "--diff" not in said
+    assert "unless it or the loss is divided by 2. Divide it" in said
     if name == "cpu":
         wrong = ratios(mapped(averaged, mesh, SPECS), mesh)
         for n, ratio in wrong.items():
@@ -112,7 +111,7 @@ def test_a_gradient_that_is_taken_outside_can_be_switched_on(cpu_mesh):
     advice = advised(outside(cpu_mesh), cpu_mesh)
     said = advice["redundant", "backward all-reduce(model)"]
     assert said.startswith("run `shardrules migrate --diff on.patch SCRIPT`")
-    assert not any("equal values" in each for each in advice.values())
+    assert not [each for each in advice.values() if each.startswith(CLAIM)]
     with_check = outside(cpu_mesh, check=True)
     assert advised(with_check, cpu_mesh) == {} and right(with_check, cpu_mesh)
 
@@ -180,7 +179,7 @@ def test_near_misses_hear_of_no_factor(cpu_mesh):
         advice = advised(mapped(body, cpu_mesh, specs), cpu_mesh)
         assert advice
         for said in advice.values():
-            assert "equal values" not in said and "run `shardrules migrate" not in said
+            assert not said.startswith(CLAIM) and "--diff" not in said
 
 
 def counted(ws, x):

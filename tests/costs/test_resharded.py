@@ -100,7 +100,7 @@ SQUARE = P(DATA, MODEL)
 def test_what_no_constraint_between_replaces(cpu_mesh, start, f):
     with jax.set_mesh(cpu_mesh):
         given = structs(cpu_mesh, [(MATRIX, start)])
-        assert "resharded" not in [h.kind for h in hints(jax.jit(f), given)]
+        assert not [h for h in hints(jax.jit(f), given) if h.kind == "resharded"]
 
 
 def test_a_small_array_is_not_worth_another_round_trip(cpu_mesh):
@@ -126,4 +126,4 @@ def test_a_gradient_that_comes_back_another_way(cpu_mesh):
     f = jax.grad(lambda x: (constrained(jnp.tanh(x), start, end) ** 2).sum())
     with jax.set_mesh(cpu_mesh):
         found = hints(jax.jit(f, out_shardings=out), structs(cpu_mesh, [(MATRIX, start)]))
-    assert "resharded" not in [h.kind for h in found]
+    assert not [h for h in found if h.kind == "resharded"]

@@ -152,7 +152,7 @@ def test_each_call_sums_up_what_one_sum_after_the_loop_would(cpu_mesh, before, a
     assert f"{STEPS * CALLS} calls sum it up" in hint.advice
     assert f"sum that up {STEPS} times" in hint.advice
     other, left, then = watched(cpu_mesh, after)
-    assert "each call" not in [kind for _, kind in left]
+    assert not [kind for _, kind in left if kind == "each call"]
     # What is said of one call holds for all calls together.
     assert STEPS * CALLS * (hint.sent_before - hint.sent_after) == sent - then > 0
     np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
@@ -164,7 +164,7 @@ def test_each_call_sums_up_what_one_sum_after_the_loop_would(cpu_mesh, before, a
 )
 def test_sums_that_each_call_needs(cpu_mesh, name):
     _, found, _ = watched(cpu_mesh, name)
-    assert "each call" not in [kind for _, kind in found]
+    assert not [kind for _, kind in found if kind == "each call"]
 
 
 def test_a_program_with_the_same_text_has_one_row_of_runs(cpu_mesh):
@@ -260,7 +260,7 @@ def test_a_line_that_reads_after_each_run_is_a_finding(cpu_mesh, loop, times):
     assert f" read an array (float32[]) on the host {times} times, after each run" in said
     programs = several.gather([], [])
     results = programs.with_reads(found, ())
-    assert results.findings == 1 and not results.clean and "1 finding" in results.about
+    assert results.findings == 1 and not results.clean
     allowed = programs.with_reads(found, [(f"read at {line}", "it is logged")])
     assert allowed.findings == 0 and allowed.clean
 

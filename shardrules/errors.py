@@ -98,7 +98,12 @@ class MissingProcessError(ShardrulesError, TimeoutError):
 
 
 class CotangentError(ShardrulesError, ValueError):
-    """A cotangent of a bwd or a transpose that can't safely be cast to its primal's type."""
+    """A cotangent of a bwd or a transpose that can't safely be cast to its primal's type.
+
+    A bwd's error has a ``problem``: ``undecided`` (a share or the sum), ``mixed`` (both, added),
+    ``unmoved`` or ``averaged`` (each device would get the whole), ``summed`` (a second time),
+    ``of_others`` (a sum of other values' cotangents), ``lost`` (JAX drops axes from its type).
+    """
 
 
 class RefError(ShardrulesError, ValueError):
@@ -171,7 +176,10 @@ class CostAssertionError(_Report, AssertionError):
 
 
 class SteadyStateError(CostAssertionError):
-    """A loop on the host that compiles, talks to the host, keeps donated memory, or grows."""
+    """A loop on the host that compiles, talks to the host, keeps donated memory, or grows.
+
+    ``problem`` is ``compiled``, ``read``, ``host values``, ``transfer``, ``kept``, ``growth``.
+    """
 
 
 __all__ = [name for name in dir() if name.endswith(("Error", "Warning"))]

@@ -17,6 +17,7 @@ from shardrules.door.places import leave_out_frames
 from shardrules.errors import HloError, HloSyntaxError, NotInstalledError, ShardrulesError
 from shardrules.hlo.reader import files, shardings
 from shardrules.registry.table import Registry
+from shardrules.units import counted
 
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = [^\n]*\n\s*)*module\b[^\n]*(?:@|attributes|\{)")
 
@@ -98,7 +99,7 @@ def judged(
         given = matching(module, placements.parameters())
         outputs = placements.results(compiled.output_paths(program.compiled), shapes)
     if told.outputs is not None:
-        per_output = _for_each(told.outputs, shapes, module, "arrays", "returns")
+        per_output = _for_each(told.outputs, shapes, module, "array", "returns")
         names = [f"[{n}]" for n in range(len(shapes))] if len(shapes) > 1 else [""]
         outputs = list(zip(names, per_output))
     return hlo.judge(
@@ -121,8 +122,9 @@ def _for_each(
     per_one = [*given] * (len(each) if len(given) == 1 else 1)
     if len(per_one) != len(each):
         raise HloError(
-            f"{len(per_one)} shardings were given for the {len(each)} {what} that module "
-            f"{module.name!r} {does}; give one for each, or one for all"
+            f"{len(per_one)} shardings were given for the {counted(len(each), what)} that module "
+            f"{module.name!r} {does}; give one for each, or one for all",
+            module=module.name,
         )
     return per_one
 
@@ -133,7 +135,7 @@ def _parameters(
     """Return the shardings of the entry's parameters, as told or as a dump holds them."""
     if told.parameters is not None:
         parameters = module.entry.parameters
-        specs = _for_each(told.parameters, parameters, module, "parameters", "takes")
+        specs = _for_each(told.parameters, parameters, module, "parameter", "takes")
         ranks = [len(parameter.shape.dimensions) for parameter in parameters]
         return [shardings.as_hlo(spec, mesh, rank) for spec, rank in zip(specs, ranks)]
     if told.other is not None:
@@ -338,8 +340,9 @@ def _is_exported(program: Any) -> bool:
 def _refuse(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if arguments were given with what takes none."""
     if args or kwargs:
+        given = counted(count := len(args) + len(kwargs), "argument")
         raise ShardrulesError(
-            f"{len(args) + len(kwargs)} arguments were given with a program that is lowered "
+            f"{given} {'was' if count == 1 else 'were'} given with a program that is lowered "
             "already; pass arguments with a function only",
             program=program,
         )

@@ -80,7 +80,7 @@ ARROWS = {
     "hlo": set(),
     "costs": {"arguments", "errors", "registry", "hlo"},
     "report": {"arguments", "errors", "paths", "units", "hlo", "costs"},
-    "program": {"arguments", "errors", "registry", "hlo", "door", "hooks"},
+    "program": {"arguments", "errors", "registry", "hlo", "door", "hooks", "units"},
     "watching": set(
         "arguments errors fitting paths units registry hlo costs report program door jaxprs hooks "
         "unchecked.switched unchecked.check_off".split()

@@ -38,6 +38,18 @@ def run(*args, stdin="", cwd=None):
     return done
 
 
+def judged(*args, stdin="", cwd=None, code=None):
+    """Return what a command writes as JSON; ``code`` is its exit code."""
+    done = run(*args, "--format=json", stdin=stdin, cwd=cwd)
+    if code is not None:
+        assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def kinds(found):
+    return [finding["kind"] for finding in found["findings"]]
+
+
 def clean_module():
     return T.module("\n".join([T.parameter(T.BOTH), T.all_reduce("%x")]))
 
@@ -63,8 +75,7 @@ def test_exit_codes_of_verify(tmp_path):
     )
     path = tmp_path / "clean.hlo"
     path.write_text(clean_module())
-    done = run("verify", path)
-    assert done.returncode == 0 and "; all needed; the most: " in done.stdout
+    assert judged("verify", path, code=0)["clean"]
     done = run("verify", "-", "--output=-", stdin=clean_module())
     assert done.returncode == 0 and done.stdout.startswith(
         "stdin: 8 devices (mesh not known: pass --mesh or mesh="
@@ -237,15 +248,15 @@ def test_gzip_is_read(tmp_path):
     path = tmp_path / "clean.hlo.gz"
     path.write_bytes(gzip.compress(WHOLE, mtime=0))
     assert run("verify", path).returncode == 0
-    done = run("verify", "-", stdin=gzip.compress(WHOLE, mtime=0))
-    assert done.returncode == 0 and "stdin: 8 devices" in done.stdout
+    found = judged("verify", "-", stdin=gzip.compress(WHOLE, mtime=0), code=0)
+    assert (found["title"], found["device_count"]) == ("stdin", 8)
 
 
 def test_text_behind_a_whole_module_is_not_called_cut(tmp_path):
     path = tmp_path / "step.hlo"
     path.write_text(clean_module() + "Done.\n")
     done = run("verify", path)
-    assert done.returncode == 2 and "step.hlo: " in done.stderr and "cut" not in done.stderr
+    assert done.returncode == 2 and "step.hlo" in done.stderr and "cut" not in done.stderr
 
 
 TPU_COPY = str(DATA / "tpu_copy.hlo")
@@ -255,14 +266,16 @@ TPU_COPY = str(DATA / "tpu_copy.hlo")
     "name", ["*", "*/pallas_call", "shard_map", "jit(<lambda>)/*jvp*/shard_map/pallas_call"]
 )
 def test_a_rule_is_given_by_op_name_where_the_text_has_no_kernel_s_name(name):
-    done = run("verify", TPU_COPY, MESH)
-    assert done.returncode == 1 and "; 1 unproven; the costliest: " in done.stdout
-    assert (
-        "take '--rule=jit(<lambda>)/transpose(jvp())/shard_map/pallas_call=no_communication', if"
-    ) in done.stdout
-    done = run("verify", TPU_COPY, MESH, f"--rule={name}=no_communication")
-    assert "; 1 redundant; the costliest: " in done.stdout and done.stderr == ""
-    assert f"declared at --rule={name}=no_communication" in done.stdout
+    found = judged("verify", TPU_COPY, MESH, code=1)
+    assert kinds(found) == ["unproven"]
+    rule = "--rule=jit(<lambda>)/transpose(jvp())/shard_map/pallas_call=no_communication"
+    assert f"'{rule}'" in found["findings"][0]["advice"]
+    done = run("verify", TPU_COPY, MESH, f"--rule={name}=no_communication", "--format=json")
+    found = json.loads(done.stdout)
+    assert kinds(found) == ["redundant"] and done.stderr == ""
+    redundant = found["collectives"][found["findings"][0]["collective"]]
+    where = [support["detail"] for support in redundant["rests_on"]]
+    assert any(f"--rule={name}=no_communication" in detail for detail in where)
 
 
 def test_a_rule_that_matches_nothing_says_so(tmp_path):
@@ -284,8 +297,8 @@ def test_a_rule_that_matches_nothing_says_so(tmp_path):
 def test_a_rule_by_op_name_is_not_for_kernels_that_have_a_name():
     """Where the text tells the kernel's name, the scope around it is no name of it."""
     text = kernel_module().replace('"mine"', '"mine", metadata={op_name="jit(f)/scope/mine_call"}')
-    done = run("verify", "-", "--rule=scope=no_communication", stdin=text)
-    assert done.returncode == 1 and "; 1 unproven; the costliest: " in done.stdout
+    found = judged("verify", "-", "--rule=scope=no_communication", stdin=text, code=1)
+    assert kinds(found) == ["unproven"]
 
 
 def test_a_kernels_rule_is_not_for_another_kernel_in_a_function_of_that_name(tmp_path):
@@ -299,14 +312,11 @@ def test_a_kernels_rule_is_not_for_another_kernel_in_a_function_of_that_name(tmp
         path = tmp_path / "copy.hlo"
         path.write_text(text.replace("shard_map/pallas_call", f"shard_map/{scope}"))
         for flag in ("--import=our_rules", "--rule=scale=no_communication"):
-            verdicts[scope, flag.partition("=")[0]] = run(
-                "verify", path, MESH, flag, cwd=tmp_path
-            ).stdout
+            found = judged("verify", path, MESH, flag, cwd=tmp_path)
+            verdicts[scope, flag.partition("=")[0]] = kinds(found)
     # JAX makes the scope of a kernel's name=; a rule for this very text may name the function, too.
-    assert "; 1 unproven; the costliest: " in verdicts.pop(("jit(scale)/pallas_call", "--import"))
-    assert len(verdicts) == 3 and all(
-        "; 1 redundant; the costliest: " in out for out in verdicts.values()
-    )
+    assert verdicts.pop(("jit(scale)/pallas_call", "--import")) == ["unproven"]
+    assert list(verdicts.values()) == [["redundant"]] * 3
 
 
 def test_rules_come_from_a_module(tmp_path):
@@ -314,12 +324,12 @@ def test_rules_come_from_a_module(tmp_path):
         "import shardrules\nshardrules.register('mine', shardrules.no_communication)\n"
     )
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    done = run("verify", "-", stdin=kernel_module(), cwd=tmp_path)
-    assert done.returncode == 1 and "  unproven: unknown all-reduce" in done.stdout
-    assert "shardrules.register('mine', shardrules.no_communication)" in done.stdout
-    done = run("verify", "-", "--import", "our_rules", stdin=kernel_module(), cwd=tmp_path)
-    assert done.returncode == 1 and "  redundant: unknown all-reduce" in done.stdout
-    assert "our_rules.py:2" in done.stdout
+    found = judged("verify", "-", stdin=kernel_module(), cwd=tmp_path, code=1)
+    assert kinds(found) == ["unproven"]
+    assert "register('mine'" in found["findings"][0]["advice"]
+    found = judged("verify", "-", "--import=our_rules", stdin=kernel_module(), cwd=tmp_path, code=1)
+    assert kinds(found) == ["redundant"]
+    assert "our_rules.py:2" in str(found["collectives"][0]["rests_on"])
     done = run("verify", "-", "--import=broken", stdin=kernel_module(), cwd=tmp_path)
     assert done.returncode == 2
     assert "--import=broken can't be imported: ZeroDivisionError: division by zero" in done.stderr
@@ -327,12 +337,10 @@ def test_rules_come_from_a_module(tmp_path):
 
 def test_allowances_and_strictness():
     known = ["--allow=redundant all-reduce(model): issue 12", "--allow=all-reduce(data, model): 13"]
-    done = run("verify", UVW, MESH, *known)
-    assert done.returncode == 0
-    assert "\nallowed:\n" in done.stdout and "    allowed: issue 12\n" in done.stdout
-    done = run("verify", UVW, MESH, *known, "--allow=all-gather(data): gone")
-    assert done.returncode == 1
-    assert "allowances that match nothing:\n  all-gather(data)\n" in done.stdout
+    found = judged("verify", UVW, MESH, *known, code=0)
+    assert [one["reason"] for one in found["allowed"]] == ["13", "issue 12", "issue 12"]
+    found = judged("verify", UVW, MESH, *known, "--allow=all-gather(data): gone", code=1)
+    assert found["unused_allowances"] == ["all-gather(data)"]
     tagged = (
         kernel_module()
         .replace(
@@ -343,12 +351,8 @@ def test_allowances_and_strictness():
         .replace(T.DATA, T.BOTH)
     )
     assert run("verify", "-", stdin=tagged).returncode == 0
-    done = run("verify", "-", "--strict", stdin=tagged)
-    assert done.returncode == 1 and "; 1 declared; the costliest: " in done.stdout
-    assert (
-        "    to do: it rests on a declaration for 'mine', and strict takes proofs alone"
-        in done.stdout
-    )
+    found = judged("verify", "-", "--strict", stdin=tagged, code=1)
+    assert kinds(found) == ["declared"] and "'mine'" in found["findings"][0]["advice"]
 
 
 def test_what_could_move_less_is_a_finding_where_asked():
@@ -359,12 +363,11 @@ def test_what_could_move_less_is_a_finding_where_asked():
         "%total = f32[] reduce(%r, %zero), dimensions={0}, to_apply=%add",
     ]
     text = T.module("\n".join(lines)).replace("[8]{", "[64]{").replace("f32[8]", "f32[64]")
-    done = run("verify", "-", MESH, stdin=text)
-    assert done.returncode == 0 and "\ncould be cheaper:\n" in done.stdout
-    done = run("verify", "-", MESH, "--cheapest", stdin=text)
-    assert done.returncode == 1 and "; 1 reduce first; the costliest: " in done.stdout
-    assert "\nfindings:\n" in done.stdout and "256 B become 4 B" in done.stdout
-    assert "could be cheaper" not in done.stdout
+    found = judged("verify", "-", MESH, stdin=text, code=0)
+    assert [hint["kind"] for hint in found["hints"]] == ["reduce first"] and not kinds(found)
+    found = judged("verify", "-", MESH, "--cheapest", stdin=text, code=1)
+    assert kinds(found) == ["reduce first"] and found["hints"] == []
+    assert found["findings"][0]["saves"]["bytes"] == 2 * (256 - 4) * 7 // 8
     known = "--allow=all-reduce(data, model): issue 12"
     assert run("verify", "-", MESH, "--cheapest", known, stdin=text).returncode == 0
 
@@ -402,8 +405,7 @@ def test_diff_of_two_programs(tmp_path):
     path = tmp_path / "d.html"
     assert run("diff", one, other, MESH, "--format=html", "--output", path).returncode == 1
     assert path.read_text().startswith("<!doctype html>") and "grew" in path.read_text()
-    done = run("diff", one, one, MESH, "--format=markdown")
-    assert done.returncode == 0 and "The same collectives: 1, 32 B." in done.stdout
+    assert run("diff", one, one, MESH, "--format=markdown").returncode == 0
 
 
 def test_diff_knows_a_file_of_another_checkout_and_a_renamed_one(tmp_path):
@@ -423,10 +425,14 @@ def test_diff_knows_a_file_of_another_checkout_and_a_renamed_one(tmp_path):
     done = run("diff", one, other, MESH, cwd=tmp_path)
     assert (done.returncode, done.stdout[:21]) == (0, "the same collectives:"), done.stdout
     other.write_text(program("/b/new/pkg/sub/model.py", *["/b/new/pkg/data.py"] * 2))
-    done = run("diff", one, other, MESH, cwd=tmp_path)  # another file: it has two
-    assert "+ forward all-reduce(model) f32 at data.py: 2, 64 B" in done.stdout
-    assert "- forward all-reduce(model) f32 at old/pkg/model.py: 1, 32 B" in done.stdout
-    assert "sub" not in done.stdout
+    found = judged("diff", one, other, MESH, cwd=tmp_path)  # another file: it has two
+    changes = {
+        (change["status"], change["what"].rpartition(" at ")[2]): change[side]["count"]
+        for change in found["changes"]
+        for side in ("before", "after")
+        if change[side]["count"]
+    }
+    assert changes == {("came", "data.py"): 2, ("went", "old/pkg/model.py"): 1}
 
 
 def test_paths_below_the_working_directory_are_relative(tmp_path):
@@ -454,9 +460,9 @@ def test_diff_compares_the_groups_themselves(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text(T.module(f"{T.parameter(T.BOTH)}\n{T.all_reduce('%x', '[2,4]<=[8]')}"))
     other.write_text(one.read_text().replace("[2,4]<=[8]", "[2,4]<=[4,2]T(1,0)"))
-    done = run("diff", one, other)
-    assert done.returncode == 1
-    assert "+ unknown all-reduce(2 groups of 4: [2,4]<=[4,2]T(1,0)) f32: 1, 32 B" in done.stdout
+    came = judged("diff", one, other, code=1)["changes"][0]
+    assert came["what"].endswith("all-reduce(2 groups of 4: [2,4]<=[4,2]T(1,0)) f32")
+    assert (came["status"], came["after"]["count"], came["after"]["bytes"]) == ("came", 1, 32)
     assert run("diff", one, one).returncode == 0
 
 
@@ -479,8 +485,8 @@ def test_diff_names_axes_by_the_mesh_that_one_of_two_texts_tells(tmp_path):
         done = run("diff", *pair)
         assert (done.returncode, done.stdout) == (0, "the same collectives: 1, 32 B\n"), done.stderr
     bare.write_text(T.module(f"{T.parameter(T.BOTH)}\n{T.all_reduce('%x', '[2,4]<=[8]')}"))
-    done = run("diff", bare, told)  # along no axes of that mesh
-    assert done.returncode == 1 and "all-reduce(2 groups of 4: [2,4]<=[8])" in done.stdout
+    found = judged("diff", bare, told, code=1)  # along no axes of that mesh
+    assert "(2 groups of 4: [2,4]<=[8])" in found["changes"][0]["what"]
 
 
 def dump(folder):
@@ -537,15 +543,17 @@ def test_several_files_and_patterns(tmp_path):
     done = run("verify", tmp_path / "*.hlo", *twice, MESH)
     assert done.returncode == 0 and done.stdout.startswith("2 programs, ")
     (tmp_path / "again").unlink()
-    done = run("verify", tmp_path / "*.hlo", UVW, MESH, "--allow=all-reduce(data): none such")
-    assert done.returncode == 1 and "allowances that match nothing:\n  all-r" in done.stdout
+    unused = "--allow=all-reduce(data): none such"
+    found = judged("verify", tmp_path / "*.hlo", UVW, MESH, unused, code=1)
+    assert found["unused_allowances"] == ["all-reduce(data)"]
     (tmp_path / "b.hlo").write_text("HloModule b\n\nENTRY %e (")
-    done = run("verify", tmp_path / "[ab].hlo", MESH)
-    assert done.returncode == 2 and "b.hlo is cut off" in done.stdout
-    assert "a.hlo" in done.stdout and run("report", tmp_path, MESH).returncode == 2
+    found = judged("verify", tmp_path / "[ab].hlo", MESH, code=2)
+    assert [failure["program"] for failure in found["failures"]] == ["b.hlo"]
+    assert [program["title"] for program in found["programs"]] == ["a.hlo"]
+    assert run("report", tmp_path, MESH).returncode == 2
     (tmp_path / "a.hlo").write_text("")
-    done = run("verify", tmp_path / "[ab].hlo")
-    assert done.returncode == 2 and "2 can't be judged" in done.stdout
+    found = judged("verify", tmp_path / "[ab].hlo", code=2)
+    assert [failure["program"] for failure in found["failures"]] == ["a.hlo", "b.hlo"]
 
 
 def test_a_mesh_is_for_the_programs_of_as_many_devices(tmp_path):
@@ -553,10 +561,10 @@ def test_a_mesh_is_for_the_programs_of_as_many_devices(tmp_path):
         "HloModule m, is_scheduled=true, num_partitions=2\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n"
     )
     (tmp_path / "step.hlo").write_text(clean_module())
-    done = run("verify", tmp_path, MESH)
-    assert done.returncode == 0 and "8 (data=4, model=2)" in done.stdout
-    done = run("verify", tmp_path, "--mesh=model=2,data=4")
-    assert done.returncode == 2 and "pass --mesh=data=4,model=2" in done.stdout
+    found = judged("verify", tmp_path, MESH, code=0)
+    meshes = {program["title"]: program["mesh"] for program in found["programs"]}
+    assert meshes == {"step.hlo": {"data": 4, "model": 2}, "alone.hlo": None}
+    assert run("verify", tmp_path, "--mesh=model=2,data=4").returncode == 2
     assert run("verify", tmp_path / "alone.hlo", MESH).returncode == 2
 
 
@@ -571,26 +579,26 @@ def test_folders_without_a_program(tmp_path):
 @pytest.mark.parametrize("command", ["verify", "report"])
 def test_what_is_not_partitioned_is_no_answer(command):
     done = run(command, DATA / "dump_0_12_0_1_before_optimizations.hlo")
-    assert done.returncode == 2 and not done.stdout
-    assert "shardrules: module 'jit_f' is not partitioned yet" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("shardrules: module 'jit_f' is not partitioned yet")
 
 
 def test_a_mesh_that_contradicts_the_groups_is_refused():
     done = run("verify", "-", "--mesh=model=2,data=4", stdin=clean_module())
-    assert done.returncode == 2 and "pass --mesh=data=4,model=2" in done.stderr
+    assert done.returncode == 2 and "--mesh=data=4,model=2" in done.stderr
 
 
 def test_a_target_adds_estimated_times(tmp_path):
     done = run("report", UVW, MESH, "--target=v5e")
-    assert "| est. a run | est. in all | source\n" in done.stdout
-    line = next(
-        li for li in done.stdout.splitlines() if li.startswith("backward all-reduce(model)")
-    )
-    assert "| ~1 us      | ~2 us       |" in line
+    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()]
+    titles = next(row for row in rows if "est. a run" in row)
+    row = next(row for row in rows if row[0] == "backward all-reduce(model)")
+    cells = dict(zip(titles, row))
+    assert (cells["est. a run"], cells["est. in all"]) == ("~1 us", "~2 us")
     (tmp_path / "a.hlo").write_text(clean_module())
     two = run("report", UVW, tmp_path, MESH, "--target=h100").stdout
-    assert "estimated, not measured, for H100 SXM: " in two
-    assert "not measured" not in run("report", UVW, MESH).stdout
+    assert two.count("for H100 SXM: ") == 1
+    assert judged("report", UVW, MESH)["estimated_on"] is None
 
 
 def test_report_as_json(tmp_path):
@@ -626,14 +634,12 @@ def test_report_as_markdown():
     assert done.stdout.startswith(
         "# tpu_uvw.hlo\n\n8320 B of 9088 B on the wire per device can be avoided (92%); 8 devices "
     )
-    assert (
-        "| backward all-reduce(data, model) | overwide | 1 | 1 | 512 B | 896 B | 896 B | 9.9% | program.py:29 (l) |\n"
-    ) in done.stdout
-    finding = (
-        "- **overwide**: backward all-reduce(data, model), 512 B (psum.23), `program.py:29 (l)`"
-    )
-    assert f"{finding}\n" in done.stdout
-    assert "  - because its operand is proven equal over model; needed over data\n" in done.stdout
+    assert {
+        "| backward all-reduce(data, model) | overwide | 1 | 1 | 512 B | 896 B | 896 B | 9.9% | "
+        "program.py:29 (l) |",
+        "- **overwide**: backward all-reduce(data, model), 512 B (psum.23), `program.py:29 (l)`",
+        "  - because its operand is proven equal over model; needed over data",
+    } < {*done.stdout.splitlines()}
 
 
 def test_report_as_a_page():  # what it holds is looked at in report/test_page.py
@@ -641,7 +647,7 @@ def test_report_as_a_page():  # what it holds is looked at in report/test_page.p
     assert done.returncode == 0 and done.stdout.startswith("<!doctype html>")
     assert "<h1>tpu_uvw.hlo</h1>" in done.stdout and done.stdout.endswith("</html>\n")
     assert set(re.findall(r'(?:src|href)="(.)', done.stdout)) == {"#"}
-    assert "program.py:29 (l)" in done.stdout
+    assert "program.py:29" in done.stdout
     empty = "HloModule m\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n"
     assert "No collectives." in run("report", "-", "--format=html", stdin=empty).stdout
 
@@ -696,15 +702,15 @@ def test_without_numpy_it_is_named():
 
 
 def test_main_is_callable(capsys):
-    assert command_line.main(["verify", UVW, MESH]) == 1
-    assert "2 redundant" in capsys.readouterr().out
+    assert command_line.main(["verify", UVW, MESH, "--format=json"]) == 1
+    assert kinds(json.loads(capsys.readouterr().out)) == ["redundant", "redundant", "overwide"]
 
 
 @pytest.mark.parametrize(
     "given, meant",
     [
-        (["repot", "x.hlo"], "; did you mean report?"),
-        (["verify", "x.hlo", "--fromat=json"], "; did you mean --format?"),
+        (["repot", "x.hlo"], "did you mean report?"),
+        (["verify", "x.hlo", "--fromat=json"], "did you mean --format?"),
         (["verify", "x.hlo", "--zzz"], ""),
         (["zzz"], ""),
     ],
@@ -712,7 +718,7 @@ def test_main_is_callable(capsys):
 def test_a_near_command_or_flag_is_named(given, meant, capsys):
     assert command_line.main(given) == 2
     first = capsys.readouterr().err.splitlines()[0]
-    assert first.endswith(meant) and ("did you mean" in first) == bool(meant)
+    assert first.partition("; ")[2] == meant
 
 
 @pytest.mark.parametrize(

@@ -138,10 +138,9 @@ def test_a_site_whose_patched_script_raises_is_not_switched(tmp_path):
     assert table["train.py:45"] == migration.RAISES and table["train.py:29"] == migration.SWITCH
     assert "with this switched on, the script fails: ValueError: it is patched" in done.stderr
     patch = (tmp_path / "on.patch").read_text()
-    assert "def layer" in patch and "4 * x" not in patch
+    assert patch.count("def layer") and not patch.count("4 * x")
     once = run(tmp_path, "-m", "shardrules", "migrate", "--once", "train.py")
     assert migration.SWITCH not in once.stderr and migration.UNTRIED in once.stderr
-    assert "with the patch" not in once.stderr
 
 
 def test_a_script_that_fails_by_itself_is_not_tried(tmp_path):
@@ -149,7 +148,7 @@ def test_a_script_that_fails_by_itself_is_not_tried(tmp_path):
     done = run(tmp_path, "-m", "shardrules", "migrate", "train.py")
     assert done.returncode == 3 and migration.SWITCH not in done.stderr
     assert "the script as it is fails: exit code 3" in done.stderr
-    assert "running the script again" not in done.stderr
+    assert "again" not in done.stderr
 
 
 def test_a_flag_behind_the_script_is_pointed_out(tmp_path):
@@ -173,7 +172,8 @@ def test_modules_are_run_from_the_patch(tmp_path):
     now, then = (int(cell.split()[0]) for cell in step.split("|")[1:])
     assert then and now - then == 128  # other sums in it are one or two, by JAX's version
     patch = (tmp_path / "on.patch").read_text()
-    assert "+++ b/model.py" in patch and "+++ b/train.py" in patch
+    files = [line[6:] for line in patch.splitlines() if line.startswith("+++")]
+    assert files == ["model.py", "train.py"]
 
 
 @pytest.mark.parametrize("sent, verdict", [(9, "SWITCH"), (10, "SWITCH"), (11, "MORE")])
@@ -273,7 +273,7 @@ def test_an_annotation_that_a_kernel_contradicts_is_named_at_its_shard_map(tmp_p
     (at,) = [n for n, x in enumerate(done.stderr.splitlines()) if x.startswith("train.py:29 (")][1:]
     line = done.stderr.splitlines()[at + 1]
     assert line.startswith("  output 0 of pallas_call kernel 'kernel' (defined at ")
-    assert "is annotated 'invariant', but the kernel's own jaxpr shows" in line
+    assert "annotated" in line
 
 
 def test_rules_of_flags_are_in_the_patch_and_those_that_match_nothing_are_named(tmp_path):
@@ -290,7 +290,7 @@ def test_rules_of_flags_are_in_the_patch_and_those_that_match_nothing_are_named(
     ):
         flags += ("--rule", "kernl=no_communication", "--diff", "on.patch")
         done = run(tmp_path, "-m", "shardrules", "migrate", *flags, "train.py")
-        assert "--rule=kernl=no_communication matches no kernel" in done.stderr
+        assert "--rule=kernl=no_communication" in done.stderr
         patch = (tmp_path / "on.patch").read_text()
         assert f"\n+{line}" in patch and "kernl" not in patch, done.stderr
         shutil.copy(tmp_path / "train.py", tmp_path / "patched.py")

@@ -76,6 +76,7 @@ def assert_outputs_replicated(
             f"{len(wrong)} of {len(judgement.outputs)} outputs are not proven equal where their "
             "shardings call them replicated (they may still be equal):\n" + "\n".join(wrong),
             judgement=judgement,
+            outputs=tuple(bad),
         )
     if unused:
         raise ReplicationAssertionError(

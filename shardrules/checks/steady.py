@@ -95,7 +95,8 @@ class SteadyState(watching.Listener):
                 "an implicit transfer between host and device inside steady_state: JAX says\n"
                 f"  {text.splitlines()[0]}\n"
                 "  to do: make it before the loop, or ask for it with jax.device_put or "
-                "jax.device_get"
+                "jax.device_get",
+                problem="transfer",
             ) from error
 
     def tick(self) -> None:
@@ -129,6 +130,7 @@ class SteadyState(watching.Listener):
                 + ", ".join(f"{n // max(size, 1)} more {what}" for (what, size), n in came.items())
                 + "\n  to do: keep no array of each iteration (a list of losses, say); read it "
                 "with jax.device_get, or keep a running sum",
+                problem="growth",
                 bytes=grown,
             )
         self._live = live
@@ -150,6 +152,7 @@ class SteadyState(watching.Listener):
                 "the device:"
                 + "".join(f"\n  {a.path}: {_host_type(a)}" for a in arrays)
                 + "\n  to do: jax.device_put them, before the loop if they don't change",
+                problem="host values",
                 paths=tuple(a.path for a in arrays),
             )
         stack = contextlib.ExitStack()
@@ -178,7 +181,9 @@ class SteadyState(watching.Listener):
                 "\n  none of its arguments changed: a static argument did, or a value that it "
                 "closes over, or it is another function (jax.jit inside the loop)"
             )
-        raise SteadyStateError(f"{name} is compiled inside steady_state{_line()}:{why}", name=name)
+        raise SteadyStateError(
+            f"{name} is compiled inside steady_state{_line()}:{why}", problem="compiled", name=name
+        )
 
     def reading(self, array: Any, how: str) -> None:
         if self._warm:
@@ -186,7 +191,8 @@ class SteadyState(watching.Listener):
             raise SteadyStateError(
                 f"an array {what} is read by the host ({how}) inside steady_state{_line()}, which "
                 "waits for the device\n"
-                "  to do: read it after the loop, or ask for it with jax.device_get"
+                "  to do: read it after the loop, or ask for it with jax.device_get",
+                problem="read",
             )
 
     def returned(
@@ -208,6 +214,7 @@ class SteadyState(watching.Listener):
             lines = [f"\n  {arguments[n].path}, {_type(arguments[n])}: {why[n]}" for n in kept]
             raise SteadyStateError(
                 f"{name} did not take the memory of what was donated:" + "".join(lines),
+                problem="kept",
                 paths=tuple(arguments[n].path for n in kept),
             )
 

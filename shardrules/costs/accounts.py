@@ -172,7 +172,7 @@ _MADE: weakref.WeakKeyDictionary[hlo.Judgement, dict[str, Account]] = weakref.We
 
 
 def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
-    """Give the account of a judged module; the verdicts say nothing of a ``"logical"`` one."""
+    """Return the account of a judged module; the verdicts say nothing of a ``"logical"`` one."""
     made = _MADE.setdefault(judgement, {})
     if level not in made:
         made[level] = _made(judgement, level)

@@ -76,7 +76,7 @@ def migrate(shard_maps: str, script: str = "SCRIPT") -> str:
 
 
 def is_defensive(verdict: hlo.Verdict) -> bool:
-    """Whether it is what a backward pass sums for nothing because shard_map's check is off.
+    """Return whether a backward pass sums equal values only because shard_map's check is off.
 
     With the check on, such a sum goes, and another one may be needed in its place: of fewer bytes,
     which the text can't tell.
@@ -92,7 +92,7 @@ def is_defensive(verdict: hlo.Verdict) -> bool:
 
 
 def in_own_gradient(verdict: hlo.Verdict) -> bool:
-    """Whether it sums equal values in a backward pass that an unchecked body takes itself."""
+    """Return whether it sums equal values in a backward pass of an unchecked body itself."""
     name = verdict.collective.op_name
     return is_defensive(verdict) and _OWN_GRADIENT.fullmatch(name) is not None
 
@@ -127,7 +127,7 @@ class Multiplied:
         self._returned: dict[tuple[str, ...], set[tuple[str, str]]] = {}
 
     def times(self, verdict: hlo.Verdict) -> int:
-        """Give by how much, unless a division shows in no text; 1 if a sum over them follows."""
+        """Return the factor by which a gradient is too large; 1 if a sum over the axes follows."""
         axes = tuple(_equal_axes(verdict))
         if not axes or not in_own_gradient(verdict) or not self._is_transpose(verdict.collective):
             return 1
@@ -137,7 +137,7 @@ class Multiplied:
         return verdict.copies if place in self._returned[axes] else 1
 
     def _is_transpose(self, collective: hlo.Collective) -> bool:
-        """Tell whether a sum of the forward pass stands in the same line; a bwd has its own."""
+        """Return whether a sum of the forward pass stands in the same line; a bwd has its own."""
         return collective.source is not None and any(
             other.collective.source == collective.source
             and other.collective.axes == collective.axes

@@ -203,7 +203,7 @@ def _parts(whole: hlo.Shape, part: hlo.Shape, device_count: int) -> int:
 
 
 def _of_shardings(text: str, output: hlo.Shape, ratio: int) -> tuple[str, str]:
-    """Give the cause where an output is sharded over more devices than an argument, or fewer."""
+    """Return the cause where an output is sharded over more devices than an argument, or fewer."""
     if ratio < 2:
         return "sharding", text
     sent = accounts.wire_bytes("all-gather", output.bytes, ratio)
@@ -222,7 +222,7 @@ def _why(
     taken: dict[int, str],
     device_count: int,
 ) -> tuple[str, str, str]:
-    """Find the output that comes nearest; give its path, what differs, and that in words."""
+    """Find the output that comes nearest; return its path, what differs, and that in words."""
     keys = re.findall(r"\w+", argument.path)
 
     def rank(n: int) -> tuple[bool, int]:

@@ -54,12 +54,12 @@ class Target:
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Give what one link of a torus carries one way; None where a switch joins the devices."""
+        """Return what one link of a torus carries one way; None where a switch joins devices."""
         return None if self.links is None else self.both_ways_bytes_per_s / 2 / self.links
 
     @property
     def send_bytes_per_s(self) -> float:
-        """Give what one device sends in a ring."""
+        """Return what one device sends in a ring."""
         link = self.link_bytes_per_s
         return self.both_ways_bytes_per_s / 2 if link is None else 2 * link
 

@@ -130,7 +130,7 @@ class Allowances:
             selector.check_axes(what, mesh)
 
     def split(self, findings: Iterable[F]) -> tuple[list[F], list[tuple[F, str]], list[str]]:
-        """Give the findings that stay, those allowed with their reasons, the unused names."""
+        """Return the findings that stay, those allowed with their reasons, the unused names."""
         stay, allowed = [], []
         used: collections.Counter[str] = collections.Counter()
         for finding in findings:

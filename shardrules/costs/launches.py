@@ -45,7 +45,7 @@ _GRAPH = "graph"
 
 
 def platform(module: hlo.Module) -> str | None:
-    """Tell which platform a compiled module is for, by what only its compiler writes; else None."""
+    """Return the platform of a compiled module, by what only its compiler writes; else None."""
     hints = module.header.get("frontend_attributes", "")
     if "fingerprint_before_lhs" in hints or "operation_queue_id" in module.text:
         return "gpu"
@@ -175,7 +175,7 @@ def _unknown(
 
 
 def _element(computation: hlo.Computation, position: int) -> int | None:
-    """Give the element of the computation's parameter that a value is, unchanged; else None."""
+    """Return the element of the computation's parameter that a value is, unchanged; else None."""
     instruction = behind(computation, position, ("copy", "bitcast"))
     if instruction.opcode == "parameter" and not instruction.shape.is_tuple:
         return 0

@@ -91,7 +91,7 @@ class _GradientSearch:
         )
 
     def _is_summed_before(self, gradients: Iterable[Node], axes: tuple[str, ...]) -> bool:
-        """Tell whether gradients depend on a sum of the forward pass over some of the axes."""
+        """Return whether gradients depend on a sum of the forward pass over some of the axes."""
         places: set[str] = set().union(*(self._forward.get(axis, set()) for axis in axes))
         inside = places - {f"in {self._module.entry.name}"}
         in_loops = any(place.startswith("in ") for place in inside)
@@ -112,7 +112,7 @@ class _GradientSearch:
     def _gradients(
         self, returned: Node, parameter: int, axes: tuple[str, ...]
     ) -> dict[Node, Node | None]:
-        """Give the last values of the backward pass on each way, each with what takes it.
+        """Return the last value of the backward pass on each path, with what takes it.
 
         Empty where a value that differs comes another way.
         """

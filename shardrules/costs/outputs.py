@@ -73,7 +73,7 @@ def name(path: str) -> str:
 
 
 def tiles(judgement: hlo.Judgement, text: str) -> tuple[int, ...] | None:
-    """Give the tile that a sharding promises to each partition; None where it promises nothing."""
+    """Return the tile that a sharding promises to each partition; None if it promises nothing."""
     partition_tiles = notations.sharding_tiles(text, judgement.partitions)
     if partition_tiles is None or judgement.replicas > 1:
         return partition_tiles

@@ -48,7 +48,7 @@ def constants(module: hlo.Module, min_bytes: int = 1) -> list[Constant]:
 
 
 def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) -> str:
-    """Give the source line of the first reader that has one, in a fusion too; else nothing."""
+    """Return the source line of the first reader that has one, in a fusion too; else nothing."""
     # A constant's own line is that of the call that traced the program.
     users = computation.users()
     reached = [position]
@@ -60,7 +60,7 @@ def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) ->
 
 
 def is_pmap(module: hlo.Module, axes: Iterable[str] = ()) -> bool:
-    """Tell whether a program, or a name of its mesh axes, shows a ``jax.pmap``."""
+    """Return whether a program, or a name of its mesh axes, shows a ``jax.pmap``."""
     # Up to JAX 0.7 its operations are named after it. From 0.8 on it is a shard_map with the check
     # off, over an axis of this name; if it was given a name, nothing shows it.
     return _PMAP_AXIS in axes or re.search(rf"xla_pmap|{_PMAP_AXIS}", module.text) is not None

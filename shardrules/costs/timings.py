@@ -30,7 +30,7 @@ class Timing(NamedTuple):
 
     @property
     def spread(self) -> bool:
-        """Tell whether devices differ by more than a tenth: a straggler, not a slow collective."""
+        """Return whether devices differ by over a tenth: a straggler, not a slow collective."""
         return self.seconds - self.fastest_seconds > 0.1 * self.seconds
 
 

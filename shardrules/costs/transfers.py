@@ -55,7 +55,7 @@ def read(module: hlo.Module) -> list[Transfer]:
 
 
 def _transfer(module: hlo.Module, place: walk.Place) -> tuple[str, str, int, str] | None:
-    """Give kind, direction, bytes and target of what an instruction transfers."""
+    """Return kind, direction, bytes and target of what an instruction transfers."""
     instruction = place.instruction
     opcode = instruction.opcode
     operands = [place.computation.instructions[o].shape for o in instruction.operands]

@@ -62,14 +62,14 @@ def executed(module: hlo.Module) -> Iterator[Place]:
 
 
 def where(module: hlo.Module, place: Place) -> str:
-    """Give an instruction's source line, or JAX's name for it or its operand, or its own."""
+    """Return an instruction's source line, or JAX's name for it or its operand, or its own."""
     instructions = place.computation.instructions
     operands = [instructions[o] for o in place.instruction.operands]
     return source(module, [place.instruction, *operands]) or place.instruction.name
 
 
 def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
-    """Give the source line, or JAX's name, of the first instruction that has one; else nothing."""
+    """Return the source line, or JAX's name, of the first instruction with one; else nothing."""
     for instruction in instructions:
         metadata = module.metadata(instruction)
         if metadata.frames or metadata.op_name:
@@ -78,7 +78,7 @@ def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
 
 
 def line_within(module: hlo.Module, collective: hlo.Collective) -> str:
-    """Give the line that says more of a collective than its own, that of a loop around it.
+    """Return a line that says more of a collective than its own, which is that of a loop.
 
     XLA may leave a collective that it made in a loop, or in a checkpoint, or for a loop's result,
     the line of the loop alone. Then this is a line, which that one calls, of what made its operand
@@ -109,7 +109,7 @@ def line_within(module: hlo.Module, collective: hlo.Collective) -> str:
 
 
 def argument(module: hlo.Module, collective: hlo.Collective, arguments: Collection[str]) -> str:
-    """Give JAX's name for the argument that a collective without a line moves; else nothing.
+    """Return JAX's name for the argument that a collective without a line moves; else nothing.
 
     XLA gives the all-gather of a sharded argument the argument's own name, and no line.
     """
@@ -143,7 +143,7 @@ def reached(start: Iterable[_T], follow: Callable[[_T], Iterable[_T]]) -> set[_T
 
 
 def parameters(computation: hlo.Computation) -> dict[int, int]:
-    """Give the position of each parameter by its number."""
+    """Return the position of each parameter by its number."""
     return {
         int(instruction.literal): position
         for position, instruction in enumerate(computation.instructions)
@@ -158,7 +158,7 @@ def applied(module: hlo.Module, reduction: hlo.Instruction) -> str:
 
 
 def is_zero(constant: hlo.Instruction) -> bool:
-    """Tell whether a constant is written as a single zero."""
+    """Return whether a constant is written as a single zero."""
     return re.fullmatch(r"-?0(\.0*)?|\(-?0, -?0\)|false", constant.literal.strip()) is not None
 
 
@@ -178,7 +178,7 @@ class Moved(NamedTuple):
 
 
 def moved(module: hlo.Module, place: Place) -> Moved | None:
-    """Give what an instruction moves between host and device memory, if it does."""
+    """Return what an instruction moves between host and device memory, if it does."""
     # On TPU and GPU layouts carry the memory space; CPU has one memory and prints none.
     instruction = place.instruction
     opcode = instruction.opcode
@@ -198,7 +198,7 @@ def moved(module: hlo.Module, place: Place) -> Moved | None:
 
 
 def result_leaves(instruction: hlo.Instruction) -> range:
-    """Give the array leaves of an instruction's shape that are its result."""
+    """Return the array leaves of an instruction's shape that are its result."""
     # copy-start gives (result, operand, context), other starts ((operands), result, context).
     elements = instruction.shape.elements
     if not instruction.opcode.endswith("-start") or not elements or len(elements) < 2:
@@ -211,7 +211,7 @@ def result_leaves(instruction: hlo.Instruction) -> range:
 def written(
     module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
 ) -> hlo.Shape | None:
-    """Give the shape of the part of a buffer that is written in place; None if all of it is new."""
+    """Return the shape of the part of a buffer that is written in place; None if all is new."""
     while True:
         if instruction.opcode.startswith("dynamic-update-slice") and instruction.operands[1:]:
             return computation.instructions[instruction.operands[1]].shape

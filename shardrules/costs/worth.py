@@ -96,7 +96,7 @@ class Switched(NamedTuple):
 
 
 def key(entry: accounts.Entry) -> tuple[str, str]:
-    """Give what two compilations of a program have in common of a collective."""
+    """Return a key that is the same for one collective in two compilations of a program."""
     return entry.what, str(entry.source)
 
 
@@ -144,12 +144,12 @@ class Ledger:
         )
 
     def timing(self, about: Sequence[Finding | Hint]) -> timings.Timing | None:
-        """Give what the collectives of findings or hints took in a step, if it was measured."""
+        """Return the measured time in a step of the collectives of findings or hints."""
         numbers = dict.fromkeys(one.entry.number for one in about)
         return None if self.measured is None else self.measured.together(numbers)
 
     def exposed_seconds(self, about: Sequence[Finding | Hint]) -> float:
-        """Give the exposed part of that; 0 where it wasn't measured."""
+        """Return the exposed part of that time; 0 where it wasn't measured."""
         timing = self.timing(about)
         return timing.exposed_seconds if timing else 0.0
 
@@ -176,7 +176,7 @@ class Ledger:
         )
 
     def _cheaper(self, hint: Hint, cost: Worth, number: int) -> Worth:
-        """Give what is saved by moving fewer bytes, or in fewer round trips."""
+        """Return what fewer bytes, or fewer round trips, save."""
         known = (hint.sent_after, hint.round_trips_after, hint.round_trips_before)
         if_not = (cost.bytes, cost.round_trips, cost.round_trips)
         sent, trips, before = (b if a is None else a for a, b in zip(known, if_not))
@@ -198,25 +198,25 @@ class Ledger:
         return Worth(fewer, seconds, before - trips, True, cost.is_per_trip, exposed)
 
     def _run(self, number: int) -> float:
-        """Give what one run of a collective took in the profile; 0 where it has none."""
+        """Return the time of one run of a collective in the profile; 0 where it has none."""
         timing = self.measured and self.measured.of[number]
         return timing.seconds / timing.runs if timing and timing.runs else 0.0
 
     def _latency(self, number: int) -> float:
-        """Give what a run takes however few its bytes: its own time or another small one's."""
+        """Return the latency of a run: its own time, or that of another small collective."""
         each = [numbers for numbers in self._parts.values() if self._run(numbers[0])]
         small = [p for p in each if sum(self.entries[n].wire_bytes for n in p) <= SMALL]
         own = [self._parts[number]] if self._parts[number] in small else small
         return min((sum(map(self._run, p)) for p in own), default=0.0)
 
     def share(self, worth: Worth) -> float:
-        """Give a worth's share of the program's cost: of the time where it is estimated."""
+        """Return a worth's share of the program's cost: of the time where it is estimated."""
         if self.on is not None and self.total.seconds:
             return worth.seconds / self.total.seconds
         return worth.bytes / self.total.bytes if self.total.bytes else 0.0
 
     def weight(self, worth: Worth) -> float:
-        """Give by how much of the program a worth should be seen: bytes, times or round trips."""
+        """Return the share of the program that ranks a worth: of bytes, time or round trips."""
         measured = worth.exposed_seconds / (self.total.exposed_seconds or 1.0)
         trips = 0.0 if worth.bytes else worth.round_trips / max(1, self.total.round_trips)
         return max(self.share(worth), trips, measured)

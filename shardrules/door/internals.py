@@ -425,8 +425,8 @@ def load() -> Door:
             version=None,
         ) from error
     version = jax.__version__
-    if strange := versions.too_old(version):
-        raise unsupported(version, f"{strange}.", symbol=None)
+    if problem := versions.too_old(version):
+        raise unsupported(version, f"{problem}.", symbol=None)
     values, owners = find(version, SYMBOLS)
     switch = values["varying_axes_in_types"]
     if switch is not None and not switch.value:

@@ -32,7 +32,7 @@ class Audit:
     @property
     def contradicts_no_communication(self) -> bool:
         """Return whether the jaxpr shows communication, or a read of the device's position."""
-        return any(blocker.communicates for blocker in self.blockers)
+        return any(blocker.contradicts_no_communication for blocker in self.blockers)
 
     def __str__(self) -> str:
         return "not proven:\n  " + "\n  ".join(map(str, self.blockers)) if self.blockers else PROVEN

@@ -21,9 +21,8 @@ class Blocker:
     primitive: str  # the primitive's name
     reason: str  # the end of the message
     source: str  # ``file:line`` of the kernel's code
-    # whether it shows that the kernel communicates or reads its device's position, which
-    # contradicts a declaration of ``no_communication``
-    communicates: bool = False
+    # whether it shows that the kernel communicates or reads its device's position
+    contradicts_no_communication: bool = False
     axes: tuple[str, ...] = ()  # the mesh axes that it names
 
     def __str__(self) -> str:
@@ -66,10 +65,10 @@ class Walk:
     count: int = 0  # equations so far
 
     def block(
-        self, eqn: Eqn, reason: str, communicates: bool = False, axes: Iterable[Any] = ()
+        self, eqn: Eqn, reason: str, contradicts: bool = False, axes: Iterable[Any] = ()
     ) -> None:
         place = self.door.source_line(eqn.source_info, of_libraries=True) or self.kernel_place
-        self.blockers.append(Blocker(eqn.primitive.name, reason, place, communicates, tuple(axes)))
+        self.blockers.append(Blocker(eqn.primitive.name, reason, place, contradicts, tuple(axes)))
 
     def run(self, jaxpr: Jaxpr) -> None:
         """Walk over a jaxpr, and over those inside of it at each use."""
@@ -101,14 +100,14 @@ class Walk:
 
     def _refuse(self, eqn: Eqn, name: str) -> None:
         family = name.partition(":")[0]
-        reason, communicates = (
+        reason, contradicts = (
             REFUSED.get(name)
             or REFUSED.get(f"{family}:*")
             or ("it is not on the audit's allow list", False)
         )
         axes = named_axes(eqn.params)
         mine = bool(axes) and axes <= self.local_axes
-        self.block(eqn, reason, communicates and not mine, sorted(axes))
+        self.block(eqn, reason, contradicts and not mine, sorted(axes))
 
     def is_local(self, eqn: Eqn) -> bool:
         """Return whether an equation reads and stores on this device alone; else block it."""

@@ -252,13 +252,13 @@ class _Unchecked:
 
     def _has_rules(self, closed: ClosedJaxpr) -> bool:
         """Whether a program holds custom rules, by which its derivative is taken."""
-        from shardrules.hooks.cotangents.steps import has_rule  # it imports jax
+        from shardrules.hooks.cotangents.summed_shares import has_rule  # it imports jax
 
         return any(has_rule(self.door, eqn) for eqn in equations(opened(closed)))
 
     def _rules(self) -> Any:
         from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks  # it imports jax
-        from shardrules.hooks.cotangents.steps import CustomRules
+        from shardrules.hooks.cotangents.summed_shares import CustomRules
 
         return CustomRules(self.door, self.state.of(CustomVjpHooks).rule_of)
 

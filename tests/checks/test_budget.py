@@ -12,6 +12,7 @@ import tomllib
 
 import pytest
 from hlo import text as T
+from raising import raises
 
 from shardrules import errors, testing
 from shardrules.checks import budget, updates
@@ -104,9 +105,11 @@ def test_differences_are_said_collective_by_collective(folder):
         "  - forward all-reduce(model) f32 at model.py: 1, 32 B\n"
         "if that is meant: pytest --update-budgets"
     )
-    with pytest.raises(errors.CollectiveAssertionError, match="- forward all-reduce.data. f32 at "):
+    gone = ("- forward all-reduce(data) f32 at model.py: 1, 32 B",)
+    with raises(errors.CollectiveAssertionError, differences=gone):
         testing.assert_budget(module((T.OVER_MODEL, "f32[8]")), path, mesh=MESH)
-    with pytest.raises(errors.CollectiveAssertionError, match="~ mesh is data=8, was data=4,model"):
+    of_mesh = lambda lines: lines[0] == "~ mesh is data=8, was data=4,model=2"  # noqa: E731
+    with raises(errors.CollectiveAssertionError, differences=of_mesh):
         testing.assert_budget(TWO, path, mesh={"data": 8})
 
 
@@ -116,7 +119,8 @@ def test_findings_need_a_reason_in_the_file(folder, updating):
     for _ in range(2):
         with pytest.raises(errors.CollectiveAssertionError) as caught:
             testing.assert_budget(redundant, path, mesh=MESH)
-        assert "1 finding that nothing allows:\n  redundant: " in str(caught.value)
+        assert [verdict.verdict for verdict in caught.value.verdicts] == ["redundant"]
+        assert str(caught.value).startswith("1 finding that nothing allows:\n  redundant: ")
         assert str(caught.value).endswith(
             f"if they may stay, say why in {path} (a new file may hold just that); until then "
             'nothing is written there:\n[[allow]]\nwhat = "redundant forward all-reduce(model)"\n'
@@ -129,7 +133,7 @@ def test_findings_need_a_reason_in_the_file(folder, updating):
     written = path.read_text()
     testing.assert_budget(redundant, path, mesh=MESH)  # which rewrites it
     assert path.read_text() == written
-    with pytest.raises(errors.CollectiveAssertionError, match="match no finding any more"):
+    with raises(errors.CollectiveAssertionError, verdicts=()):
         testing.assert_budget(TWO, path, mesh=MESH)
 
 
@@ -141,7 +145,6 @@ def test_what_is_printed_of_findings_can_be_pasted(folder, monkeypatch, mesh):
     with pytest.raises(errors.CollectiveAssertionError) as caught:
         testing.assert_budget(redundant, path, mesh=mesh)
     text = str(caught.value)
-    assert f"--update-budgets, once {path} says why each of its findings stays (a new file " in text
     path.write_text(text[text.index("\n[[allow]]\n") :])
     monkeypatch.setattr(updates, "wanted", True)
     testing.assert_budget(redundant, path, mesh=mesh)
@@ -159,10 +162,11 @@ def test_a_logical_budget_has_no_findings(folder, updating):
     path = folder / "logical.toml"
     redundant = module((T.OVER_MODEL, "f32[8]"), sharding=T.DATA)
     testing.assert_budget(redundant, path, mesh=MESH, level="logical")
-    assert 'level = "logical"\n' in path.read_text()
+    assert tomllib.loads(path.read_text())["level"] == "logical"
     updates.wanted = False
     testing.assert_budget(redundant, path, mesh=MESH, level="logical")
-    with pytest.raises(errors.CollectiveAssertionError, match="level is compiled, was logical"):
+    differences = ("~ level is compiled, was logical",)
+    with raises(errors.CollectiveAssertionError, differences=differences):
         testing.assert_budget(redundant, path, mesh=MESH)
 
 
@@ -334,17 +338,14 @@ def suite(folder):
 def test_pytest_rewrites_budgets_when_asked(folder, suite):
     done = suite()
     assert done.returncode == 1
-    assert "there is no budget budgets/it.toml; write it with" in done.stdout
     done = suite("--update-budgets")
     assert done.returncode == 0, done.stdout
-    assert "shardrules: wrote the budget budgets/it.toml" in done.stdout
     assert (folder / "budgets" / "it.toml").read_text() == TEXT
     assert suite().returncode == 0
     (folder / "program.hlo").write_text(module((T.OVER_MODEL, "f32[8]")))
     done = suite()
     assert done.returncode == 1
-    assert "- forward all-reduce(data) f32 at model.py: 1, 32 B" in done.stdout
-    assert "def assert_budget(" not in done.stdout  # pytest shows the user's lines alone
+    assert "def assert_budget" not in done.stdout  # pytest shows the user's lines alone
 
 
 def test_pytest_says_where_a_budget_is(folder, suite):
@@ -394,9 +395,13 @@ def test_a_failing_test_leaves_the_file_as_it_was(folder, suite):
         "later.toml",
         "pyproject.toml",
     ]
-    assert "shardrules: wrote the budget budgets/it.toml\n" in done.stdout
-    for name in ("later", "end", "expected"):
-        assert f"shardrules: left the budget {name}.toml: its test failed\n" in done.stdout
+    told = [line for line in done.stdout.splitlines() if line.startswith("shardrules: ")]
+    assert sorted(told) == [
+        "shardrules: left the budget end.toml: its test failed",
+        "shardrules: left the budget expected.toml: its test failed",
+        "shardrules: left the budget later.toml: its test failed",
+        "shardrules: wrote the budget budgets/it.toml",
+    ]
 
 
 def test_the_plugin_is_an_entry_point():
@@ -404,7 +409,5 @@ def test_the_plugin_is_an_entry_point():
 
     setup = configparser.ConfigParser()
     setup.read(pathlib.Path(__file__).parents[2] / "setup.cfg")
-    assert (
-        "shardrules.pytest_plugin = shardrules.checks.pytest_plugin"
-        in (setup["options.entry_points"]["pytest11"])
-    )
+    plugins = setup["options.entry_points"]["pytest11"].split("\n")
+    assert "shardrules.pytest_plugin = shardrules.checks.pytest_plugin" in plugins

@@ -79,8 +79,8 @@ def test_another_sharding(cpu_mesh):
     one, other = (NamedSharding(cpu_mesh, s) for s in (P("data"), P()))
     f = jax.jit(lambda s: s + 1, donate_argnums=0, out_shardings=other)
     error = lost(f, jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=one))
-    assert "output (all of it) is sharded as P(), it as P('data')" in str(error)
-    assert "out_shardings= of jax.jit" in str(error)
+    assert [(leaf.cause, leaf.output) for leaf in error.lost] == [("sharding", "(all of it)")]
+    assert "out_shardings=" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -159,22 +159,24 @@ def test_an_argument_that_ought_to_be_donated():
     f = jax.jit(lambda s, x: ({k: v + x for k, v in s.items()}, x * 2), donate_argnames="x")
     args = {"m": F32, "v": F32}, F32
     testing.assert_donated(f, *args, paths=["x"])
-    assert (
-        "s['m'], f32[8], 32 B: it is not donated\n    to do: name it in donate_argnums" in
-        str(lost(f, *args, paths=["s"]))
-    )  # fmt: skip
+    error = lost(f, *args, paths=["s"])
+    assert [(leaf.path, leaf.donated) for leaf in error.lost] == [
+        ("s['m']", False),
+        ("s['v']", False),
+    ]
     testing.assert_donated(f, *args, paths=["s"], allow={"s": "kept for a rollback"})
 
 
 def test_what_can_not_be_asked():
     f = jax.jit(lambda s: s + 1)
-    with pytest.raises(ShardrulesError, match="no argument of .* is donated; name those"):
-        testing.assert_donated(f, F32)
     text = jax.jit(lambda s: s + 1, donate_argnums=0).lower(F32).compile().as_text()
-    with pytest.raises(ShardrulesError, match=r"text does not say .* pass paths=\['state'\]"):
-        testing.assert_donated(text)
-    with pytest.raises(ShardrulesError, match="no argument of .* is called 'q'; there are s"):
-        testing.assert_donated(text, paths=["q"])
+    for said, args, paths in (
+        ("no argument of .* is donated; name those", (f, F32), None),
+        (r"text does not say .* pass paths=\['state'\]", (text,), None),
+        ("no argument of .* is called 'q'; there are s", (text,), ["q"]),
+    ):
+        with pytest.raises(ShardrulesError, match=said):
+            testing.assert_donated(*args, paths=paths)
     assert testing.assert_donated(text, paths=["s"])[0].output == "0"
 
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernels import opaque
+from raising import raises
 
 import shardrules as sr
 from shardrules import errors, testing
@@ -106,10 +107,10 @@ def test_a_dropped_axis_with_the_right_and_a_wrong_bwd(cpu_mesh):
     wrong = with_bwd(gather_p.bind, lambda g: my_slice(g) * 4)
     with pytest.raises(errors.RuleCheckError) as caught:
         testing.check_rule(wrong, cpu_mesh, X, **check)
+    assert caught.value.what == "gradient of argument 0"
     text = str(caught.value)
     assert text.startswith("gradient of argument 0 differs between 'check on' and 'single device'")
-    assert "check on: |.| = " in text and "single device: |.| = " in text
-    assert "bwd must pass it on or slice it" in text
+    assert text.count(": |.| = ") == 2 and text.count("bwd must pass it on or slice it") == 1
 
 
 def test_a_kernel_that_computes_something_else(cpu_mesh):
@@ -118,9 +119,7 @@ def test_a_kernel_that_computes_something_else(cpu_mesh):
     total = lambda x: x.reshape(4, 2, 4).sum(0)  # noqa: E731
     with pytest.warns(UserWarning, match="right with the check on only"):
         testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), out_specs=P(), reference=total)
-    with pytest.raises(
-        errors.RuleCheckError, match="output 0 differs between 'check on' and 'single device'"
-    ):
+    with raises(errors.RuleCheckError, what="output 0"):
         testing.check_rule(
             op, cpu_mesh, X, in_specs=P("data"), out_specs=P(), reference=lambda x: total(x) / 4
         )
@@ -167,7 +166,7 @@ def test_an_op_without_a_derivative_is_told_what_to_pass(cpu_mesh):
     op = lambda x: jax.pure_callback(np.square, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # noqa: E731
     with pytest.raises(ValueError, match="callbacks do not support JVP") as caught:
         testing.check_rule(op, cpu_mesh, X, in_specs=P("data"))
-    assert any("an op without takes gradients=False" in one for one in caught.value.__notes__)
+    assert any("an op without takes gradients=False" in note for note in caught.value.__notes__)
     testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), gradients=False)
 
 
@@ -182,7 +181,7 @@ def test_a_kernel_with_scratch_memory_is_told_what_to_pass(cpu_mesh):
 
     with pytest.raises(AssertionError) as caught:
         testing.check_rule(op, cpu_mesh, X, in_specs=P("data"))
-    assert any("an op without takes gradients=False" in one for one in caught.value.__notes__)
+    assert any("gradients=False" in note for note in caught.value.__notes__)
     testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), gradients=False)
 
 
@@ -199,7 +198,7 @@ def test_a_mesh_of_explicit_axes_and_arrays_that_lie_on_it():
         x,
         reference=lambda x: x.reshape(4, -1, *x.shape[1:]).sum(0),
     )
-    with pytest.raises(errors.RuleCheckError, match="differs between 'check on' and 'single dev"):
+    with raises(errors.RuleCheckError, what="output 0"):
         testing.check_rule(jnp.sin, mesh, x, reference=jnp.cos)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import raising
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
@@ -62,17 +63,15 @@ def test_a_proof_widens_an_annotation_and_the_cast_after_it_does_nothing(cpu_mes
         np.testing.assert_array_equal(copied(cpu_mesh)(X), X)
     wide = copied(cpu_mesh, "model", "data", out_specs=P(("data", "model")))
     np.testing.assert_array_equal(wide(X), np.repeat(X.reshape(4, 2), 2, axis=0).ravel())
-    with pytest.raises(ValueError, match="out_specs"):
+    with raising.wrong_out_specs():
         jax.eval_shape(copied(cpu_mesh, out_specs=P()), X)
 
 
 @annotates
 def test_a_declared_rule_refuses_an_annotation(cpu_mesh, hooks):
     kernel = sr.no_communication(kernels.copy_kernel)
-    with pytest.raises(errors.RuleError) as caught:
+    with raising.raises(errors.RuleError, annotation=sr.AxisType(), answer=sr.AxisType("data")):
         jax.eval_shape(copied(cpu_mesh, "data", kernel=kernel), X)
-    assert "is annotated 'invariant', but the rule no_communication " in str(caught.value)
-    assert "makes it 'varying over {data}'" in str(caught.value)
 
 
 @annotates
@@ -186,7 +185,6 @@ def test_a_cast_that_also_adds_axes_silences_the_warning(cpu_mesh, hooks, jit):
 def test_a_cast_that_may_lose_something_does_not(cpu_mesh, hooks, after, axes):
     (one,) = told(then(cpu_mesh, after), X)
     assert one.axes == axes
-    assert f"loses the reduction over {{{', '.join(sorted(axes))}}}" in str(one)
 
 
 @annotates
@@ -290,14 +288,15 @@ def test_the_gradient_of_a_weight_that_is_annotated_like_the_weight(cpu_mesh):
 
     x, w = np.ones((8, 4), np.float32), np.ones(4, np.float32)
     with sr.install():
-        with pytest.warns(errors.AnnotationWarning, match="sum_rows_kernel.* over {data} ") as got:
+        with pytest.warns(errors.AnnotationWarning) as got:
             gradient = jax.grad(loss, argnums=1)(x, w)
-        assert len([one for one in got if one.category is errors.AnnotationWarning]) == 1
+        (one,) = [one.message for one in got if one.category is errors.AnnotationWarning]
+        assert (one.kernel, one.axes) == ("sum_rows_kernel", {"data"})
         said = sr.explain(jax.grad(loss, argnums=1), x, w)
     np.testing.assert_array_equal(gradient, np.full(4, 8, np.float32))
     (text,) = said.annotations
     assert text.startswith("output 0 of pallas_call kernel 'sum_rows_kernel'")
-    assert "annotation: output 0 of pallas_call kernel 'sum_rows_kernel'" in str(said)
+    assert f"annotation: {text[:60]}" in str(said)
 
 
 @annotates

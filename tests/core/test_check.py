@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from raising import raises, refused
 
 import shardrules as sr
 from core import kernels, versions
@@ -43,11 +44,9 @@ def varies_as(op, mesh, in_specs, *args):
 
 
 def test_unknown_kernel_is_an_error_that_says_what_to_type(declared_only, cpu_mesh):
-    with pytest.raises(errors.UnknownKernelError) as caught:
+    inputs = (sr.AxisType("data"), sr.AxisType())
+    with raises(errors.UnknownKernelError, kernel="scale_kernel", inputs=inputs) as caught:
         trace(scale, cpu_mesh, (DATA, P()), DATA, X, W)
-    assert caught.value.kernel == "scale_kernel"
-    assert "no rule for pallas_call kernel 'scale_kernel'" in str(caught.value)
-    assert "input 0: varying over {data}\n    input 1: invariant" in str(caught.value)
     assert "scale_kernel', shardrules.no_communication)" in str(caught.value)
 
 
@@ -59,9 +58,8 @@ def test_kernel_that_its_own_jaxpr_proves_trains_without_a_rule(hooks, cpu_mesh)
     x = np.arange(8 * 128, dtype=np.float32).reshape(8, 128)
     w = np.arange(1, 129, dtype=np.float32)
     if not versions.proves_kernels():
-        with pytest.raises(errors.UnknownKernelError) as caught:
+        with raises(errors.UnknownKernelError, kernel="scale_kernel"):
             gradient(w, x)
-        assert "scale_kernel', shardrules.no_communication)" in str(caught.value)
         sr.register("scale_kernel", sr.no_communication)
         sr.register("sum_rows_kernel", sr.no_communication)
     np.testing.assert_allclose(gradient(w, x), (2 * x * x * w).sum(0), rtol=1e-5)
@@ -234,7 +232,7 @@ def test_interpret_mode_runs_under_the_check(op, power, compiled, hooks, cpu_mes
     sr.register("scale_kernel", sr.no_communication)
     f = versions.shard_map(op, mesh=cpu_mesh, in_specs=(DATA, P()), out_specs=DATA)
     if op is branched and not versions.has_rule_for_cond():
-        with pytest.raises(NotImplementedError, match="No replication rule for cond"):
+        with refused():
             jax.eval_shape(f, X, W)
         return
     x = np.arange(8 * 128, dtype=np.float32).reshape(8, 128)
@@ -260,6 +258,6 @@ def test_a_declaration_that_the_kernel_contradicts_is_refused_before_it_is_lower
         check=check,
     )
     look = getattr(sr, look, None) or jax.eval_shape
-    with pytest.raises(errors.RuleError, match="is declared no_communication at ") as caught:
+    with raises(errors.RuleError, rule=sr.no_communication) as caught:
         look(f, jnp.ones(8))
     assert "axis_index" in str(caught.value)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import raising
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -24,8 +25,6 @@ lax = jax.lax
 TYPED = any(
     hasattr(jax.make_jaxpr(jnp.sin)(1.0).in_avals[0], name) for name in ("vma", "manual_axis_type")
 )
-REFUSED = (ValueError, NotImplementedError)
-WHY = "out_specs|No replication rule for"
 X = np.array([[1.0, 0.5], [-1, 2], [2, 1], [-2, 0.1]], np.float32)
 W = np.array([1.5, 0.5], np.float32)
 
@@ -83,7 +82,7 @@ def sharded(program, op, mesh, out_specs=P("data")):
 
 
 def refused(program, op, mesh):
-    with pytest.raises(REFUSED, match=WHY):
+    with raising.refused():
         jax.eval_shape(sharded(program, op, mesh, P()), X, W)
 
 
@@ -393,7 +392,7 @@ def gradient_of(x, w):
 def test_gradients_of_what_is_invariant_are_refused_where_devices_part(program, what, cpu_mesh):
     with sr.install(), pytest.raises(AxisError, match=what) as error:
         jax.eval_shape(over_rows(program, None, cpu_mesh), X, W)
-    assert "shardrules.vary(x, 'data'), which gives each device its own" in str(error.value)
+    assert error.value.axes == {"data"}
 
 
 def quantizing(by):
@@ -428,7 +427,7 @@ def test_what_a_bwd_communicates_in_one_branch_is_refused(name, cpu_mesh):
     sr.register("copy_kernel", sr.all_gather("data"), replace=True)
     with sr.install(), pytest.raises(AxisError, match=f"a bwd communicates .{name}") as error:
         jax.make_jaxpr(gradient(over_rows(in_one, quantizing(SCALES[name]), cpu_mesh)))(X, W)
-    assert "or call that function outside of the branches." in str(error.value)
+    assert error.value.axes == {"data"}
 
 
 @versions.where(versions.types_values)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 import shardrules as sr
 from core import kernels, versions
@@ -88,23 +91,15 @@ def test_psum_at_the_end_of_bwd_is_not_done_twice(cpu_mesh):
 def test_cotangent_that_may_be_summed_already_is_refused(cpu_mesh):
     """JAX 0.4.35 and 0.5.3 sum it again: four times the gradient, without a word."""
     op = kernels.make_scale(finish=lambda ct: jax.lax.all_gather(ct, "data").sum(0))
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, problem="undecided", axes={"data"}) as caught:
         jax.jit(jax.grad(loss_of(op, cpu_mesh), (0, 1))).lower(*arguments(cpu_mesh))
-    message = str(caught.value)
-    assert "returns a cotangent at output[1] that is varying over {data}" in message
-    assert "for a primal that needs invariant" in message
-    assert "bwd holds all_gather over {data}" in message
-    assert "return jax.lax.psum(ct, ('data',)) from bwd" in message
-    assert caught.value.axes == {"data"}
+    assert "bwd holds all_gather over {data}" in str(caught.value)
 
 
 def test_cotangent_through_a_kernel_that_communicates_is_refused(cpu_mesh):
     sr.register("sum_rows_kernel", sr.all_gather("data"), replace=True)
-    with pytest.raises(
-        errors.CotangentError,
-        match="pallas_call kernel 'sum_rows_kernel'.*whose "
-        r"rule is all_gather\('data'\)",
-    ):
+    why = r"pallas_call kernel 'sum_rows_kernel'.*whose rule is all_gather\('data'\)"
+    with raises(errors.CotangentError, problem="undecided", message=re.compile(why).search):
         jax.grad(loss_of(kernels.make_scale(), cpu_mesh), (0, 1))(*arguments(cpu_mesh))
 
 
@@ -221,7 +216,7 @@ def test_vmap_over_a_mesh_axis_sums_the_gradient_of_what_is_not_mapped(cpu_mesh,
     try:
         have = gradient(f, spmd_axis_name="data")
     except errors.RuleError as error:
-        assert "came to vary after shard_map's casts were put in" in str(error)
+        assert error.kernel and error.axes == {"data"}
         assert not versions.types_values()
         return
     for one, other in zip(have, gradient(lambda x, w: x * w)):
@@ -304,9 +299,7 @@ def gather_with(bwd, mesh):
 def test_bwd_that_reduces_over_an_axis_that_its_forward_dropped_is_refused(bwd, cpu_mesh):
     """Right with the check off; under it the cotangent arrives summed: N times the gradient."""
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-    with pytest.raises(
-        errors.CotangentError, match="the forward's outputs are invariant over {'model'}"
-    ):
+    with raises(errors.CotangentError, problem="summed", axes={"model"}):
         jax.eval_shape(gather_with(bwd, cpu_mesh), x)
 
 
@@ -331,9 +324,7 @@ def over_data(collective):
 
 def refused_for_others(forward, backward, mesh):
     x, _ = arguments(mesh)
-    with pytest.raises(
-        errors.CotangentError, match="that the forward does not move there"
-    ) as caught:
+    with raises(errors.CotangentError, problem="of_others") as caught:
         product_with(forward, backward, mesh)(x, x)
     assert caught.value.axes == {"data"}
 

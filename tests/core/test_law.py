@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import raising
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -145,7 +146,7 @@ def test_maximum_in_groups(cpu_mesh):
         )
 
     np.testing.assert_array_equal(split(P("data"))(X), [3, 4, 3, 4, 7, 8, 7, 8])
-    with pytest.raises(ValueError, match="out_specs"):
+    with raising.wrong_out_specs():
         split(P())(X)
     f = versions.shard_map(body, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P())
     assert jax.jit(jax.grad(f))(np.float32(1), X) == 2 * (3 + 4 + 7 + 8)
@@ -211,9 +212,8 @@ def test_a_hijax_primitive_varies_as_what_it_expands_to(cpu_mesh, name):
     if want is not None:
         assert varying(call, cpu_mesh) == [want]
         return
-    with pytest.raises(AxisError, match="result 0 of the hijax primitive 'Product'") as caught:
+    with raising.raises(AxisError, axes={"model"} if typed else {"data"}):
         varying(call, cpu_mesh)
-    assert caught.value.axes == ({"model"} if typed else {"data"})
 
 
 @versions.where(versions.has("jax.experimental.hijax", "HiPrimitive"))  # JAX 0.8 to 0.11
@@ -244,6 +244,6 @@ def test_a_hijax_primitive_is_not_cast_before_a_branch(cpu_mesh):
     def chosen(predicate):
         return lambda x: lax.cond(predicate(x) > 0, call, jnp.sin, jnp.ones(2))
 
-    with pytest.raises(AxisError, match="call_hi_primitive.*may sum cotangents"):
+    with raising.raises(AxisError, primitive="call_hi_primitive"):
         varying(chosen(lambda x: x[0]), cpu_mesh)
     assert varying(chosen(lambda x: lax.pmax(x[0], "data")), cpu_mesh) == [set()]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import raising
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding
@@ -60,7 +61,7 @@ if versions.has_ffi_call():
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call is not pure_call])
 def test_opaque_call_without_rule_is_refused(call, hooks, cpu_mesh):
-    with pytest.raises(errors.UnknownKernelError, match="no rule for .*called_back"):
+    with raising.raises(errors.UnknownKernelError, kernel=lambda name: "called_back" in name):
         trace(call, cpu_mesh, DATA, DATA, X)
 
 
@@ -124,7 +125,7 @@ if versions.types_values():  # it could answer with none before
 
             return jax.lax.cond(jax.lax.axis_index("model") > 0, op, jnp.multiply, x, w)
 
-        with pytest.raises(errors.AxisError, match="own_product.*may sum cotangents"):
+        with raising.raises(errors.AxisError, primitive="own_product"):
             gradient(chosen, x, w)
         sr.register("own_product", sr.no_communication)
         np.testing.assert_allclose(gradient(make_product(False), x, w), want, rtol=1e-6)
@@ -310,7 +311,7 @@ def test_a_users_primitive_with_several_results(hooks, cpu_mesh):
     sharded = versions.shard_map(f, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
     for one, other in zip(jax.jit(sharded)(x), (np.sin(x.sum()), np.cos(x.sum()))):
         np.testing.assert_allclose(one, [other], rtol=1e-5)
-    with pytest.raises(ValueError, match="out_specs"):
+    with raising.wrong_out_specs():
         jax.jit(
             versions.shard_map(make_sincos().bind, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
         )(x)

@@ -119,8 +119,8 @@ def test_a_difference_is_named_in_every_process(both):
     assert sorted(both[0]["raised"]) == sorted(said)
     for scene, parts in said.items():
         message, names, processes = both[0]["raised"][scene]
+        parts = [*parts, "register the same rules in the same order in every process"]
         assert all(part in message for part in parts), message
-        assert "register the same rules in the same order in every process" in message
         assert processes == [1]
         (name,) = names
         assert name.partition(":")[0] == NAMES[scene]
@@ -139,11 +139,11 @@ def test_one_that_dies_and_one_that_never_calls_are_an_error_in_time(tmp_path):
 def test_a_coordinator_that_dies_after_calling_is_an_error_in_time(tmp_path):
     ((said, code),) = start("coordinator", 2, tmp_path, waited=1)
     if code:  # JAX itself ends every process of a job whose coordinator is gone
-        assert "JAX distributed service detected fatal errors" in said or "coordina" in said
+        assert "fatal" in said or "coordina" in said
         return
     (result,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     message, _ = result["raised"]
-    assert "call shardrules.assert_same_rules()" in message
+    assert "assert_same_rules()" in message
 
 
 def test_one_process_has_nothing_to_compare():
@@ -153,8 +153,9 @@ def test_one_process_has_nothing_to_compare():
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "60", True])
 def test_a_timeout_is_a_positive_number(timeout_s):
-    with pytest.raises(errors.ShardrulesError, match="is a number"):
+    with pytest.raises(errors.ShardrulesError) as caught:
         sr.assert_same_rules(timeout_s=timeout_s)
+    assert "timeout_s" in str(caught.value)
 
 
 def test_several_processes_without_jax_distributed_are_refused(monkeypatch):

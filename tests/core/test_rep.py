@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from raising import raises, refused
 
 from core import test_shares, versions
 from core.test_check import DATA, trace, varies_as
@@ -60,7 +61,7 @@ def test_a_choice_by_platform_is_the_same_on_all_devices(hooks, cpu_mesh):
         return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
 
     if not versions.has_rule_for_cond():  # which is how JAX chooses
-        with pytest.raises(NotImplementedError, match="No replication rule for cond"):
+        with refused():
             trace(op, cpu_mesh, DATA, DATA, np.ones((8, 4)))
         return
     assert varies_as(op, cpu_mesh, (DATA,), np.ones((8, 4))) == {"data"}
@@ -90,5 +91,5 @@ def test_a_bwd_is_known_by_its_own_arguments(product, hooks, cpu_mesh):
         y, transpose = jax.vjp(lambda w: product(w, a), w)
         return transpose(2 * y * g)[0], jnp.zeros(2)
 
-    with pytest.raises(errors.CotangentError, match="output.0. that"):
+    with raises(errors.CotangentError, problem="summed"):
         test_shares.gradient(test_shares.op_of(fwd, whole), cpu_mesh)

@@ -12,6 +12,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import raising
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -216,9 +217,7 @@ def test_what_was_traced_outside_is_no_less_varying(f, hooks):
         specs = {"mesh": mesh(), "in_specs": (P(), P("data")), "out_specs": out_specs}
         return jax.jit(versions.shard_map(body, **specs))(W, X)
 
-    with pytest.raises(
-        (ValueError, NotImplementedError), match="out_specs|No replication rule|no rule"
-    ):
+    with raising.refused():
         apply(P(), body)
     if f is not callback:
         assert apply(P("data"), body).shape == (16,)
@@ -360,7 +359,7 @@ def test_a_gradient_that_is_summed_is_none_of_a_value_that_varies(name, hooks):
         in_specs=(P(), P("data")),
         out_specs=P("data"),
     )
-    with pytest.raises(errors.AxisError, match=r"before: shardrules.vary\(x, 'data'\)"):
+    with raising.raises(errors.AxisError, axes={"data"}):
         jax.jit(jax.grad(lambda w: f(w, X).sum()))(W)
 
 
@@ -382,7 +381,7 @@ def test_a_solution_varies_more_than_its_guess(early, hooks):
     try:
         got = jax.jit(jax.grad(lambda w: f(w, X)))(W)
     except errors.AxisError as error:
-        assert not early and "before: shardrules.vary(x, 'data')" in str(error)
+        assert not early and error.axes == {"data"}
         return
     want = jax.grad(lambda w: sum(total(w, x[None], root(None)) for x in X))(W)
     np.testing.assert_allclose(got, want, rtol=1e-4)
@@ -409,5 +408,5 @@ if getattr(internals.load(), "trace_run_state", None) is not None:  # types on a
 
         x = X.reshape(16)
         np.testing.assert_allclose(jax.jit(sharded(P("data")))(x), np.sin(x), rtol=1e-6)
-        with pytest.raises(ValueError, match="out_specs"):
+        with raising.wrong_out_specs():
             jax.eval_shape(sharded(P()), x)

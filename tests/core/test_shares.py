@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 import shardrules as sr
 from core import kernels, versions
@@ -89,11 +90,11 @@ def test_whole_gradient_of_gathered_features_is_not_summed_again(cpu_mesh, name)
     op = op_of(fwd, bwd)
     with pytest.raises(errors.CotangentError) as caught:
         gradient(lambda w, x: op(w, feed(x)), cpu_mesh)
-    assert "jax.lax.psum(ct, ('data',))" in str(caught.value)
     whole = "shardrules.already_summed(ct, 'data')"
-    assert (whole if versions.types_values() else "jax.lax.pmean(ct, ('data',))") in str(
-        caught.value
-    )
+    if not versions.types_values():
+        whole = "jax.lax.pmean(ct, ('data',))"
+    for form in ("jax.lax.psum(ct, ('data',))", whole):
+        assert form in str(caught.value)
 
 
 def test_residual_that_fwd_gathers_and_saves(cpu_mesh):
@@ -104,7 +105,7 @@ def test_residual_that_fwd_gathers_and_saves(cpu_mesh):
         return lax.pmean((t * features).sum(), "data"), features
 
     op = op_of(fwd, lambda features, g: (g * features.sum(), jnp.zeros(2)))
-    with pytest.raises(errors.CotangentError, match="output 0 is invariant over {data}"):
+    with raises(errors.CotangentError, problem="undecided", axes={"data"}):
         gradient(op, cpu_mesh)
 
 
@@ -129,7 +130,7 @@ def test_right_forms_for_gathered_features(cpu_mesh):
 
 def test_residual_that_varies_through_a_cast_alone(cpu_mesh):
     op = op_of(mean_of(lambda a: sr.vary(jnp.ones(2), "data") + 0 * a), share)
-    with pytest.raises(errors.CotangentError, match="can't be decided"):
+    with raises(errors.CotangentError, problem="undecided", axes={"data"}):
         gradient(op, cpu_mesh)
 
 
@@ -161,7 +162,7 @@ def test_a_share_and_a_whole_cannot_be_summed_as_one(cpu_mesh):
         w, a = res
         return (g[0] * a).sum() + 2 * w * g[1], g[0] * w
 
-    with pytest.raises(errors.CotangentError, match="output 1, none where it is computed from"):
+    with raises(errors.CotangentError, problem="mixed", axes={"data"}):
         gradient(added(two_outputs(bwd)), cpu_mesh)
 
     def as_told(res, g):
@@ -214,10 +215,9 @@ def tensor_parallel(entry, mesh):
 )
 def test_bwd_that_sums_where_nothing_varied(cpu_mesh, entry):
     """Right with the check off; under it x's gradient came twice, silently."""
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, problem="summed") as caught:
         tensor_parallel(entry, cpu_mesh)
-    assert "counted once for each device" in str(caught.value)
-    assert "return (ct,)" in str(caught.value)
+    assert "\n    return (ct,)\n" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -256,14 +256,15 @@ def test_one_bwd_for_a_varying_and_an_invariant_primal(cpu_mesh):
     assert "f(f(x))" in str(caught.value)
     f = op_of(lambda x: (lax.psum(x, "data"), None), lambda _, g: (g,))
     if versions.types_values():
-        assert "f(shardrules.vary(x, 'data'))" in str(caught.value)
+        form = "f(shardrules.vary(x, 'data'))"
         assert repeated(f, lambda y: sr.vary(y, "data"), cpu_mesh) == 4 * X.sum()
     else:
-        assert "return (ct * jax.lax.psum(1, ('data',)),)" in str(caught.value)
+        form = "return (ct * jax.lax.psum(1, ('data',)),)"
         copies = op_of(
             lambda x: (lax.psum(x, "data"), None), lambda _, g: (g * lax.psum(1, ("data",)),)
         )
         assert gradient(lambda w, x: copies(f((w * x).sum())), cpu_mesh) == 4 * X.sum()
+    assert form in str(caught.value)
 
 
 SAVED = {
@@ -292,7 +293,7 @@ def summing(by):
 )
 def test_sum_of_residuals_that_vary_by_their_type_alone(cpu_mesh, name):
     """Four times the gradient, silently: what is cast or gathered is equal on all devices."""
-    with pytest.raises(errors.CotangentError, match="counted once for each device"):
+    with raises(errors.CotangentError, problem="summed"):
         gradient(op_of(SAVED[name], summing(1)), cpu_mesh)
 
 
@@ -316,7 +317,7 @@ def test_a_sum_of_ones_in_the_forward_is_no_sum_of_copies(cpu_mesh):
         return w / lax.psum(jnp.ones(()), "model"), None
 
     enter = op_of(fwd, lambda _, g: (lax.psum(g, "model") / lax.psum(jnp.ones(()), "model"),))
-    with pytest.raises(errors.CotangentError, match="counted once for each device"):
+    with raises(errors.CotangentError, problem="summed", axes={"model"}):
         gradient(lambda w, x: lax.psum((enter(w) * x).sum(), "model"), cpu_mesh, axis="model")
 
 
@@ -351,7 +352,7 @@ def test_gradients_that_the_forward_takes(cpu_mesh):
             gradient(lambda w, x: lax.psum(loss_of(lambda w: w)(w, x), "data"), cpu_mesh)
         return
     else:
-        with pytest.raises(errors.CotangentError, match="shardrules.vary"):
+        with raises(errors.CotangentError, problem="undecided"):
             gradient(lambda w, x: lax.psum(loss_of(lambda w: w)(w, x), "data"), cpu_mesh)
         op = loss_of(lambda w: sr.vary(w, "data"))
     assert gradient(lambda w, x: lax.psum(op(w, x), "data"), cpu_mesh) == (X**2).sum()
@@ -400,7 +401,7 @@ def test_gradients_that_the_forward_takes_and_something_that_varies(name, cpu_me
         return lax.psum(op(w, x), "data")
 
     if versions.types_values():  # to JAX 0.5.3, nothing is summed in the forward
-        with pytest.raises(errors.CotangentError, match="shardrules.vary"):
+        with raises(errors.CotangentError, problem="undecided"):
             gradient(loss, cpu_mesh)
     got = gradient(lambda w, x: lax.psum(op(sr.vary(w, "data"), x), "data"), cpu_mesh)
     pairs = X.reshape(4, 2)
@@ -426,7 +427,7 @@ def test_gradients_that_the_forward_sums_by_hand(how, cpu_mesh):
         return (w * a**2).sum(), lax.pmax(exchanged(part, how), "data").sum()
 
     op = op_of(fwd, lambda dw, g: (g * dw, jnp.zeros(2)))
-    with pytest.raises(errors.CotangentError, match="a residual that the forward summed over"):
+    with raises(errors.CotangentError, problem="undecided"):
         gradient(lambda w, x: lax.psum(op(w, x), "data"), cpu_mesh)
 
 
@@ -442,7 +443,7 @@ def test_gradients_whose_equations_the_forward_runs(cpu_mesh):
         )
         return lax.psum(op(w, x), "data")
 
-    with pytest.raises(errors.CotangentError, match="shardrules.vary"):
+    with raises(errors.CotangentError, problem="undecided"):
         gradient(body, cpu_mesh)
 
 
@@ -459,7 +460,7 @@ def test_gradients_of_a_forward_that_cannot_be_traced_again(cpu_mesh):
     if not versions.types_values():  # nothing sums what is taken in a body
         assert gradient(loss, cpu_mesh) == (X**2).sum()
         return
-    with pytest.raises(errors.CotangentError, match="shardrules.vary"):
+    with raises(errors.CotangentError, problem="undecided"):
         gradient(loss, cpu_mesh)
 
 
@@ -497,7 +498,7 @@ def test_a_bwd_that_closes_over_a_value(where, again, cpu_mesh):
     f = versions.shard_map(body, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     f = f if "eagerly" in where else jax.jit(f)
     if again and internals.load().typed:
-        with pytest.raises(errors.CotangentError, match="the sum over them already"):
+        with raises(errors.CotangentError, problem="summed"):
             f(X, ones)
     elif not again:
         np.testing.assert_array_equal(f(X, ones), X)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import raising
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -43,8 +46,8 @@ def refusal(f, mesh):
 )
 def test_the_cause_stands_beside_jax_own_text(cpu_mesh, hooks, f, cause):
     text = refusal(f, cpu_mesh)
-    assert "out_specs" in text and "shardrules: " in text
-    assert cause in text and "test_type_notes.py:" in text and "over {data}" in text
+    assert "out_specs" in text and "{data}" in text.partition("shardrules:")[2]
+    assert cause in text and "test_type_notes.py:" in text
 
 
 @versions.where(versions.types_values, versions.has("jax", "shard_map"))
@@ -53,7 +56,7 @@ def test_a_primitive_that_forgot_its_axes_is_named(cpu_mesh, hooks):
     def maximum(x):
         return lax.pmax(x, "data", axis_index_groups=[[0, 1], [2, 3]])
 
-    assert "pmax at " in refusal(maximum, cpu_mesh)
+    assert re.search(r"\bpmax at .*test_type_notes\.py:", refusal(maximum, cpu_mesh))
 
 
 @versions.where(versions.types_values, versions.has("jax", "shard_map"))
@@ -96,16 +99,15 @@ def test_of_a_gradient_the_output_that_varies_is_named(
         return sum(one.sum() for one in jax.tree_util.tree_leaves(f(w, x)))
 
     gradient = jax.jit(by(loss)) if jit else by(loss)
-    with pytest.raises(ValueError, match="out_specs") as caught:
+    with raising.wrong_out_specs() as caught:
         gradient(np.float32(2), X)
     assert f"shardrules: output{output} varies over {{data}}" in str(caught.value)
-    assert "was given out_specs which require replication" in str(caught.value)
 
 
 @versions.where(versions.types_values, versions.has("jax", "shard_map"))
 def test_of_a_hessian_the_axes_are_named(cpu_mesh, hooks):
     """To JAX 0.8 the outputs can't be told from their tangents."""
     f = versions.shard_map(two, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P())
-    with pytest.raises(ValueError, match=r"shardrules: .* varies over {data}") as caught:
+    with raising.wrong_out_specs() as caught:
         jax.jit(jax.hessian(lambda w: f(w, X)["own"]))(np.float32(2))
-    assert "out_specs which require replication" in str(caught.value)
+    assert re.search(r"shardrules: .* varies over {data}", str(caught.value))

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
+from raising import raises, wrong_out_specs
 
 import shardrules
 from core import versions
@@ -554,7 +555,7 @@ def test_check_stays_in_force(cpu_mesh):
         assert "check_vma=True" in program_text(jax.make_jaxpr(f)(X))
     with shardrules.install():
         assert "check_vma=False" in program_text(jax.make_jaxpr(f)(X))
-    with pytest.raises(shardrules.errors.ShardrulesError, match="unchecked='on'.*'leave', 'check'"):
+    with raises(shardrules.errors.ShardrulesError, unchecked="on"):
         shardrules.install(unchecked="on")
 
 
@@ -575,7 +576,8 @@ def test_the_assertion_compares_and_can_fail(cpu_mesh, monkeypatch):
     assert site.switched
     monkeypatch.setattr(unchecked_hooks, "why_left", lambda call: "")
     g, in_specs, out_specs, args, _ = LEFT["clips"]
-    with pytest.raises(shardrules.errors.ShardrulesError, match="gradient.0. is not the same"):
+    said = r"gradient\[0\] is not the same with the check of unchecked shard_maps on"
+    with pytest.raises(shardrules.errors.ShardrulesError, match=said):
         shardrules.testing.assert_same_unchecked(off(g, cpu_mesh, in_specs, out_specs), *args)
 
 
@@ -617,17 +619,14 @@ def test_explain_says_it(cpu_mesh):
     with shardrules.install(unchecked="check"):
         text = str(shardrules.explain(off(double, cpu_mesh, P("data"), P("data")), X))
         words = " ".join(text.split())  # lines break where the folder's name is long
-        assert "unchecked: double at" in words and "runs with its check on" in words
+        assert re.search("unchecked: double at .* runs with its check on", words)
     assert "unchecked:" not in str(shardrules.explain(off(double, cpu_mesh, P(), P()), X))
 
 
 def test_a_shard_map_that_was_made_before_compares_nothing_and_says_so(cpu_mesh):
     make = lambda: jax.jit(shard_map(double, cpu_mesh, P("data"), P("data"), check=False))  # noqa: E731
     early = make()
-    with pytest.raises(
-        shardrules.errors.ShardrulesError,
-        match=r"nothing was compared: 1 shard_map with the check off in the program, made before",
-    ):
+    with raises(shardrules.errors.ShardrulesError, count=1):
         testing.assert_same_unchecked(early, X)
     (site,) = testing.assert_same_unchecked(lambda x: make()(x), X)
     assert site.switched
@@ -659,14 +658,13 @@ def ours(error):
 
 def test_jaxs_advice_to_switch_the_check_off_gets_a_sentence_beside_it(cpu_mesh):
     f = lambda: shard_map(lambda x: x.sum(), cpu_mesh, P("data"), P(), check=True)  # noqa: E731
-    with shardrules.install(), pytest.raises(ValueError, match="require replication") as caught:
+    with shardrules.install(), wrong_out_specs() as caught:
         jax.jit(f())(X)
     (note,) = ours(caught.value)
-    assert "rather than switch the check off" in note
     # JAX 0.7.2 writes PartitionSpec() for P().
     assert re.search(r"out_specs is P\w*\(\), and it varies over data; name the axes", note)
     early = f()
-    with pytest.raises(ValueError, match="require replication") as caught:
+    with wrong_out_specs() as caught:
         jax.jit(early)(X)
     assert ours(caught.value) == []
     with shardrules.install(), pytest.raises(ValueError) as caught:  # another error

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import SequenceKey
+from raising import raises
 
 import shardrules as sr
 from core import kernels, versions
@@ -113,21 +115,15 @@ def test_the_sum_of_all_cotangents_is_not_handed_to_each_device(name, cpu_mesh):
     """Four times the gradient that the check off gives, silently."""
     body = STAND_INS[name]
     assert gradient(body, cpu_mesh, check=False) == MEAN
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, problem="unmoved", axes={"data"}, path=(SequenceKey(1),)):
         gradient(body, cpu_mesh)
-    text = str(caught.value)
-    assert "returns a cotangent at output[1] that depends on the cotangent of output 0" in text
-    assert "for a primal that varies over {'data'}. That output is invariant over {'data'}" in text
-    assert "in the forward it does not depend on that primal" in text
-    assert "while with the check off each receives its own part" in text
-    assert caught.value.axes == {"data"}
 
 
 @typed
 def test_stand_in_inside_a_loop(cpu_mesh):
     """JAX 0.4.28 types the carry of such a loop otherwise."""
     assert gradient(in_a_loop, cpu_mesh, check=False) == MEAN
-    with pytest.raises(errors.CotangentError, match="depends on the cotangent of output 0"):
+    with raises(errors.CotangentError, problem="unmoved"):
         gradient(in_a_loop, cpu_mesh)
 
 
@@ -158,7 +154,7 @@ def test_an_invariant_output_beside_one_that_varies(cpu_mesh):
         value, own = with_loss(op)(w, x)
         return value + mean(own)
 
-    with pytest.raises(errors.CotangentError, match="depends on the cotangent of output 0"):
+    with raises(errors.CotangentError, problem="unmoved"):
         gradient(body, cpu_mesh)
 
 
@@ -206,18 +202,17 @@ def test_the_cotangent_of_a_mean_is_divided(name, cpu_mesh):
     """Right with the check off; with it on, each device would get all devices' cotangents."""
     forward, backward = AVERAGED[name]
     op = op_of(lambda x: (forward(x), None), lambda _, g: (backward(g),))
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, problem="averaged") as caught:
         gradient(lambda w, x: op((w * x).sum()), cpu_mesh)
-    text = str(caught.value)
-    assert "the forward averages that primal, and bwd doesn't divide by the device count" in text
-    assert "the gradient of that mean: return ct / jax.lax.psum(1, 'data')" in text
+    why = "; the forward averages that primal, and bwd doesn't divide by the device count, so each"
+    assert why in str(caught.value)
 
 
 def test_a_fused_loss_that_averages(cpu_mesh):
     body = lambda op: lambda w, x: op(w * x)  # noqa: E731
     want = gradient(body(lambda x: mean(jax.nn.logsumexp(x))), cpu_mesh)
     assert gradient(body(softmax_loss()), cpu_mesh, check=False) == pytest.approx(want)
-    with pytest.raises(errors.CotangentError, match="the forward averages that primal"):
+    with raises(errors.CotangentError, problem="averaged"):
         gradient(body(softmax_loss()), cpu_mesh)
     divided = softmax_loss(lambda g: g / lax.psum(1, "data"))
     assert gradient(body(divided), cpu_mesh) == pytest.approx(want)
@@ -251,7 +246,7 @@ def test_a_mean_over_two_axes_is_divided_by_both(name, divisor, cpu_mesh):
     if divisor == 8:
         assert gradient(body, cpu_mesh) == 1.5 * MEAN
         return
-    with pytest.raises(errors.CotangentError, match="the forward averages that primal"):
+    with raises(errors.CotangentError, problem="averaged"):
         gradient(body, cpu_mesh)
 
 
@@ -281,7 +276,7 @@ def test_a_mean_over_elements_and_devices(name, cpu_mesh):
     want = 2 * W * (X**2).mean()
     assert gradient(body(squares(local, divide, saved)), cpu_mesh) == want
     undivided = squares(local, OF_ELEMENTS[name], saved)
-    with pytest.raises(errors.CotangentError, match="the forward averages that primal"):
+    with raises(errors.CotangentError, problem="averaged"):
         gradient(body(undivided), cpu_mesh)
 
 
@@ -317,7 +312,7 @@ def test_a_mean_of_gathered_values(name, divisor, cpu_mesh):
     if divisor == 8:
         assert gradient(body, cpu_mesh) == gradient(lambda w, x: forward(w * x), cpu_mesh)
         return
-    with pytest.raises(errors.CotangentError, match="the forward averages that primal"):
+    with raises(errors.CotangentError, problem="averaged"):
         gradient(body, cpu_mesh)
 
 
@@ -359,9 +354,10 @@ def test_forms_for_a_mean_and_a_sum(cpu_mesh):
 
     assert gradient(with_loss(reduced(mean)), cpu_mesh) == MEAN
     assert gradient(with_loss(reduced(total)), cpu_mesh) == X.sum()
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, problem="unmoved") as caught:
         gradient(with_loss(replace_gradient()), cpu_mesh)
-    assert "pass jax.lax.pmean(x, 'data') or jax.lax.psum(x, 'data')" in str(caught.value)
+    for form in ("jax.lax.pmean(x, 'data')", "jax.lax.psum(x, 'data')"):
+        assert form in str(caught.value)
 
 
 @typed
@@ -376,10 +372,12 @@ def test_form_for_the_whole(cast, cpu_mesh):
     )
     with pytest.raises(errors.CotangentError) as caught:
         gradient(with_loss(partly), cpu_mesh)
-    text = str(caught.value)
-    assert "use shardrules.vary(ct, 'data') in place of ct in bwd" in text
-    assert "return shardrules.vary(y, 'data') from the function and from its fwd" in text
-    assert "jax.lax.pmean(y, 'data')" in text
+    lines = (
+        "shardrules.vary(ct, 'data')",
+        "shardrules.vary(y, 'data')",
+        "jax.lax.pmean(y, 'data')",
+    )
+    assert [line for line in lines if line not in str(caught.value)] == []
 
 
 # Right as they are.
@@ -431,7 +429,7 @@ def test_symbolic_zeros(moved, cpu_mesh):
     if moved:
         assert gradient(body, cpu_mesh) == X.sum()
         return
-    with pytest.raises(errors.CotangentError, match="does not depend on that primal"):
+    with raises(errors.CotangentError, problem="unmoved"):
         gradient(body, cpu_mesh)
 
 
@@ -517,7 +515,7 @@ def test_a_mean_is_no_sum_of_what_the_forward_divides(name, cpu_mesh):
     """With the check off it is the psum, and the forward's division: four times the gradient."""
     op = of_an_identity(lambda w: w / counted(), MEANS[name])
     body = lambda w, x: mean((op(w) * x).sum())  # noqa: E731
-    with pytest.raises(errors.CotangentError, match="counted once for each device"):
+    with raises(errors.CotangentError, problem="summed"):
         gradient(body, cpu_mesh)
     op = of_an_identity(lambda w: w / counted(), lambda g: MEANS[name](g) / counted())
     assert gradient(body, cpu_mesh) == MEAN / 4

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from hlo import text as T
+from raising import raises
 
 from shardrules import errors, hlo, report
 from shardrules.costs import accounts, estimates
@@ -134,16 +135,16 @@ def test_the_estimate_stands_where_the_collective_is():
         for line in report.plain(content("v5e")).splitlines()
         if "all-reduce(" in line and "|" in line
     )
-    assert "needed" in row and "| ~73.4 us" in row
+    assert [cell.strip() for cell in row.split("|")].count("~73.4 us") == 2
     row = next(
         line
         for line in report.markdown(content("v5e")).splitlines()
         if "all-reduce" in line and "|" in line
     )
-    assert "| needed |" in row and "| ~73.4 us | ~73.4 us |" in row
+    assert [cell.strip() for cell in row.split("|")].count("~73.4 us") == 2
     page = report.page(content("v5e"))
     row = page[page.index('<tr id="row0"') :].partition("</tr>")[0]
-    assert row.count(">~73.4 us</td>") == 2 and "~73.4 us a run" in row
+    assert row.count(">~73.4 us</td>") == 2
     assert page.count("est. a run</button>") == 1
     found = json.loads(report.as_json(content("v5e")))
     assert found["collectives"][0]["estimated_seconds"] == pytest.approx(73.4e-6, rel=1e-3)
@@ -164,9 +165,9 @@ def test_it_is_marked_as_one_with_its_source_below(write, on):
 @pytest.mark.parametrize("write", [report.plain, report.markdown, report.page])
 def test_nothing_is_estimated_unasked(write):
     said = write(content())
-    assert "est. " not in said and "not measured" not in said
+    assert "est." not in said and "estimated" not in said
 
 
 def test_what_is_no_target():
-    with pytest.raises(errors.ShardrulesError, match="'h10' is none of v5e, .*did you mean 'h100'"):
+    with raises(errors.ShardrulesError, target="h10"):
         content("h10")

@@ -59,7 +59,7 @@ def test_times_have_units_and_no_exponent(seconds, shown, as_milliseconds):
 
 def test_alike_collectives_are_one_row_and_one_finding():
     content = report.content(hlo.judge(many(*[8] * 40, *[16] * 19), mesh=T.MESH), title="p")
-    assert len(content.findings) == 59 and "; 59 redundant" in content.headline
+    assert [finding.kind for finding in content.findings] == ["redundant"] * 59
     assert [(row.sites, row.first.bytes) for row in content.rows] == [(40, 32), (19, 64)]
     assert content.rows[1].numbers == tuple(range(40, 59))
     assert content.rows[1].total.wire_bytes == 19 * 64
@@ -68,20 +68,17 @@ def test_alike_collectives_are_one_row_and_one_finding():
     what = "59 x backward all-reduce(model), 32 B to 64 B each, 2496 B in all (r40 and 58 like it)"
     assert (block.title, item.kind, item.what) == ("Findings", "redundant", what)
     assert ("saves", "at most 2496 B (100%)") in item.lines
-    shown = report.plain(content)
-    assert (
-        "\nbackward all-reduce(model) | redundant | 40    | 1    | 32 B  | 32 B       | 1280 B | "
-        "51%   | model.py:7\n"
-    ) in shown
-    assert (
-        f"\nfindings:\n  redundant: {what}\n    at model.py:7\n    saves at most 2496 B (100%)\n"
-    ) in shown
-    assert len(shown.splitlines()) < 20
-    shown = report.markdown(content)
-    assert (
-        "| backward all-reduce(model) | redundant | 19 | 1 | 64 B | 64 B | 1216 B | 49% |" in shown
-    )
-    assert "- **redundant**: 59 x backward all-reduce(model), 32 B to 64 B each" in shown
+    shown = report.plain(content).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")] for line in shown]
+    of_40 = ["backward all-reduce(model)", "redundant", "40", "1", "32 B", "32 B", "1280 B", "51%"]
+    assert [*of_40, "model.py:7"] in rows
+    at = shown.index("findings:")
+    assert shown[at + 1 : at + 3] == [f"  redundant: {what}", "    at model.py:7"]
+    assert len(shown) < 20
+    shown = report.markdown(content).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")][:8] for line in shown]
+    of_19 = ["backward all-reduce(model)", "redundant", "19", "1", "64 B", "64 B", "1216 B", "49%"]
+    assert of_19 in rows and [line for line in shown if line.startswith(f"- **redundant**: {what}")]
 
 
 def test_what_differs_stays_apart():
@@ -114,17 +111,15 @@ def test_failures_fit_on_a_screen():
         with pytest.raises(errors.CollectiveAssertionError) as caught:
             testing.assert_collectives(text, mesh=T.MESH, expect=expect)
         assert len(str(caught.value).splitlines()) < 12
-        assert "backward all-reduce(model): 119, 28560 B" in str(caught.value)
+        assert len(caught.value.judgement.verdicts) == 119
 
 
 def test_needed_ones_with_a_cause_each_are_lines():
     text = many(*range(1, 60), sharding=T.MODEL)
     with pytest.raises(errors.CollectiveAssertionError) as caught:
         testing.assert_collectives(text, mesh=T.MESH, expect={})
-    assert (
-        "\n    59 x backward all-reduce(model), 4 B to 236 B each, 7080 B in all: needed at "
-        "model.py:7\n"
-    ) in str(caught.value)
+    line = "    59 x backward all-reduce(model), 4 B to 236 B each, 7080 B in all: needed at model.py:7"
+    assert line in str(caught.value).splitlines()
 
 
 def test_a_judgement_is_a_line():

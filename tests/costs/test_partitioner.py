@@ -52,7 +52,7 @@ def test_an_output_of_text_without_names_stays_sharded_by_either_way(cpu_mesh):
     f = jax.jit(before, out_shardings=NamedSharding(cpu_mesh, out))
     compiled = f.lower(*structs(cpu_mesh, args)).compile()
     (found,) = found_in(compiled, without_names)
-    assert "with the axis in its out_specs, or in its out_shardings under jit" in found.advice
+    assert "out_specs" in found.advice and "out_shardings" in found.advice
 
 
 def test_before_xla_s_last_passes_there_is_no_hint(cpu_mesh, monkeypatch):
@@ -139,7 +139,7 @@ def test_a_gradient_norm_in_a_shard_map(cpu_mesh):
 def test_what_a_psum_of_one_number_does_not_replace(cpu_mesh, f):
     with jax.set_mesh(cpu_mesh):
         found = hints(jax.jit(f), structs(cpu_mesh, [SIDE]))
-    assert "reduce instead" not in [h.kind for h in found]
+    assert not [h for h in found if h.kind == "reduce instead"]
 
 
 # -- a reduce-scatter that became an all-reduce ---------------------------------------------------
@@ -255,7 +255,7 @@ def test_weights_that_no_constraint_gathers_get_no_hint(cpu_mesh, name):
     (x,) = structs(cpu_mesh, [((256, 128), P("data"))])
     with jax.set_mesh(cpu_mesh):
         f = jax.jit(train(layer, lambda w: w), out_shardings=over)
-        assert "gathered twice" not in [h.kind for h in hints(f, [x, ws])]
+        assert not [h for h in hints(f, [x, ws]) if h.kind == "gathered twice"]
 
 
 @pytest.mark.tpu
@@ -401,7 +401,7 @@ def all_roots(a):
 )
 def test_loops_whose_devices_depend_on_each_other(cpu_mesh, f):
     found = hints(jax.jit(f), structs(cpu_mesh, [BATCH]))
-    assert "asked each trip" not in [h.kind for h in found]
+    assert not [h for h in found if h.kind == "asked each trip"]
 
 
 # -- gradients that a loop accumulates ------------------------------------------------------------
@@ -519,7 +519,7 @@ def test_gradients_of_microbatches_that_are_added(cpu_mesh):
 def test_added_gradients_that_need_all_examples(cpu_mesh, loss):
     given = structs(cpu_mesh, [((128, 128), P()), PAIR])
     found = hints(jax.jit(unrolled(jax.grad(loss))), given)
-    assert "add first" not in [h.kind for h in found]
+    assert not [h for h in found if h.kind == "add first"]
 
 
 def trained(w, xs):

@@ -44,11 +44,10 @@ def test_text(content):
 
 
 def test_markdown(content):
-    shown = report.markdown(content)
-    assert (
-        "## Donated memory\n\n| argument | shape | bytes | output | not reused because |" in shown
-    )
-    assert "| state['m'] | f32[8] | 32 | 1 | output 1 is bf16[8] |" in shown
+    shown = report.markdown(content).splitlines()
+    at = shown.index("## Donated memory")
+    assert shown[at + 2] == "| argument | shape | bytes | output | not reused because |"
+    assert "| state['m'] | f32[8] | 32 | 1 | output 1 is bf16[8] |" in shown[at:]
 
 
 def test_json(content):
@@ -64,8 +63,8 @@ def test_json(content):
 
 
 def test_html(content):
-    shown = report.page(content)
-    assert "<h2>Donated memory</h2>" in shown and "<td>output 1 is bf16[8]</td>" in shown
+    shown = report.page(content).partition("<h2>Donated")[2]
+    assert shown.count("<td>output 1 is bf16[8]</td>") == 1
 
 
 def test_a_program_without_them_shows_nothing():
@@ -76,7 +75,7 @@ def test_a_program_without_them_shows_nothing():
 def test_memory_that_is_reused_is_no_cost():
     titles = [s.title for s in report.content(hlo.judge(hlo.parse(DONATING))).costs]
     reused = DONATING.replace(", buffer_donor={ (1, {}) }", "")
-    assert reused != DONATING and "Donated memory" in titles
+    assert reused != DONATING and titles[0] == "Donated memory"
     costs = report.content(hlo.judge(hlo.parse(reused))).costs
     assert [s.title for s in costs] == titles[1:]
 

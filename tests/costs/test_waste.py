@@ -454,7 +454,9 @@ def test_keys_that_are_gathered_wider_than_they_are_read(gpu_mesh):
         k = gather(k)
         return attend(q, k).sum() + k.sum()
 
-    assert "narrow first" not in [h.kind for h in hints(program(gpu_mesh, both, args, P()), given)]
+    assert not [
+        h for h in hints(program(gpu_mesh, both, args, P()), given) if h.kind == "narrow first"
+    ]
 
 
 def test_floats_of_16_bits_on_cpu(cpu_mesh):
@@ -495,7 +497,7 @@ def test_weights_that_are_gathered_again(platform):
     assert "takes" in found[0].advice and "save_only_these_names('gathered')" in found[0].advice
     gathers = [[e for e in testing.account(p, *given) if e.kind == "all-gather"] for p in (f, g)]
     assert [sum(e.runs for e in entries) for entries in gathers] == [16, 8]
-    assert "gathered twice" not in [h.kind for h in hints(g, given)]
+    assert not [h for h in hints(g, given) if h.kind == "gathered twice"]
     if name == "cpu":
         arrays = random_like(given)
         for one, other in zip(f(*arrays), g(*arrays)):
@@ -711,4 +713,4 @@ def test_a_gather_that_no_shard_map_writes_is_not_to_be_left_out(name, kinds):
 def test_the_page_has_the_table_that_the_modules_write():
     """If not: python -c "from shardrules.costs import waste; print(waste.table())"."""
     page = (pathlib.Path(__file__).parents[2] / "docs" / "waste.md").read_text()
-    assert f"\n{waste.table()}\n" in page
+    assert page.count(waste.table()) == 1

@@ -150,7 +150,6 @@ def test_a_group_of_all_devices_has_one_member_only_where_the_text_says_so(heade
     (found,) = hlo.judge(text).verdicts
     assert found.verdict == ("redundant" if header else "unproven")
     if not header:
-        assert "the text doesn't say how many" in found.reason
         replicated = hlo.judge(text, mesh={"all": 8}, parameter_shardings=["{replicated}"])
         assert [v.verdict for v in replicated.verdicts] == ["redundant"]
 
@@ -261,7 +260,6 @@ def test_devices_that_groups_name_may_be_partitions_or_replicas(opcode, drop, to
     text = T.module(f"%id = u32[] {opcode}()\n{summed}", header="is_scheduled=true" + count)
     (found,) = hlo.judge(text).verdicts
     assert found.verdict == ("redundant" if told else "unproven")
-    assert told or "the text doesn't say how many" in found.reason
 
 
 def test_devices_that_a_permute_names_need_not_be_all():

@@ -116,7 +116,10 @@ def test_unknown_attributes_of_repetitions_are_found():
     module = parsed(*[computation(n, "subtract(", "subtract(") for n in (1, 2)])
     assert not module.strange
     both = [computation(n, f"multiply(%s{n}, %q{n})", f"multiply(%s{n}, %q{n}), invented=1") for n in (1, 2)]  # fmt: skip
-    assert list(parsed(*both).strange.values()) == ["invented", "invented"]
+    unknown = parsed(*both).unknown
+    assert list(unknown.values()) == ["invented", "invented"]
+    with pytest.warns(DeprecationWarning):
+        assert parsed(*both).strange == unknown
 
 
 def test_a_repetition_calls_a_repetition():

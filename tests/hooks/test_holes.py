@@ -3,6 +3,8 @@
 ``test_holes_plain_jax.py`` shows plain JAX doing what the table of holes says.
 """
 
+import re
+
 import numpy as np
 import pytest
 from kernels import holes
@@ -70,5 +72,6 @@ def test_without_its_rule_the_call_is_an_error_not_a_guess(hole, cpu_mesh, hooks
     with pytest.raises(errors.UnknownKernelError) as caught:
         hole.run(cpu_mesh, True)
     text = str(caught.value)
-    assert "in one of these lines:" in text or "write one of these lines:" in text
-    assert f"shardrules.register({hole.kernels[0]!r}, " in text or f":{hole.kernels[0]}', " in text
+    assert "one of these lines:" in text
+    name = rf"shardrules\.register\('(\S*:)?{re.escape(hole.kernels[0])}', "
+    assert re.search(name, text)

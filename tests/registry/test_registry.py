@@ -16,6 +16,7 @@ import pytest
 from hooks.types.test_pallas_check import out_type
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 import shardrules as sr
 from shardrules import errors
@@ -59,13 +60,13 @@ def test_two_that_match_and_disagree_show_both_places():
         own.find("ring_gather")
     text = str(caught.value)
     assert text.startswith("two declarations match kernel 'ring_gather' and disagree:\n")
-    assert text.count("test_registry.py:") == 2
-    assert "shardrules.register('ring_gather', rule)" in text
+    assert caught.value.name == "ring_gather" and text.count("test_registry.py:") == 2
+    assert "register('ring_gather'," in text
     # A library's exact name and the user's pattern: neither is plainly the better one.
     mixed = Registry()
     mixed.ship("ring_gather", A, "lib", "lib's file")
     mixed.register("ring_*", B)
-    with pytest.raises(errors.RegistrationError, match="declared by lib at lib's file"):
+    with raises(errors.RegistrationError, name="ring_gather", places=lambda p: "lib's file" in p):
         mixed.find("ring_gather")
 
 
@@ -97,6 +98,7 @@ def test_duplicates_are_refused_with_both_places_shown():
     with pytest.raises(errors.RegistrationError) as caught:
         own.register("foo bar", B)
     assert str(caught.value).count("test_registry.py:") == 2
+    assert str(caught.value).startswith("kernel 'foo bar' has a rule already:\n")
     assert "keep one, or pass replace=True to the later" in str(caught.value)
     own.register("foo bar", B, replace=True)
     assert own.find("foo_bar").rule == B  # as Pallas compiles the name
@@ -168,9 +170,10 @@ def test_a_bare_name_that_drops_an_axis_is_for_one_function():
     assert own.find("plain", function="a.py:1") and own.find("plain", function="b.py:2")
     with pytest.raises(errors.RegistrationError) as caught:
         own.find("kernel", function="b.py:2")
-    text = str(caught.value)
-    assert "makes outputs invariant, and two different functions have that name" in text
-    assert "a.py:1" in text and "b.py:2" in text
+    assert caught.value.name == "kernel" and set(caught.value.places) >= {"a.py:1", "b.py:2"}
+    assert "makes outputs invariant, and two different functions have that name" in str(
+        caught.value
+    )
 
 
 class _Point:
@@ -205,11 +208,7 @@ def test_a_library_whose_rules_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda *, group: [_Point({"lib_kernel": 7})]
     )
-    with pytest.raises(
-        errors.RegistrationError,
-        match="the rules that somelib ships "
-        r"\(shardrules.rules: somelib.rules:RULES\) can.t be ",
-    ):
+    with raises(errors.RegistrationError, library="somelib"):
         Registry("shardrules.rules").find("k")
 
 
@@ -310,11 +309,7 @@ def test_rules_of_the_whole_table(cpu_mesh, declared_only):
     for rule in (sr.all_reduce, sr.all_gather_invariant):
         assert typed(rule("data"), out_spec=P()) == set()
         assert typed(rule("model")) == {"data"}
-    with pytest.raises(
-        errors.RuleError,
-        match=r"names \{nosuch\}, but the manual mesh axes here "
-        r"are \{data, model\}",
-    ):
+    with raises(errors.RuleError, kernel="kernel"):
         typed(sr.all_gather("nosuch"))
     with pytest.raises(
         errors.RuleError,
@@ -382,10 +377,9 @@ def test_a_rule_that_raises_names_the_kernel_and_the_rule(cpu_mesh, hooks):
     sr.register("copy_kernel", odd)
     with pytest.raises(errors.RuleError) as caught:
         out_type(programs.copy_op("cpu"), cpu_mesh, P("data"), [programs.SHAPE])
-    text = str(caught.value)
-    assert "odd of pallas_call kernel 'copy_kernel' (defined at " in text
-    assert "raised IndexError: tuple index out of range\n  rule declared at " in text
-    assert "it is given a shardrules.RuleContext with 1 inputs" in text
+    assert caught.value.kernel == "copy_kernel" and "odd" in repr(caught.value.rule)
+    said = str(caught.value)
+    assert re.search(r"raised IndexError: .*\n  rule declared at .* with 1 inputs", said, re.DOTALL)
     assert isinstance(caught.value.__cause__, IndexError)
 
 
@@ -405,12 +399,12 @@ def test_the_same_line_that_runs_again_takes_its_own_place():
         own.register("f", lambda context: [context.union])
         scale = "data"
         own.register("g", lambda context, scale=scale: [context.union.vary(scale)])
-    with pytest.raises(errors.RegistrationError, match="has a rule already"):
+    with raises(errors.RegistrationError, name="k"):
         own.register("k", A)
-    with pytest.raises(errors.RegistrationError, match="has a rule already"):
+    with raises(errors.RegistrationError, name="l"):
         for rule in (A, B):
             own.register("l", rule)
-    with pytest.raises(errors.RegistrationError, match="has a rule already"):
+    with raises(errors.RegistrationError, name="n"):
         for axis in ("data", "model"):
             own.register("n", lambda context, axis=axis: [context.union.vary(axis)])
 
@@ -448,7 +442,7 @@ def test_a_member_of_an_enum_names_an_axis():
 
     assert sr.AxisType([Axis.DATA]).varying == {Axis.DATA}
     for wrong in (None, "", 3, True):
-        with pytest.raises(errors.RuleError, match="does not name mesh axes"):
+        with raises(errors.RuleError, axes=[wrong]):
             sr.AxisType([wrong])
 
 

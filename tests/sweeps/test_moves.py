@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules.hooks import shard_map
-from shardrules.hooks.cotangents import custom_vjp, doubts, linearity, steps
+from shardrules.hooks.cotangents import custom_vjp, doubts, linearity, summed_shares
 from shardrules.jaxprs.walk import transposed_sums
 from shardrules.unchecked import hooks as unchecked_hooks
 from shardrules.unchecked import python_state
@@ -41,7 +41,7 @@ def no_step_rounds(monkeypatch):
 
 
 def transposes_are_trusted(monkeypatch):
-    monkeypatch.setattr(steps, "why_not_linear", lambda *args: "")
+    monkeypatch.setattr(summed_shares, "why_not_linear", lambda *args: "")
     rules_are_all_known(monkeypatch)
 
 
@@ -73,11 +73,11 @@ def devices_are_not_asked(monkeypatch):
 
 
 def rules_are_all_known(monkeypatch):
-    monkeypatch.setattr(steps.CustomRules, "new", lambda *args: False)
+    monkeypatch.setattr(summed_shares.CustomRules, "new", lambda *args: False)
 
 
 def no_range_is_narrow(monkeypatch):
-    for module in (linearity, steps):
+    for module in (linearity, summed_shares):
         monkeypatch.setattr(module, "is_narrow", lambda precision: False)
 
 

@@ -318,7 +318,7 @@ def test_a_line_that_reads_after_each_run_is_a_finding(cpu_mesh, loop, times):
     assert f" read an array (float32[]) on the host {times} times, after each run" in said
     programs = several.gather([], [])
     results = programs.with_reads(found, ())
-    assert results.findings == 1 and not results.clean and "1 finding" in results.about
+    assert results.findings == 1 and not results.clean
     allowed = programs.with_reads(found, [(f"read at {line}", "it is logged")])
     assert allowed.findings == 0 and allowed.clean
 

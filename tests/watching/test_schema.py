@@ -94,7 +94,6 @@ def test_hosts_are_read_together(tmp_path):
         written(tmp_path, host, ASYNC, "jit_step", on_gpu(0, 5))
     found = shardrules.profile(tmp_path)
     assert list(found.planes) == ["a /device:GPU:0", "b /device:GPU:0"]
-    assert "2 hosts" in str(found)
 
 
 def test_hosts_that_end_in_another_second_are_of_one_trace(tmp_path):

@@ -12,8 +12,8 @@ from shardrules.costs.waste import (
     each_call,
     gathers,
     left_apart,
-    loops,
     narrow_first,
+    out_of_loops,
     reductions,
     reshapes,
     resharded,
@@ -26,9 +26,9 @@ __all__ = ["KINDS", "Hint", "dearer", "hints", "table"]
 
 # From each kind to its module. A collective gets the hint of the first kind that finds one.
 _MODULES = {
-    "repeated": loops,
-    "after the loop": loops,
-    "accumulated": loops,
+    "repeated": out_of_loops,
+    "after the loop": out_of_loops,
+    "accumulated": out_of_loops,
     "each call": each_call,
     "asked each trip": asked,
     "called whole": calls,

@@ -39,7 +39,7 @@ def _is_predicate(site: Site) -> bool:
 
 
 def _alone(program: Program) -> dict[str, bool]:
-    """Tell by computation whether the loops around it communicate by such predicates alone."""
+    """Return, of each computation, whether loops around it communicate by such predicates alone."""
     computations = program.module.computations
     others = {s.computation.name for s in program.sites if not _is_predicate(s)}
 

@@ -47,7 +47,7 @@ def find(site: Site) -> Hint | None:
 
 
 def _gathered(program: Program, operand: Node, site: Site) -> bool:
-    """Tell whether an operand of the call is a batch that is gathered over the same devices."""
+    """Return whether an operand of the call is a batch that is gathered over the same devices."""
     node = made_by(operand, _KEEPS)
     return any(
         other.collective.kind == "all-gather"

@@ -49,7 +49,7 @@ def _change(site: Site) -> str:
 
 
 def _are_apart(program: Program) -> bool:
-    """Tell whether no example needs another: every sum is only added to an argument or returned."""
+    """Return whether no example needs another: sums are only returned or added to arguments."""
     needed = (site for site in program.sites if site.needed)
     return all(
         site.adds and site.computation.is_entry and (_added(site) or _is_returned(site))
@@ -58,7 +58,7 @@ def _are_apart(program: Program) -> bool:
 
 
 def _added(site: Site) -> tuple[int, int] | None:
-    """Give the result that a sum makes with one parameter that nothing else reads."""
+    """Return the result that a sum makes with one parameter that nothing else reads."""
     *_, (node, taken) = _scaled(site)
     if node is None or node.opcode != "add" or len({*node.operands}) < 2:
         return None

@@ -51,7 +51,7 @@ def only_returned(site: Site) -> Hint | None:
 
 
 def _is_update(site: Site, returned: hlo.Shape) -> bool:
-    """Tell whether it is the new value of a parameter that each device holds whole."""
+    """Return whether a result is the new value of a parameter that each device holds whole."""
     # As ZeRO does: each device updates its part of the weights, or of their copy in more bits, and
     # all gather them.
     wholes = [p for p in site.computation.parameters if p.shape[:2] == returned[:2]]
@@ -129,7 +129,7 @@ def _gathers(program: Program) -> dict[Node, Site]:
 
 
 def _within(site: Site, gather: Site) -> bool:
-    """Tell whether all that a collective brings comes from the devices of one gathering group."""
+    """Return whether all that a collective brings comes from the devices of one gathering group."""
     group = {d: n for n, g in enumerate(gather.collective.groups) for d in g}
     rows = site.collective.pairs or site.collective.groups
     return all(len({group.get(d, -1 - d) for d in row}) == 1 for row in rows)
@@ -178,7 +178,7 @@ def gathered_twice(site: Site) -> Hint | None:
 
 
 def _narrowed(site: Site, origin: tuple[Node, str] | None) -> bool:
-    """Tell whether XLA, and not the program, converts an array to fewer bits to gather it."""
+    """Return whether XLA, and not the program, converts an array to fewer bits to gather it."""
     return site.program.platform == "tpu" if origin is None else _BY_XLA in origin[1]
 
 
@@ -189,7 +189,7 @@ def _forward(program: Program) -> list[Site]:
 
 
 def _is_again(site: Site, first: Site) -> bool:
-    """Tell whether two gather the same over the same devices, the second one not more often."""
+    """Return whether two gather the same over the same devices, the second not more often."""
     runs, first_runs = site.entry.runs, first.entry.runs
     if runs != first_runs and (runs is None or first_runs is None or runs > first_runs):
         return False
@@ -231,7 +231,7 @@ def _origin(site: Site) -> tuple[Node, str] | None:
 
 
 def _stacked(program: Program, taken: Node) -> Node | None:
-    """Give what a loop stacks, or passes on, in one element of its result."""
+    """Return what a loop stacks, or passes on, in one element of its result."""
     loop = taken.operands[0]
     if loop.opcode != "while" or loop.instruction.calls[1] not in program.loops:
         return None

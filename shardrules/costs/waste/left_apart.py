@@ -33,7 +33,7 @@ def _hint(site: Site, group: list[Site]) -> Hint:
 
 
 def _alone(site: Site) -> bool:
-    """Tell whether a collective that is written has one operand, and a result of its own."""
+    """Return whether a collective that is written has one operand, and a result of its own."""
     return site.is_written and len(site.instruction.operands) == 1 and not site.collective.in_place
 
 
@@ -62,7 +62,7 @@ def _together(program: Program) -> list[list[Site]]:
 
 
 def _beside(program: Program, group: list[Site], site: Site) -> bool:
-    """Tell whether a collective could run in a group's place, and would save its round trip."""
+    """Return whether a collective could run in a group's place, and would save its round trip."""
     # It takes none of their results, waits for what they wait for, and starts after they end.
     needed = program.remembered(_needed, site.computation.name)
     if needed is None:
@@ -78,7 +78,7 @@ def _beside(program: Program, group: list[Site], site: Site) -> bool:
 
 
 def _ends_after(site: Site, other: Site) -> bool:
-    """Tell whether a collective is still under way where a later one starts."""
+    """Return whether a collective is still under way where a later one starts."""
     if not site.instruction.opcode.endswith("-start"):
         return False
     users = site.computation.users()[site.position]
@@ -86,7 +86,7 @@ def _ends_after(site: Site, other: Site) -> bool:
 
 
 def _needed(program: Program, computation: str) -> tuple[list[int], list[int]] | None:
-    """Give as bits the collectives and the large instructions that each one is made of."""
+    """Return, as bits, the collectives and large instructions that each instruction needs."""
     instructions = program.module.computations[computation].instructions
     if len(instructions) > 20000:  # the bits would take more memory than the program
         return None

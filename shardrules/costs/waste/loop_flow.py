@@ -112,7 +112,7 @@ def unread(program: Program) -> dict[_Source, Unread]:
 
 
 def _own(sites: list[Site]) -> dict[int, _Source]:
-    """Give one collective's results that might be made after the loop, by operand or range."""
+    """Return one collective's results that might be made after the loop, by operand or range."""
     if len({s.operand for s in sites}) > 1 and not all(s.whole for s in sites):
         return {}
     kinds = ("all-reduce", "all-gather")
@@ -216,7 +216,7 @@ class _Trip:
         return _Same(moved and all(o.zero for o in operands))
 
     def _function(self, node: Node, operands: list[Any]) -> Any:
-        """Give the value of an instruction that takes results; _PLAIN where it reads them."""
+        """Return the value of an instruction that takes results; _PLAIN where it reads them."""
         carried = [o for o in operands if isinstance(o, _Carried)]
         if node.opcode == "dynamic-update-slice":
             base, update, *places = operands
@@ -243,7 +243,7 @@ class _Trip:
         return _LoopResult(_sources(results), linear)
 
     def _is_linear(self, node: Node, operands: Sequence[Any]) -> bool:
-        """Tell whether an instruction is linear in the results that it takes."""
+        """Return whether an instruction is linear in the results that it takes."""
         opcode = node.opcode
         floats = FLOATS.match(node.shape.element_type) is not None
         if opcode == "bitcast":  # to another element type it takes the bits for other numbers
@@ -267,7 +267,7 @@ class _Trip:
         return False
 
     def _unpacked(self, node: Node, flat: _LoopResult) -> Any:
-        """Give what is taken out of a flat result: the ranges that a slice covers."""
+        """Return what is taken out of a flat result: the ranges that a slice covers."""
         if node.opcode in ("copy", "all-reduce-done", "copy-done"):
             return flat
         bounds = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", node.instruction.attribute("slice") or "")
@@ -317,7 +317,7 @@ class _Trip:
         return tuple(self._element(*outcome.get(k, none), value) for k, value in enumerate(starts))
 
     def _element(self, how: str, sources: _Sources, start: Any) -> Any:
-        """Give what such a loop makes of one element's start."""
+        """Return what such a loop makes of the start of one element."""
         change = {"written": ("", "written"), "added": ("", "added")}.get(how, ())
         if sources and sources <= self.sources:
             if isinstance(start, _Same) and (how != "added" or start.zero):
@@ -330,7 +330,7 @@ class _Trip:
 
 
 def _in_carry(node: Node, operands: list[Any], element: _Carried) -> Any:
-    """Give what becomes of an element of the carry that holds results."""
+    """Return what becomes of an element of the carry that holds results."""
     opcode, rest = node.opcode, [o for o in operands if o is not element]
     floats = FLOATS.match(node.shape.element_type)
     if len(operands) == 1 and (opcode in _IN_PLACE or (opcode == "convert" and floats)):
@@ -345,7 +345,7 @@ def _in_carry(node: Node, operands: list[Any], element: _Carried) -> Any:
 
 
 def _holds_operands(start: Node) -> bool:
-    """Tell whether a start's shape is (operands, results, contexts) and not the results alone."""
+    """Return whether a start's shape is (operands, results, contexts) and not the results alone."""
     if not start.opcode.endswith("-start") or start.opcode == "copy-start":
         return start.opcode == "copy-start"
     elements = start.shape.elements or (start.shape,)
@@ -353,7 +353,7 @@ def _holds_operands(start: Node) -> bool:
 
 
 def _may_hold(value: Any) -> bool:
-    """Tell whether a value may hold results: an element of the carry may in a later trip."""
+    """Return whether a value may hold results: an element of the carry may in a later trip."""
     if isinstance(value, tuple):
         return any(map(_may_hold, value))
     return isinstance(value, _LoopResult | _Carried)

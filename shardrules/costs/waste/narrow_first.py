@@ -47,12 +47,12 @@ def find(site: Site) -> Hint | None:
 
 
 def _is_for_cumsum(site: Site) -> bool:
-    """Tell whether XLA gathers it to count along a dimension, as jnp.nonzero counts a mask."""
+    """Return whether XLA gathers a mask to count along a dimension, as jnp.nonzero does."""
     return not site.in_shard_map and operation(site.collective) == "reduce_window_sum"
 
 
 def _is_combined(site: Site) -> bool:
-    """Tell whether the counts meet other data, whose sharding they may have to have."""
+    """Return whether the counts meet other data, whose sharding they may have to have."""
     # XLA then gathers the numbers again, also of a mask that each device holds whole.
     made = walk.reached([site.node], lambda node: [] if node.opcode in _READ_BY else node.takers)
     return any(
@@ -143,7 +143,7 @@ def _narrowed(site: Site) -> _Narrower | None:
 
 
 def _dtype(element_type: str) -> str:
-    """Give JAX's name of an element type."""
+    """Return JAX's name of an element type."""
     names = {"pred": "bool", "bf": "bfloat", "s": "int", "u": "uint", "f": "float"}
     return "jnp." + re.sub("^(pred|bf|[suf])", lambda kind: names[kind[0]], element_type)
 

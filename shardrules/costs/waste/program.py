@@ -126,7 +126,7 @@ class Program:
 
     @functools.cached_property
     def op_names(self) -> str:
-        """Give what the text's op_names say of a collective that has none; empty without any."""
+        """Return what other op_names say of a collective that has none; empty without any."""
         text = self.module.text
         return next((what for what in ("shard_map/", "pmap", "op_name=") if what in text), "")
 
@@ -135,7 +135,7 @@ class Program:
         return launches.platform(self.module)
 
     def is_large(self, instruction: hlo.Instruction) -> bool:
-        """Tell whether an instruction may take as long as a round trip."""
+        """Return whether an instruction may take as long as a round trip."""
         opcode = instruction.opcode
         if opcode in ("dot", "convolution", "custom-call", "while", "sort", "conditional"):
             return bool(instruction.operands)
@@ -167,14 +167,14 @@ class Program:
         return start.operands if start.opcode == "tuple" else []
 
     def unchanged(self, node: Node) -> bool:
-        """Tell whether a body takes it out of the carry, and each trip passes it on."""
+        """Return whether a body takes it out of the carry, and each trip passes it on."""
         if node.opcode != "get-tuple-element" or node.operands[0].opcode != "parameter":
             return False
         end = self.flat(node.home.name).end.operands
         return 0 <= node.index < len(end) and made_by(end[node.index], {"copy"}) is node
 
     def before_loop(self, node: Node) -> Node | None:
-        """Give the value before the loop of what its body takes and passes on unchanged."""
+        """Return the value before the loop of what its body takes and passes on unchanged."""
         loop = self.loops.get(node.home.name)
         start = self.start(loop) if loop and self.unchanged(node) else []
         return dict(enumerate(start)).get(node.index)
@@ -236,7 +236,7 @@ def _results(program: Program, computation: str, position: int) -> list[hlo.Shap
 
 
 def _overlaps(program: Program, computation: str, position: int) -> bool:
-    """Tell whether anything large in a computation is independent of an instruction."""
+    """Return whether anything large in a computation is independent of an instruction."""
     home = program.module.computations[computation]
     instructions, users = home.instructions, home.users()
     dependent = walk.reached([position], lambda n: instructions[n].operands)
@@ -304,13 +304,13 @@ class Site:
 
     @property
     def result(self) -> hlo.Shape | None:
-        """Give the shape of its operand's result; None where the text does not show it."""
+        """Return the shape of its operand's result; None where the text does not show it."""
         results = self.program.remembered(_results, self.computation.name, self.position)
         return results[self.operand] if results else None
 
     @property
     def is_written(self) -> bool:
-        """Tell whether the source says it: a shard_map, a constraint, or a reduction that runs."""
+        """Return whether the source asks for it by a shard_map, a constraint or a reduction."""
         # What the partitioner adds for another operation's operands, or in the backward pass,
         # comes and goes with its other choices: no change of the source is sure to replace it.
         name = self.op_name.rpartition("/")[2]
@@ -320,7 +320,7 @@ class Site:
 
     @property
     def is_gradient(self) -> bool:
-        """Tell whether it sums up a gradient under jit, where XLA does not move it by itself."""
+        """Return whether this sums a gradient under jit, where XLA does not move it by itself."""
         # XLA for TPU and GPU adds such sums first, and moves them behind loops.
         is_jit = not self.in_shard_map and not self.is_unnamed and not self.is_written
         is_backward = self.entry.phase == "backward"
@@ -342,12 +342,12 @@ class Site:
         return (run.count if run else None) or 1
 
     def pays_alone(self, after: int | None) -> bool:
-        """Tell whether fewer bytes are worth a part's own round trip outside its collective."""
+        """Return whether fewer bytes are worth a part's own round trip outside its collective."""
         before = self.in_all(self.entry.bytes)
         return before is not None and after is not None and before - after > SMALL
 
     def in_all(self, amount: int) -> int | None:
-        """Give an amount of one run over all runs; None where their count isn't known."""
+        """Return an amount of one run over all runs; None where their count isn't known."""
         return None if self.entry.runs is None else self.entry.runs * amount
 
     def hint(
@@ -407,7 +407,7 @@ class Site:
 
 
 def is_constant(node: Node) -> bool:
-    """Tell whether a value is made of constants and unfilled buffers alone."""
+    """Return whether a value is made of constants and unfilled buffers alone."""
     stack, steps = [node], 0
     while stack and (steps := steps + 1) < _MOST:
         maker = stack.pop()
@@ -418,7 +418,7 @@ def is_constant(node: Node) -> bool:
 
 
 def is_unfilled(node: Node) -> bool:
-    """Tell whether it is a buffer whose content is never read: on TPU a stack starts so."""
+    """Return whether a value is a buffer whose content is never read: a stack on TPU starts so."""
     return node.opcode == "custom-call" and walk.target(node.instruction) == "AllocateBuffer"
 
 
@@ -429,7 +429,7 @@ def is_zero(node: Node) -> bool:
 
 
 def _keeps_numbers(taken: Node, taker: Node) -> bool:
-    """Tell whether a bitcast or a conversion gives the same numbers, rounded at most."""
+    """Return whether a bitcast or a conversion gives the same numbers, rounded at most."""
     if taker.opcode == "bitcast":  # to another element type it takes their bits for other numbers
         return taken.shape.element_type == taker.shape.element_type
     return taker.opcode != "convert" or FLOATS.match(taker.shape.element_type) is not None

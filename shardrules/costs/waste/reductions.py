@@ -43,7 +43,7 @@ def reduce_first(site: Site) -> Hint | None:
 
 
 def _size_after(site: Site) -> int | None:
-    """Give the bytes of the sum that is all that is made of the result; None if it isn't."""
+    """Return the bytes of the sum if nothing else is made of the result; else None."""
     uses = site.uses(walk.PASS_ON)
     if len(uses) != 1:
         return None
@@ -179,7 +179,7 @@ def _multiplied(site: Site, product: Node) -> list[Site]:
 
 
 def _in_blocks(node: Node) -> bool:
-    """Tell whether it reduces blocks side by side, which XLA for CPU does first."""
+    """Return whether a reduction is of blocks side by side, which XLA for CPU does first."""
     if node.opcode != "reduce-window":
         return False
     window = node.instruction.attribute("window") or ""
@@ -188,7 +188,7 @@ def _in_blocks(node: Node) -> bool:
 
 
 def _reduced(site: Site, uses: list[Use]) -> tuple[Node, str] | None:
-    """Give the last of some reductions that follow each other, and what they all apply."""
+    """Return the last of a chain of reductions, and the operation that all of them apply."""
     names, last = set(), None
     while len(uses) == 1 and (uses[0].user.opcode == "reduce" or _in_blocks(uses[0].user)):
         ((reduce, taken),) = uses
@@ -239,7 +239,7 @@ def add_first(site: Site) -> Hint | None:
 
 
 def _are_apart(program: Program) -> bool:
-    """Tell whether no gradient is made of what was reduced: no example needs another."""
+    """Return whether no gradient is made of what was reduced: no example needs another."""
     reduced = [s.node for s in program.sites if s.needed]
     if len({node.home.name for node in reduced}) > 1:
         return False  # what a loop reduces may be in a gradient behind it
@@ -248,7 +248,7 @@ def _are_apart(program: Program) -> bool:
 
 
 def _added_to_another(site: Site) -> bool:
-    """Tell whether the result is only added to that of a sum that stands before it."""
+    """Return whether the result is only added to that of a sum that stands before it."""
     added = _addition(site)
     if added is None:
         return False
@@ -265,7 +265,7 @@ def _added_to_another(site: Site) -> bool:
 
 
 def _addition(site: Site) -> tuple[Node, Node] | None:
-    """Give a result and the one value to which it is only added, both before they are moved."""
+    """Return a result and the only value to which it is added, both before they are moved."""
     pairs = set()
     for use in site.uses(WHOLE | {"all-reduce-done"}):
         others = [node for node in use.user.operands if node is not use.taken]

@@ -36,7 +36,7 @@ def _is_reshape(site: Site) -> bool:
 
 
 def _steps(program: Program) -> dict[str, int]:
-    """Give, by a reshape's name, the steps into which it splits rows that an all-to-all moves."""
+    """Map each reshape to the steps into which it splits rows that an all-to-all moves."""
     found: dict[str, int] = {}
     for site in program.sites:
         if not _is_reshape(site) or site.collective.kind != "all-to-all":
@@ -54,7 +54,7 @@ def _steps(program: Program) -> dict[str, int]:
 
 
 def _before(program: Program, site: Site) -> tuple[int, ...] | None:
-    """Give the sizes of the one array that all operands are made of, through what moves it."""
+    """Return the sizes of the one array from which all operands come by moves."""
     makers = {made_by(node, _CONVERTED) for node in site.sources}
     while len(makers) == 1:
         (maker,) = makers

@@ -26,7 +26,7 @@ class _Part(NamedTuple):
     node: Node  # what is sliced
 
     def follows(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Tell whether each device's slice is at its own place in its group."""
+        """Return whether each device's slice is at its own place in its group."""
         return all(
             self.starts[device] == place * self.size
             for group in groups
@@ -34,13 +34,13 @@ class _Part(NamedTuple):
         )
 
     def along(self, result: hlo.Shape) -> int | None:
-        """Give the dimension of the result that is sliced; None if it is no whole one."""
+        """Return the dimension of the result that is sliced; None if it is no whole one."""
         whole = factors.of(result.dimensions)
         sliced = [*self.of[self.dimension]]
         return whole.index(sliced) if sliced in whole else None
 
     def order(self, result: hlo.Shape) -> list[int] | None:
-        """Give where each dimension of the result is; None if it has others, or one twice."""
+        """Return where each dimension of the result is; None if it has others, or one twice."""
         whole = factors.of(result.dimensions)
         of = [*map(list, self.of)]
         return [of.index(d) for d in whole] if sorted(of) == sorted(whole) else None
@@ -56,7 +56,7 @@ def uses_of(site: Site) -> list[Use]:
 
 
 def read_part(site: Site) -> _Part | None:
-    """Give the one part of a result that each device reads; None if it reads several, or all."""
+    """Return the one part of a result that each device reads; None if it reads several, or all."""
     parts = [_part(site, use) for use in uses_of(site)]
     return parts[0] if len({part and part[:-1] for part in parts}) == 1 else None
 
@@ -164,7 +164,7 @@ def only_a_slice(site: Site) -> Hint | None:
 
 
 def _was_scattered(site: Site) -> bool:
-    """Tell whether the source asks for a reduce-scatter; the names of what it adds by say it."""
+    """Return whether the source asks for a reduce-scatter; the names of what it adds by say it."""
     # A sum between TPU slices is a send, which applies none.
     module = site.program.module
     return any(

@@ -38,7 +38,7 @@ def find(site: Site) -> Hint | None:
 
 
 def _pairs(program: Program) -> dict[Node, Site]:
-    """Give for each all-to-all that is undone, or undoes one, the other one."""
+    """Map each all-to-all that undoes another, or is undone, to that other one."""
     pairs = {}
     for site in program.sites:
         if site.collective.kind != "all-to-all" or site.operand or not (site.needed and site.whole):
@@ -58,7 +58,7 @@ def _pairs(program: Program) -> dict[Node, Site]:
 
 
 def _only_for(before: Node, last: Node) -> bool:
-    """Tell whether all that reads the first one's result is an operand of the second one."""
+    """Return whether all that reads the first one's result is an operand of the second one."""
     makers = walk.reached([last], lambda node: node.operands)
     return walk.reached([before], lambda node: [] if node is last else node.takers) <= makers
 
@@ -81,7 +81,7 @@ def _before(site: Site) -> Site | None:
 
 
 def _origins(site: Site, before: Site, count: int) -> list[np.ndarray] | None:
-    """Give, for each device of a group, the devices from which the second one's elements come."""
+    """Return, of each device of a group, the devices from which the second one's elements come."""
     # Arrays have the devices as their first dimension; a tuple is a list; None isn't followed.
     values: dict[Node, Any] = {}
     node = before.node

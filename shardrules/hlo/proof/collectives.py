@@ -82,7 +82,7 @@ class Channel:
     # The reduction's opcode, or a checksum of several operations; "" if there is no reduction.
     reduction: str = ""
     dimension: str = ""  # the dimension along which parts are joined or split, "" for none
-    unread: str = ""  # why its attributes are not understood, "" if they are
+    unknown: str = ""  # why its attributes are not understood, "" if they are
 
 
 def make_groups(lists: hn.IdLists, relations: hd.Relations) -> hd.Groups:
@@ -101,24 +101,24 @@ def read_channel(
     cache: dict[Any, Any],
 ) -> Channel:
     values: dict[str, tuple[str, int]] = {}
-    unread = ""
+    unknown = ""
     for key, start, end in instruction.attributes():
         if key in values:
             why = f"attribute {key!r} is given twice"
             raise attributes.syntax_error(instruction.text, start, why)
         values[key] = (instruction.text[start:end], start)
         if key not in _ATTRIBUTES or (key == "has_dynamic_root" and values[key][0] != "false"):
-            unread = f"an unknown attribute, {key}={values[key][0][:40]}"
+            unknown = f"an unknown attribute, {key}={values[key][0][:40]}"
     (groups, mesh), doubt = _connections(module, instruction, kind, values, relations, cache)
     if kind == "collective-permute":
-        return Channel(kind, groups, True, unread=doubt or unread)
+        return Channel(kind, groups, True, unknown=doubt or unknown)
     reduction, ordered = "", True
     if "to_apply" in values:
         called = module.computations.get(values["to_apply"][0].lstrip("%"))
         reduction = reduction_of(called) if called else ""
         ordered = not (kind == "all-reduce" and orderless(reduction, instruction))
     along = values.get("dimensions", ("", 0))[0].strip("{} \n")
-    return Channel(kind, groups, ordered, mesh, reduction, along, doubt or unread)
+    return Channel(kind, groups, ordered, mesh, reduction, along, doubt or unknown)
 
 
 # Groups, and the mesh in the notation, if any.

@@ -185,7 +185,7 @@ class _LoopEvaluation:
         # elements no longer changes after the first iteration, a function of those after the
         # second, and so on.
         returned = self.root.operands if self.root.opcode == "tuple" else ()
-        passed = [_passed(self.body, k, self.proof.module.strange) for k in range(len(returned))]
+        passed = [_passed(self.body, k, self.proof.module.unknown) for k in range(len(returned))]
         ages: dict[int, _Age] = {k: (0, frozenset()) for k, e in enumerate(passed) if e == k}
         while True:
             made: list[_Age | None] = []
@@ -301,38 +301,38 @@ def _origin(
     proof: Proof, computation: hm.Computation, operand: int, branch: hm.Computation, index: int
 ) -> Any:
     """Say what a branch of a conditional returns at ``index``, None if it isn't clear."""
-    strange = proof.module.strange
+    unknown = proof.module.unknown
     root = branch.instructions[branch.root]
     if root.opcode == "tuple" and index < len(root.operands):
-        result = _behind_copies(branch, root.operands[index], strange)
+        result = _behind_copies(branch, root.operands[index], unknown)
         constant = branch.instructions[result]
-        if constant.opcode == "constant" and constant.start not in strange:
+        if constant.opcode == "constant" and constant.start not in unknown:
             if "..." in constant.literal:  # elided: equal to itself only
                 return "elided", branch.name, result
             return "constant", constant.shape, constant.literal
-    element = _passed(branch, index, strange)
+    element = _passed(branch, index, unknown)
     packed = computation.instructions[operand]
     if element is None or packed.opcode != "tuple" or element >= len(packed.operands):
         return None
-    return "passed", _behind_copies(computation, packed.operands[element], strange)
+    return "passed", _behind_copies(computation, packed.operands[element], unknown)
 
 
-def _behind_copies(computation: hm.Computation, position: int, strange: dict[int, str]) -> int:
+def _behind_copies(computation: hm.Computation, position: int, unknown: dict[int, str]) -> int:
     # A copy with an unknown attribute may be more than a copy.
     while (
         instruction := computation.instructions[position]
-    ).opcode == "copy" and instruction.start not in strange:
+    ).opcode == "copy" and instruction.start not in unknown:
         position = instruction.operands[0]
     return position
 
 
-def _passed(computation: hm.Computation, index: int, strange: dict[int, str]) -> int | None:
+def _passed(computation: hm.Computation, index: int, unknown: dict[int, str]) -> int | None:
     """Return the parameter's element that a computation returns unchanged at ``index``, or None."""
     root = computation.instructions[computation.root]
     if root.opcode != "tuple" or index >= len(root.operands):
         return None
-    behind = _behind_copies(computation, root.operands[index], strange)
+    behind = _behind_copies(computation, root.operands[index], unknown)
     instruction = computation.instructions[behind]
-    if {instruction.start, root.start} & strange.keys():
+    if {instruction.start, root.start} & unknown.keys():
         return None
     return hm.parameter_element(computation, instruction)

@@ -81,20 +81,20 @@ class CallGraph:
                 continue
             if self._is_quiet(computation):
                 self.quiet.add(name)
-            if module.opcodes[name] <= _PLAIN and not (module.strange or computation.calling):
+            if module.opcodes[name] <= _PLAIN and not (module.unknown or computation.calling):
                 continue
             opcodes, calls = module.opcodes[name], computation.called
             if not _SPEAK.isdisjoint(opcodes) or not self.talking.isdisjoint(calls):
                 self.talking.add(name)
             pure = opcodes <= _PURE and self._impure.isdisjoint(calls)
-            strange = module.strange and any(
-                i.start in module.strange for i in computation.instructions
+            unknown = module.unknown and any(
+                i.start in module.unknown for i in computation.instructions
             )
-            if strange or not pure:
+            if unknown or not pure:
                 self._impure.add(name)
 
     def _is_quiet(self, computation: hm.Computation) -> bool:
-        if not self.module.opcodes[computation.name] <= _QUIET_CALLS or self.module.strange:
+        if not self.module.opcodes[computation.name] <= _QUIET_CALLS or self.module.unknown:
             return False
         for position in computation.calling:
             instruction = computation.instructions[position]
@@ -107,7 +107,7 @@ class CallGraph:
 
     def deterministic(self, instruction: hm.Instruction) -> bool:
         """Return whether an instruction is a deterministic function of its operands."""
-        understood = instruction.opcode in _PURE and instruction.start not in self.module.strange
+        understood = instruction.opcode in _PURE and instruction.start not in self.module.unknown
         return understood and self._impure.isdisjoint(instruction.calls)
 
     def applied(self, instruction: hm.Instruction) -> str:
@@ -116,7 +116,7 @@ class CallGraph:
         return f"computation {impure!r}, which is not a deterministic function" if impure else ""
 
     def unknown_attribute(self, instruction: hm.Instruction) -> str:
-        key = self.module.strange[instruction.start]
+        key = self.module.unknown[instruction.start]
         name = f"{instruction.opcode} {instruction.name!r}"
         return f"{name} has an unknown attribute, {key}"
 
@@ -134,19 +134,19 @@ class CallGraph:
     def find_unfollowed(self, handled: Iterable[str]) -> None:
         """Abandon the computations of instructions whose handlers don't evaluate them."""
         handled = frozenset(handled)
-        strange = self.module.strange
+        unknown = self.module.unknown
         for name, computation in self.module.computations.items():
             repeats = computation.original is not computation
             if repeats and (name in self.quiet or self.module.opcodes[name] <= _PLAIN):
                 continue
-            if not strange and self.module.opcodes[name] <= _PLAIN:
+            if not unknown and self.module.opcodes[name] <= _PLAIN:
                 # Most computations: only operands may be missing.
                 alone = [i for i in computation.instructions if not i.operands]
                 if not any(i.opcode in _TAKES for i in alone):
                     continue
             for instruction in computation.instructions:
                 opcode = instruction.opcode
-                understood = instruction.start not in strange
+                understood = instruction.start not in unknown
                 complete = instruction.operands or opcode not in _TAKES
                 if understood and opcode in _PLAIN and complete:
                     continue  # the fast path of most instructions
@@ -209,7 +209,7 @@ class Handlers(NamedTuple):
     # None for a function of its operands at the same places, ``parameter`` for parameters.
     by_opcode: Mapping[str, Handler | None]
     unusual: Handler  # for other opcodes
-    strange: Handler  # for instructions with an unknown attribute
+    unknown: Handler  # for instructions with an unknown attribute
 
 
 class Visit(NamedTuple):
@@ -337,16 +337,16 @@ class Proof:
         values: list[Value] = []
         append, value_of = values.append, values.__getitem__
         refine, general = self.values.states.refine, self.values.general
-        by_opcode, unusual, on_strange = self.handlers
-        strange = self.module.strange
+        by_opcode, unusual, on_unknown = self.handlers
+        unknown = self.module.unknown
         for position, instruction in enumerate(computation.instructions):
             opcode = instruction.opcode
             try:
                 handler = by_opcode[opcode]
             except KeyError:
                 handler = unusual
-            if strange and instruction.start in strange and opcode not in hc.OPCODES:
-                handler = on_strange
+            if unknown and instruction.start in unknown and opcode not in hc.OPCODES:
+                handler = on_unknown
             operands = instruction.operands
             if handler is None:  # a function of its operands; fast if each is one state
                 state = 0

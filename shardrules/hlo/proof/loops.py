@@ -128,16 +128,16 @@ def stated_count(loop: hm.Instruction) -> int | None:
 def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
     """Return the trip count that follows from a loop's own counter; None if none does."""
     counter = _Counter(module, loop, start)  # checks the loop
-    if module.strange and _holds_strange(module, loop):
+    if module.unknown and _holds_unknown(module, loop):
         return None
     return counter.trips()
 
 
-def _holds_strange(module: hm.Module, loop: hm.Instruction) -> bool:
+def _holds_unknown(module: hm.Module, loop: hm.Instruction) -> bool:
     seen, stack = set(loop.calls), list(loop.calls)
     while stack:
         for instruction in module.computations[stack.pop()].instructions:
-            if instruction.start in module.strange:
+            if instruction.start in module.unknown:
                 return True
             stack += [name for name in instruction.calls if name not in seen]
             seen.update(instruction.calls)

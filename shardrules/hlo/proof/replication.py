@@ -188,7 +188,7 @@ def _evening(visit: Visit) -> Value:
     return values.evened(value) if hs.cancels(computation, instruction) else value
 
 
-def _strange(visit: Visit) -> int:
+def _unknown(visit: Visit) -> int:
     why = visit.proof.reach.unknown_attribute(visit.instruction)
     return visit.proof.values.blocked(why, visit.operands)
 
@@ -275,9 +275,9 @@ def _collective(visit: Visit) -> Value:
         relations, own = values.relations, proof.reach.applied(instruction)
         channel = hc.read_channel(proof.module, instruction, kind, relations, proof.cache)
         if own:
-            channel = dataclasses.replace(channel, unread=f"a reduction by {own}")
+            channel = dataclasses.replace(channel, unknown=f"a reduction by {own}")
     operands = _recorded(visit, what, operands, channel)
-    if channel.unread:
+    if channel.unknown:
         return values.merged(operands)
     how = hc.result_how(instruction, channel)
 
@@ -301,8 +301,8 @@ def _recorded(
     """Record the operands of one evaluation of a collective, and return them."""
     values, guard, where = visit.proof.values, visit.guard, (visit.computation.name, visit.position)
     record = visit.proof.records.get(where)
-    if channel.unread:
-        operands = [values.blocked(f"{what} has {channel.unread}", [v]) for v in operands]
+    if channel.unknown:
+        operands = [values.blocked(f"{what} has {channel.unknown}", [v]) for v in operands]
     if record is None:
         visit.proof.records[where] = Record(list(operands), guard, channel)
     else:
@@ -338,7 +338,7 @@ def _recv_done(visit: Visit) -> Value:
         return _unusual(visit)
     channel = proof.records[computation.name, sender].channel
     state, around = proof.sent[computation.name, sender]
-    if channel.unread:
+    if channel.unknown:
         return state, state
     what = f"{channel.kind} {instructions[sender].name!r}"
     how = hc.result_how(instructions[sender], channel)
@@ -477,4 +477,4 @@ _BY_OPCODE: dict[str, Handler | None] = {
     **dict.fromkeys(APPLIERS, _applier),
     **dict.fromkeys(_SOURCES, _source),
 }
-HANDLERS = Handlers(_BY_OPCODE, _unusual, _strange)
+HANDLERS = Handlers(_BY_OPCODE, _unusual, _unknown)

@@ -47,7 +47,7 @@ def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
     for computation in module.computations.values():
         for position, (instruction, calls) in zip(computation.calling, computation.calls()):
             callers.update(calls)
-            if instruction.start not in module.strange and _emitted(instruction, calls):
+            if instruction.start not in module.unknown and _emitted(instruction, calls):
                 fusions[calls[0]] = computation, position
     scatters: dict[tuple[str, int], Scatter] = {}
     for name, (computation, position) in fusions.items():
@@ -71,8 +71,8 @@ def _emitted(fusion: hm.Instruction, calls: tuple[str, ...]) -> bool:
 def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | None:
     reduce = inside.instructions[position]
     record = proof.records.get((inside.name, position))
-    strange = any(i.start in proof.module.strange for i in inside.instructions)
-    if reduce.opcode != "all-reduce" or record is None or record.channel.unread or strange:
+    unknown = any(i.start in proof.module.unknown for i in inside.instructions)
+    if reduce.opcode != "all-reduce" or record is None or record.channel.unknown or unknown:
         return None
     groups = record.channel.groups
     slices = _slices(inside, position)

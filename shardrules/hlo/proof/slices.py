@@ -141,16 +141,16 @@ def read_send(instruction: hm.Instruction, relations: hd.Relations) -> hc.Channe
     lists = _lists(hints, target.end(), permute, relations)
     groups = None
     if isinstance(lists, str):
-        unread = lists
+        unknown = lists
     elif permute:
-        unread, groups = "", hc.pair_groups(np.array(lists), relations)
+        unknown, groups = "", hc.pair_groups(np.array(lists), relations)
     else:
         sizes = np.array([len(group) for group in lists])
         members = np.array([*itertools.chain.from_iterable(lists)])
-        unread, groups = "", hc.make_groups((members, sizes), relations)
+        unknown, groups = "", hc.make_groups((members, sizes), relations)
     if groups is None:
         groups = hc.everyone(relations)
-    return hc.Channel(kind, groups, True, reduction=reduction, unread=unread)
+    return hc.Channel(kind, groups, True, reduction=reduction, unknown=unknown)
 
 
 def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> list[list[int]] | str:

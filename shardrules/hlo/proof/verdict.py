@@ -234,7 +234,7 @@ class _Judge:
     ) -> pieces.Piece | None:
         """Return the piece that each device contributes to an all-reduce that is an all-gather."""
         seen, groups = self.proof.values.pieces, channel.groups.matrix
-        if channel.kind != "all-reduce" or channel.unread or not seen:
+        if channel.kind != "all-reduce" or channel.unknown or not seen:
             return None
         if not pieces.adds(self.module, instruction, channel.reduction):
             return None
@@ -372,7 +372,7 @@ class _Judge:
                 blockers=rules.blockers,
                 divergent=True,
             )
-        if channel.unread:  # its groups may differ from what we read
+        if channel.unknown:  # its groups may differ from what we read
             return verdict("unproven", blocked, blockers=state.blockers)
         proven = self._within(groups, state.proven)
         is_equal, ragged = proven == groups.relation, collective.kind == "ragged-all-to-all"

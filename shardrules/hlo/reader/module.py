@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -337,7 +338,7 @@ class Module:
       num_partitions, replica_count: from the header; None if it doesn't state them.
       header: the header's other attributes as text.
       frames: the stack-frame tables.
-      strange: unknown attributes, by the offset of their instruction.
+      unknown: unknown attributes, by the offset of their instruction.
       spans: where the text holds what no earlier computation holds.
     """
 
@@ -350,8 +351,14 @@ class Module:
     replica_count: int | None
     header: dict[str, str]
     frames: FrameTable
-    strange: dict[int, str]
+    unknown: dict[int, str]
     spans: tuple[tuple[int, int], ...]
+
+    @property
+    def strange(self) -> dict[int, str]:
+        """Return ``unknown``, by its former name."""
+        warnings.warn("Module.strange is Module.unknown", DeprecationWarning, stacklevel=2)
+        return self.unknown
 
     def mentions(self, *words: str) -> bool:
         """Return whether the text holds one of some words, outside of a repetition's metadata."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from shardrules.arguments import checked
 from shardrules.errors import ArgumentError, HloSyntaxError
-from shardrules.hlo.reader import attributes, garbage, shapes, strange, wrong
+from shardrules.hlo.reader import attributes, garbage, shapes, unknown_attributes, wrong
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import skip
 from shardrules.hlo.reader.repeats import Repeats
@@ -167,7 +167,7 @@ class _Reader:
             replica_count=self._count(header, "replica_count"),
             header=header,
             frames=hm.FrameTable(tables),
-            strange=strange.find(text, self._spans, self.computations),
+            unknown=unknown_attributes.find(text, self._spans, self.computations),
             spans=((0, self._spans[0][0]), *self._spans),
         )
 

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader import strange
+from shardrules.hlo.reader import unknown_attributes
 
 # Metadata of which every part closes on its line, and a name.
 _METADATA = re.compile(r', metadata=\{(?:[^{}()\[\]"\\\n]++|"[^"\\\n]*+")*+\}')
@@ -107,7 +107,7 @@ def _called(
     # Names may differ where each is an instruction's own, an operand or a called computation.
     # Strings hold no names, and no metadata, if quotes close before and after each.
     whole = "\0".join(parts)
-    if "\\" in whole or strange.unknown_keys(whole):
+    if "\\" in whole or unknown_attributes.unknown_keys(whole):
         return None
     if '"' in whole and any(part.count('"') % 2 for part in parts):
         return None

@@ -15,7 +15,7 @@ import fractions
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardrules.hooks.casts.cuts import Count, Cut, Labels, Limits, Prices
+from shardrules.hooks.casts.cuts import Count, Cut, Labels, Limits, Prices, sent_by_all
 from shardrules.hooks.casts.linear import NONE, Axes, Graph, Value
 
 
@@ -27,7 +27,7 @@ class Cost:
     wire_bytes: fractions.Fraction
 
     def within(self, other: Cost) -> bool:
-        """Whether neither figure exceeds the other cost's."""
+        """Return whether neither figure exceeds the other cost's."""
         return self.bytes <= other.bytes and self.wire_bytes <= other.wire_bytes
 
 
@@ -208,10 +208,9 @@ def cost_unchecked(graph: Graph) -> Cost:
 def _cost(graph: Graph, sums: Iterable[tuple[int, Axes]]) -> Cost:
     size_bytes, of_all, every = 0, 0, graph.device_count(graph.every)
     for count, axes in sums:
-        n = graph.device_count(axes)
-        if n > 1:
+        if sent := sent_by_all(graph, axes):
             size_bytes += count
-            of_all += 2 * (n - 1) * count * (every // n)
+            of_all += count * sent
     return Cost(size_bytes, fractions.Fraction(of_all, every))
 
 

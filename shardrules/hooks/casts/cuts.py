@@ -155,6 +155,12 @@ class Limits:
         return labels
 
 
+def sent_by_all(graph: Graph, axes: Axes) -> int:
+    """Return what all devices of the mesh send in a ring psum for each byte of its operand."""
+    n = graph.device_count(axes)
+    return 2 * (n - 1) * (graph.device_count(graph.every) // n)
+
+
 class Prices:
     """The prices of psums; a psum over none of the ``counted`` axes is free."""
 
@@ -164,12 +170,11 @@ class Prices:
     def __init__(self, graph: Graph, counted: Axes, wire: bool = False, left: Any = None):
         self._left = {} if left is None else left
         self._scale, self._tie = (1, 0) if left is not None else (_SCALE, 1)
-        every = graph.device_count(graph.every)
 
         @functools.cache
         def factor(axes: Axes) -> int:  # the cost per byte
-            n = graph.device_count(axes & counted)
-            return 2 * (n - 1) * (every // n) if wire else int(n > 1)
+            axes &= counted
+            return sent_by_all(graph, axes) if wire else int(graph.device_count(axes) > 1)
 
         self._factor = factor
 

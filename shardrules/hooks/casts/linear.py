@@ -23,7 +23,7 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
 from shardrules.door.protocols import Aval, Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.linearity import precision, rounded_to, strings
-from shardrules.hooks.cotangents.steps import absent_tangents, why_not_linear
+from shardrules.hooks.cotangents.summed_shares import absent_tangents, why_not_linear
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.types.identities import MARK
 from shardrules.jaxprs.fold import Fold
@@ -168,7 +168,7 @@ class Graph(Fold["Value | None"]):
         return math.prod([self._sizes[axis] for axis in axes])
 
     def counts(self, axes: Axes) -> bool:
-        """Whether a psum over these axes moves anything."""
+        """Return whether a psum over these axes moves anything."""
         return not axes.isdisjoint(self.counted)
 
     # From the program to the graph.

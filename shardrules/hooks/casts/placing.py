@@ -33,7 +33,7 @@ from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.communication import moved_by_kernels
 from shardrules.hooks.cotangents.custom_vjp import UnreadBwd
 from shardrules.hooks.cotangents.linearity import linearity
-from shardrules.hooks.cotangents.steps import Shares, absent_tangents
+from shardrules.hooks.cotangents.summed_shares import Shares, absent_tangents
 from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK
@@ -120,7 +120,7 @@ class CastHooks(Hooks):
         ]
 
     def _asked(self, jaxpr: Jaxpr) -> bool:
-        """Whether to place this program's casts: by ``install``, or by ``place_casts`` in it."""
+        """Return whether ``install``, or ``place_casts`` in the program, places its casts."""
         scope = self.state.scope
         return (scope.active and scope.casts == "cheapest") or bool(named(jaxpr, MARK))
 
@@ -308,7 +308,7 @@ class _TracedBwd:
 
 
 def _saves_little(before: Cost, least: int, off: Cost) -> bool:
-    """Whether moves save no byte, or under 0.1% where the casts cost no more than the check off."""
+    """Return whether moves save no byte, or under 0.1% where the check off costs no less."""
     saved = before.bytes - least
     if before.within(off):
         return 1000 * saved < before.bytes or not before.bytes

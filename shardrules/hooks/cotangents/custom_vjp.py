@@ -24,7 +24,7 @@ from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.doubts import Doubts
 from shardrules.hooks.cotangents.refusals import Cotangent
-from shardrules.hooks.cotangents.steps import hashable
+from shardrules.hooks.cotangents.summed_shares import hashable
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State

@@ -60,6 +60,7 @@ class Refusals:
         )
         if is_library(self.parts.place):
             return self._error(
+                "undecided",
                 ct,
                 axes,
                 f"is {have}, for a primal that needs {want}. Whether one psum over {{{names}}} is "
@@ -68,6 +69,7 @@ class Refusals:
             )
         if axes & want.unreduced:
             return self._error(
+                "undecided",
                 ct,
                 axes,
                 f"is {have}, for a primal that is reduced over {show_axes(axes)}: it must be each "
@@ -76,6 +78,7 @@ class Refusals:
                 f"the full sum already, return that cast of ct / jax.lax.axis_size(({names},)).",
             )
         return self._error(
+            "undecided",
             ct,
             axes,
             f"is {have}, for a primal that needs {want}. One psum over {{{names}}} is missing "
@@ -93,6 +96,7 @@ class Refusals:
             why = f"the cotangent of output {part} varies over them, and that of {whole} doesn't"
             return self.undecided(ct, axes, why)
         return self._error(
+            "mixed",
             ct,
             axes,
             f"is {ct.have}, for a primal that needs {ct.want}. It depends on the cotangent of "
@@ -130,6 +134,7 @@ class Refusals:
             f"jax.lax.psum(x, {axis!r}) for that primal"
         )
         return self._error(
+            "averaged" if averaged else "unmoved",
             ct,
             frozenset((axis,)),
             f"depends on the cotangent of output {output}, for a primal that varies over "
@@ -158,6 +163,7 @@ class Refusals:
             f"    return (ct * jax.lax.psum(1, ({names},)),)"
         )
         return self._error(
+            "summed",
             ct,
             axes,
             f"it reduces over {{{names}}} (by {by}), but the forward's outputs are "
@@ -193,6 +199,7 @@ class Refusals:
         copies = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
         keeps = f"; to keep copies equal, say so by a cast:\n    return ({copies},)"
         return self._error(
+            "of_others",
             ct,
             axes,
             f"it reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}} and "
@@ -207,6 +214,7 @@ class Refusals:
         """Return the error for a varying result that JAX types as invariant."""
         names = quoted(axes)
         return self._error(
+            "lost",
             ct,
             lost,
             f"is typed invariant over {{{names}}}, but it depends on {by}, "
@@ -214,11 +222,14 @@ class Refusals:
             f"invariant. Cast its result: shardrules.vary(x, {names}).",
         )
 
-    def _error(self, ct: Cotangent, axes: frozenset[str], what: str) -> CotangentError:
+    def _error(
+        self, problem: str, ct: Cotangent, axes: frozenset[str], what: str
+    ) -> CotangentError:
         place = f" (at {_shown(self.parts.place)})" if self.parts.place else ""
         return CotangentError(
             f"the bwd {self.parts.name!r}{place} returns a cotangent at output{keystr(ct.path)} "
             f"that {what}",
+            problem=problem,
             path=ct.path,
             axes=axes,
             have=ct.have,

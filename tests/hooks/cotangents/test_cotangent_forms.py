@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 import shardrules as sr
 from shardrules import errors, testing
@@ -88,20 +89,18 @@ def test_right_forms_after_a_dropped_axis(cpu_mesh, forward, bwd, want):
 )
 def test_bwd_that_reduces_over_an_axis_that_the_forward_dropped(cpu_mesh, forward, bwd, reduction):
     """Right with the check off, N times the gradient with it on: 4w for w on 4 devices."""
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, problem="summed", axes={"data"}) as caught:
         gradient(with_bwd(forward, bwd), cpu_mesh)(X)
     text = str(caught.value)
-    assert "returns a cotangent at output[0] that it reduces over {'data'} (by " in text
     assert reduction in text
     assert re.search(r"the bwd '<lambda>' \(at \S*test_cotangent_forms.py:\d+\) returns", text)
-    gathers = reduction == "reduce_scatter"  # the shapes tell which form fits
-    assert ("as after an all-reduce: pass it on:\n    return (ct,)\n" in text) is not gathers
-    form = (
-        "i = jax.lax.axis_index('data')\n    return (jax.lax.dynamic_slice_in_dim(ct, i * 2, 2),)"
-    )
-    assert (
-        f"gathered along dimension 0: take this device's slice:\n    {form}\n" in text
-    ) is gathers
+    form = "return (ct,)"
+    if reduction == "reduce_scatter":  # the shapes tell which form fits
+        form = "return (jax.lax.dynamic_slice_in_dim(ct, i * 2, 2),)"
+    (returned,) = [line for line in text.splitlines() if line.startswith("    return (ct,)")] or [
+        line for line in text.splitlines() if line.startswith("    return (jax.lax.dynamic")
+    ]
+    assert returned == f"    {form}"
 
 
 def test_reduction_that_plain_jax_accepts_is_left_alone(cpu_mesh):
@@ -138,7 +137,7 @@ def test_replicated_weight_behind_a_dropped_axis(cpu_mesh, summed):
     w = np.arange(1, 5, dtype=np.float32)[None]
     gradient = jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum() / 2, argnums=(0, 1)))
     if not summed:
-        with pytest.raises(errors.CotangentError, match="output 0 is invariant over {data}"):
+        with raises(errors.CotangentError, problem="undecided", axes={"data"}):
             gradient(X, w)
         return
 
@@ -303,7 +302,8 @@ def test_a_share_of_a_reduced_primal_is_no_whole(hooks):
             f = jax.shard_map(body, in_specs=(P(), P("data")), out_specs=P())
             return jax.jit(f)(np.float32(2), jax.device_put(x, jax.NamedSharding(mesh, P("data"))))
 
-    with pytest.raises(errors.CotangentError, match="a primal that is reduced over {data}"):
+    reduced = lambda primal: primal.unreduced == {"data"}  # noqa: E731
+    with raises(errors.CotangentError, problem="undecided", want=reduced):
         gradient(lambda x, g: g * x.sum())
 
     def whole(x, g):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 import shardrules as sr
 from shardrules import errors, testing
@@ -126,12 +127,12 @@ def test_partial_sums_are_refused(cpu_mesh):
     def f(x):
         partial = jax.lax.pcast(x, "data", to="unreduced")
         for helper in (sr.vary, sr.already_summed):
+            said = (
+                f"{helper.__name__} over {{data}} was given a value that is unreduced over {{data}}"
+            )
             with pytest.raises(
                 errors.AxisError,
-                match=re.escape(
-                    f"{helper.__name__} over {{data}} was given a value that is unreduced over "
-                    "{data}: a partial sum. Reduce it first, with jax.lax.psum"
-                ),
+                match=re.escape(f"{said}: a partial sum. Reduce it first, with jax.lax.psum"),
             ):
                 helper(partial, "data")
         return x
@@ -338,10 +339,13 @@ def test_a_librarys_bwd_is_not_to_be_edited(cpu_mesh, hooks):
         return jax.jit(jax.grad(lambda *a: mapped(*a).sum(), argnums=2))
 
     args = jnp.ones((8, 3)), jnp.linspace(0.0, 1.0, 3), jnp.float32(2.0)
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, axes={"data"}) as caught:
         gradient(solve)(*args)
-    assert "It belongs to a library, so change the call" in str(caught.value)
-    assert "(inputs 1, 2 of the flattened arguments)" in str(caught.value)
-    assert "ts, w = shardrules.vary((ts, w), 'data')" in str(caught.value)
+    for part in (
+        "It belongs to a library, so change the call",
+        "(inputs 1, 2 of the flattened arguments)",
+        "ts, w = shardrules.vary((ts, w), 'data')",
+    ):
+        assert part in str(caught.value)
     want = jax.grad(lambda *a: solve(*a).sum(), argnums=2)(*args)
     np.testing.assert_allclose(gradient(cast)(*args), want, rtol=1e-5)

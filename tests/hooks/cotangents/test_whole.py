@@ -308,9 +308,9 @@ def test_a_bwd_that_clips_a_sum_is_told_once(cpu_mesh):
             derivatives(f)(X, W)
             derivatives(lambda *args: f(*args))(X, W)
         assert len(told) == 1 and told[0].filename.endswith("whole.py")
-        assert "'_clip_bwd' is not known to be linear in the cotangent" in str(told[0].message)
-        assert "the sum over {'data'}" in str(told[0].message)
-        assert "f(shardrules.vary(x, 'data'))" in str(told[0].message)
+        assert told[0].message.axes == {"data"}
+        for word in ("'_clip_bwd' is not known to be linear", "f(shardrules.vary(x, 'data'))"):
+            assert word in str(told[0].message)
         advised = off(cast_first, cpu_mesh, (P("data"), P()), check=True)
         clipped = derivatives(advised)(X, W)
     # Its own share each, without the division by the model axis that the check off makes.

@@ -56,7 +56,7 @@ def test_explain_says_what_a_proof_stands_on(cpu_mesh, monkeypatch, columns):
     )
     # Only a path is longer.
     lines = [line for line in text.splitlines() if len(line) > columns]
-    assert [line for line in lines if " " in line.strip()] == []
+    assert [line for line in lines if len(line.split()) > 1] == []
 
 
 def test_explain_says_types_rules_casts_and_psums(cpu_mesh):
@@ -154,13 +154,11 @@ def test_explain_of_what_a_varying_predicate_chooses(cpu_mesh):
 
     mapped = jax.shard_map(f, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     explanation = sr.explain(mapped, jnp.arange(8.0), 2.0)
-    why = [cast.why for cast in explanation.casts]
-    assert "an operand of cond, whose predicate varies" in why
-    assert "the output of a branch whose predicate varies, to vary as the others do" in why
-    assert (
-        "an initial carry of while_loop, to vary as its body returns it or its condition does"
-        in why
-    )
+    assert {cast.why for cast in explanation.casts} >= {
+        "an operand of cond, whose predicate varies",
+        "the output of a branch whose predicate varies, to vary as the others do",
+        "an initial carry of while_loop, to vary as its body returns it or its condition does",
+    }
 
 
 def test_explain_of_casts_of_partial_sums(cpu_mesh):
@@ -253,7 +251,7 @@ def test_scan_calls_finds_what_the_check_being_off_hides(cpu_mesh, declared_only
     program = programs.copy_gradient("cpu", cpu_mesh, check_vma=False)
     (call,) = sr.scan_calls(program[0], *program[1]).calls
     assert (call.kernel, call.checked, call.inputs) == ("copy_kernel", False, ())
-    assert "\n  inside shard_map(check_vma=False)\n" in str(sr.scan_calls(program[0], *program[1]))
+    assert "check_vma=False" in str(sr.scan_calls(program[0], *program[1]))
     sr.register("copy_kernel", sr.no_communication)
     assert not sr.scan_calls(program[0], *program[1])
 

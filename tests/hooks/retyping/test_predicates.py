@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import raising
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
@@ -321,7 +322,7 @@ def test_what_is_chosen_varies_and_its_gradient_is_right(cpu_mesh, program):
     want = gradient(by_rows(used(program)))(X, W)
     assert not close(gradient(sharded(used(program), cpu_mesh, Plain))(X, W), want)
     with sr.install():
-        with pytest.raises(ValueError, match="out_specs"):
+        with raising.wrong_out_specs():
             jax.eval_shape(sharded(program, cpu_mesh, Kernels, P()), X, W)
         for each in (program, used(program)):
             f = sharded(each, cpu_mesh, Kernels)
@@ -393,13 +394,13 @@ def psums_inside(jaxpr):
 
 def test_a_batched_predicate_is_a_select(cpu_mesh):
     """JAX types that rightly."""
-    with pytest.raises(ValueError, match="out_specs"):
+    with raising.wrong_out_specs():
         jax.eval_shape(sharded(batched_predicate, cpu_mesh, Plain, P()), X, W)
     f = sharded(batched_predicate, cpu_mesh, Plain)
     want = gradient(by_rows(batched_predicate))(X, W)
     assert close(gradient(f)(X, W), want)
     with sr.install():
-        assert " cond[" not in jaxpr_text(f)
+        assert jaxpr_text(f).count(" cond[") == 0
         assert close(gradient(f)(X, W), want)
 
 
@@ -542,7 +543,7 @@ def test_predicates_over_several_axes(cpu_mesh, hooks):
         in_specs=(P("data"), P("model"), P()),
         out_specs=P(("data", "model")),
     )
-    with pytest.raises(ValueError, match="out_specs"):
+    with raising.wrong_out_specs():
         jax.eval_shape(
             jax.shard_map(
                 program, mesh=cpu_mesh, out_specs=P("data"), in_specs=(P("data"), P("model"), P())
@@ -625,7 +626,7 @@ def test_what_a_loop_carries_varies_as_its_condition(cpu_mesh, program):
     want = by_rows(program)(X, W)
     assert not np.allclose(want, np.broadcast_to(want[:1], want.shape))  # it does differ
     with sr.install():
-        with pytest.raises(ValueError, match="out_specs"):
+        with raising.wrong_out_specs():
             jax.eval_shape(sharded(program, cpu_mesh, Kernels, P()), X, W)
         np.testing.assert_allclose(
             jax.jit(sharded(program, cpu_mesh, Kernels))(X, W), want, rtol=1e-5
@@ -759,7 +760,7 @@ def test_a_full_sum_times_a_residual_that_only_its_type_calls_varying(
     assert close(differentiated(lambda ct: ct), want)
     claimed = functools.partial(differentiated, lambda ct: sr.already_summed(ct, "data"))
     if reduces:  # a sum that is claimed is not taken out of the branch
-        with pytest.raises(errors.AxisError, match="a bwd sums over {data}"):
+        with raising.raises(errors.AxisError, axes={"data"}):
             claimed()
     else:
         assert close(claimed(), want)
@@ -905,7 +906,7 @@ def test_a_ref_is_refused_by_its_own_error(cpu_mesh, hooks):
         return lax.cond(x[0, 0] > 0, store, lambda: w) * ref[...]
 
     f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
-    with pytest.raises(errors.RefError, match="the predicate of a cond or switch is varying"):
+    with raising.raises(errors.RefError, value=sr.AxisType("data")):
         jax.eval_shape(f, X, W)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import raising
 from core import versions
 from jax import lax
 from jax.experimental import sparse
@@ -90,7 +91,7 @@ CALLS = [
 def test_what_depends_on_varying_data_is_not_accepted_as_replicated(cpu_mesh, op):
     f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
     jax.eval_shape(f, X)  # plain JAX takes it
-    with sr.install(), pytest.raises(ValueError, match="can't be statically inferred"):
+    with sr.install(), raising.not_inferred():
         jax.eval_shape(f, X)
 
 
@@ -160,7 +161,7 @@ def test_an_unchecked_shard_map_inside_of_a_checked_one_varies_as_what_it_takes(
     f, x = one_inside_of_another(cpu_mesh), X.reshape(16, 1)
     want = [(np.tanh(rows * W).sum(0)) ** 2 for rows in x.reshape(4, 4, 1)]
     np.testing.assert_allclose(jax.jit(f(P("data")))(x, W), want, rtol=1e-5)
-    with pytest.raises(ValueError, match="out_specs") as refused:
+    with raising.wrong_out_specs() as refused:
         jax.eval_shape(f(P()), x, W)
     assert "shard_map, whose own check is off, at " in str(refused.value)
 
@@ -173,7 +174,7 @@ def test_no_gradient_goes_through_an_unchecked_shard_map_inside_of_a_checked_one
         f = one_inside_of_another(cpu_mesh, outer=outer)(P("data"))
         return jax.jit(jax.grad(lambda w: f(x, w).sum()))(W)
 
-    with pytest.raises(sr.errors.AxisError, match="Switch the check off in the outer shard_map"):
+    with raising.raises(sr.errors.AxisError, axes={"data"}):
         gradient(True)
     blocks = x.reshape(4, 4, 1)
     want = jax.grad(lambda w: (jnp.tanh(blocks * w).sum(1) ** 2).sum())(W)
@@ -247,7 +248,7 @@ def test_functions_that_are_hijax_primitives_in_jax_0_12_vary(cpu_mesh, hooks, f
     blocks = X.reshape(4, -1)
     for got, *want in zip(jax.tree.leaves(g(X)), *(jax.tree.leaves(op(b)) for b in blocks)):
         np.testing.assert_array_equal(got, np.concatenate(want))
-    with pytest.raises(ValueError, match="can't be statically inferred"):
+    with raising.not_inferred():
         jax.eval_shape(jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P()), X)
 
 

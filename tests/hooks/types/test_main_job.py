@@ -10,6 +10,7 @@ import numpy as np
 import programs
 import pytest
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 import shardrules as sr
 from shardrules import errors, hlo, testing
@@ -168,12 +169,8 @@ def test_replicated_weight_with_the_check_off_is_overwide(platform):
     (verdict,) = overwide
     assert set(verdict.collective.axes) == {"data", "model"}
     assert verdict.needed_axes == ("data",)
-    text = str(caught.value)
-    assert "overwide: backward all-reduce(data, model), 512 B " in text
-    assert "programs.py:" in text
-    assert (
-        "to do: run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check" in text
-    )
+    assert verdict.bytes == 512
+    assert "programs.py:" in str(caught.value) and "`shardrules migrate" in str(caught.value)
 
 
 @pytest.mark.gpu
@@ -232,9 +229,9 @@ def test_text_that_is_not_hlo(text, message):
 def test_empty_file_and_missing_file(tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    with pytest.raises(errors.HloSyntaxError, match="empty"):
+    with raises(errors.HloSyntaxError, text_line=""):
         testing.judge(empty)
-    with pytest.raises(errors.ShardrulesError, match="can't read .*missing.txt: No such file"):
+    with raises(errors.ShardrulesError, path=tmp_path / "missing.txt"):
         testing.judge(tmp_path / "missing.txt")
 
 
@@ -275,19 +272,15 @@ def test_hooks_that_are_not_installed(cpu_mesh):
     f, args = programs.copy_gradient("cpu", cpu_mesh)
     with pytest.raises(errors.NotInstalledError) as caught:
         testing.assert_no_defensive_psum(f, *args)
-    assert (
-        "the hooks of shardrules are not installed; call shardrules.install() before tracing "
-        "it.\nJAX says: When `check_vma=True`"
-    ) in str(caught.value)
+    assert "not installed; call shardrules.install() before tracing it.\nJAX says: W" in str(
+        caught.value
+    )
 
 
 def test_what_is_no_program():
-    with pytest.raises(errors.ShardrulesError, match="int is not a program; pass a function with "):
+    with raises(errors.ShardrulesError, program=3):
         testing.judge(3)
-    with pytest.raises(
-        errors.ShardrulesError,
-        match="1 arguments were given with a program that is lowered already",
-    ):
+    with raises(errors.ShardrulesError, program="HloModule m\n"):
         testing.judge("HloModule m\n", 3)
 
 
@@ -310,13 +303,10 @@ def test_assert_collectives_shows_each_difference(cpu_mesh):
     program = check_off(("cpu", cpu_mesh), declared_copy)
     with pytest.raises(errors.CollectiveAssertionError) as caught:
         testing.assert_collectives(program, expect={"all-reduce(data)": 1})
-    text = str(caught.value)
-    assert "  all-reduce(data): expected 1, found 0, 0 B\n  not expected:\n" in text
-    assert "the program holds:\n  backward all-reduce(model): 1, 4096 B" in text
-    with pytest.raises(
-        errors.CollectiveAssertionError,
-        match=r"all-reduce\(model\): expected 1, 512 B, found 1, 4096 B",
-    ):
+    lines = str(caught.value).splitlines()
+    assert lines[1:3] == ["  all-reduce(data): expected 1, found 0, 0 B", "  not expected:"]
+    assert lines[-2:] == ["the program holds:", "  backward all-reduce(model): 1, 4096 B"]
+    with raises(errors.CollectiveAssertionError) as caught:
         testing.assert_collectives(
             program, expect={"all-reduce(model)": {"count": 1, "bytes": 512}}
         )

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu_sc as plsc
 from jax.sharding import PartitionSpec as P
 from kernels import build
 from kernels.cases import BY_NAME
+from raising import raises, wrong_out_specs
 
 import shardrules as sr
 from shardrules import errors, pallas, registry, testing
@@ -26,7 +27,6 @@ from shardrules import errors, pallas, registry, testing
 HERE = pathlib.Path(__file__).parents[2]  # tests/
 SHAPE = (8, 4)  # split over data: blocks of (2, 4)
 CORES = pltpu.create_tensorcore_mesh("core", num_cores=2)
-WRONG_SPEC = re.escape("only varying across mesh axes {} and not {data}")
 
 
 def copy(x_ref, o_ref):
@@ -109,7 +109,7 @@ def test_output_varies_over_the_union_of_the_inputs(cpu_mesh, hooks, kind):
 def test_a_varying_output_is_refused_as_replicated(cpu_mesh, hooks, kind):
     op = kind(sr.no_communication(copy))
     f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
-    with pytest.raises(ValueError, match=WRONG_SPEC):
+    with wrong_out_specs():
         jax.eval_shape(f, np.zeros(SHAPE, np.float32))
 
 
@@ -137,9 +137,8 @@ def test_unknown_kernel_is_an_error_that_says_what_to_type(cpu_mesh, declared_on
         f"no rule for {PRIMITIVE[kind]} kernel 'copy' (defined at {__file__}:"
         f"{line}): shard_map(check_vma=True) over manual axes {{data, model}}"
     )
-    assert "input 0: varying over {data}" in text
     assert f"shardrules.register('{__name__}:copy', shardrules.no_communication)" in text
-    assert caught.value.kernel == "copy"
+    assert (caught.value.kernel, caught.value.inputs[0]) == ("copy", sr.AxisType("data"))
     with sr.install(unknown="varying", prove=False):
         assert out_type(kind(copy), cpu_mesh, P("data")) == {"data", "model"}
 
@@ -198,7 +197,7 @@ def test_a_kernel_that_was_made_before_install_and_outside_of_shard_map(cpu_mesh
     assert out_type(made, cpu_mesh, P("data")) == set()  # JAX alone: wrong
     with sr.install(prove=False):
         assert out_type(made, cpu_mesh, P("data")) == {"data"}
-        with pytest.raises(errors.UnknownKernelError, match="mpmd_map kernel 'op'"):
+        with raises(errors.UnknownKernelError, kernel="op"):
             out_type(op, cpu_mesh, P("data"))
 
 
@@ -395,8 +394,9 @@ def test_a_bwd_in_refs_is_one_devices_share_by_its_kernels_rule(cpu_mesh, declar
         assert psums_in_its_gradient(through_refs(copy), cpu_mesh) == 1
     for rule in (sr.all_gather, sr.per_device, sr.all_reduce):
         body = rule("data")(lambda x, o: copy(x, o))
-        with pytest.raises(errors.CotangentError, match=rf"whose rule is {rule.__name__}\('data'"):
+        with raises(errors.CotangentError, problem="undecided") as caught:
             psums_in_its_gradient(through_refs(body), cpu_mesh)
+        assert f"{rule.__name__}('data'" in str(caught.value)
     its_own = sr.rules({"copy": lambda ctx: [ctx.union] * ctx.output_count})
     with its_own, pytest.raises(errors.CotangentError, match="does not say what it communicates"):
         psums_in_its_gradient(through_refs(copy), cpu_mesh)
@@ -496,7 +496,7 @@ def test_only_needed_collectives_are_left_on_blackwell(gpu_mesh):
 @pytest.mark.parametrize("case", by_platform(REFUSED))
 def test_a_wrong_spec_is_refused(hooks, compilers, case):
     f, args = build.build(case, check_vma=True, wrap_local=rule_of(case))
-    with pytest.raises(ValueError, match=WRONG_SPEC):
+    with wrong_out_specs():
         f.lower(*args)
 
 
@@ -587,7 +587,7 @@ def test_what_a_prover_finds_is_asked_for_once_it_is_needed(gpu_mesh, hooks, mon
         text = f.lower(*args).as_text()
         # Not for the core_map that Mosaic GPU binds inside of the kernel.
         assert set(asked) == {("mpmd_map", 2)}
-        assert 'shardrules.status = "audited"' in text
+        assert text.count('shardrules.status = "audited"') >= 1
 
 
 def run_alone(code, **env):

@@ -118,12 +118,13 @@ def test_unknown_kernel_is_an_error_that_says_what_to_type(cpu_mesh, declared_on
         f.lower(*args)
     text = str(caught.value)
     assert text.startswith("no rule for pallas_call kernel 'copy_kernel' (defined at ")
-    assert (
-        "shard_map(check_vma=True) over manual axes {data, model} can't tell over which of "
-        "them its outputs vary\n    input 0: varying over {data}\n"
-    ) in text
-    assert "    @shardrules.no_communication  # above the def at tests/programs.py:" in text
-    assert "    shardrules.register('programs:copy_kernel', shardrules.no_communication)\n" in text
+    lines = [line.partition("  #")[0].partition(" at ")[0] for line in text.splitlines()]
+    for line in (
+        "    input 0: varying over {data}",
+        "    @shardrules.no_communication",
+        "    shardrules.register('programs:copy_kernel', shardrules.no_communication)",
+    ):
+        assert line in lines
     assert caught.value.kernel == "copy_kernel"
 
 
@@ -144,7 +145,7 @@ def test_a_kernel_that_reads_its_place_is_not_proven(cpu_mesh, hooks):
     op = programs.copy_op("cpu", kernel=kernel)
     with pytest.raises(errors.UnknownKernelError) as caught:
         out_type(op, cpu_mesh, P("data"), [programs.SHAPE])
-    assert "Its own jaxpr is not proven:\n" in str(caught.value)
+    assert caught.value.audit.blockers
     assert "axis_index" in str(caught.value) and "test_pallas_check.py" in str(caught.value)
 
 
@@ -157,10 +158,9 @@ def test_a_declaration_that_the_jaxpr_contradicts_is_refused(cpu_mesh, hooks):
     loss = programs.loss_of(op, cpu_mesh, P("data", None))
     with pytest.raises(errors.RuleError) as caught:
         jax.eval_shape(loss, jnp.ones(programs.SHAPE))
-    text = str(caught.value)
-    assert "is declared no_communication at " in text
-    assert "but its own jaxpr shows otherwise:" in text and "axis_index" in text
-    assert "Declare what it does: shardrules.all_gather, " in text
+    assert caught.value.rule == sr.no_communication and caught.value.kernel == "kernel"
+    why = "but its own jaxpr shows otherwise:.*axis_index.*Declare what it does: shardrules.all_ga"
+    assert re.search(why, str(caught.value), re.DOTALL)
     sr.register("kernel", sr.per_device("model"))
     undeclared = programs.copy_op("cpu", kernel=kernel.__wrapped__)
     assert out_type(undeclared, cpu_mesh, P("data"), [programs.SHAPE], P("data", "model")) == {
@@ -246,7 +246,7 @@ def test_rule_with_a_wrong_answer(cpu_mesh, hooks, rule, message):
     with pytest.raises(errors.RuleError) as caught:
         f.lower(*args)
     assert message in str(caught.value)
-    assert "rule declared at " in str(caught.value) and "test_pallas_check.py" in str(caught.value)
+    assert "test_pallas_check.py" in str(caught.value)
 
 
 def test_annotation_is_checked_against_the_rule(cpu_mesh, hooks):
@@ -269,8 +269,9 @@ def test_annotation_is_checked_against_the_rule(cpu_mesh, hooks):
     ) == {"data", "model"}
     with pytest.raises(errors.RuleError) as caught:
         out_type(annotated(), cpu_mesh, P("data"), shapes)
-    assert "is annotated 'invariant', but the rule no_communication " in str(caught.value)
-    assert "makes it 'varying over {data}'. Remove the annotation" in str(caught.value)
+    assert caught.value.annotation == sr.AxisType() and caught.value.answer == sr.AxisType("data")
+    said = "is annotated 'invariant', .* makes it 'varying over {data}'. Remove the annotation"
+    assert re.search(said, str(caught.value), re.DOTALL)
 
 
 def test_type_is_recomputed_when_batched_over_a_mesh_axis(cpu_mesh, hooks):
@@ -404,10 +405,8 @@ def test_bwd_that_communicates_is_not_summed_again(cpu_mesh, hooks):
     )
     with pytest.raises(errors.CotangentError) as caught:
         jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*args)
-    text = str(caught.value)
-    assert "returns a cotangent at output[1] that is varying over {data}" in text
-    assert "because bwd holds all_gather over {data}" in text
-    assert "return jax.lax.psum(ct, ('data',)) from bwd" in text
+    assert caught.value.problem == "undecided" and caught.value.axes == {"data"}
+    assert "because bwd holds all_gather over {data}" in str(caught.value)
 
 
 def test_collective_beside_a_cotangent_does_not_stop_its_psum(cpu_mesh, hooks):
@@ -487,7 +486,7 @@ def test_a_tag_and_the_report_tell_of_an_annotation_that_the_kernel_contradicts(
 
     with pytest.warns(errors.AnnotationWarning, match="called at .*test_pallas_check"):
         lowered = compiled("model")
-    assert 'shardrules.widened = "0:data"' in lowered.as_text()
+    assert lowered.as_text().count('shardrules.widened = "0:data"') >= 1
     text = report.plain(report.content(sr.hlo.judge(lowered.compile().as_text())))
     (row,) = [line for line in text.splitlines() if line.startswith("twice_annotated | ")]
     assert [cell.strip() for cell in row.split("|")][1:3] == ["0", "data"]

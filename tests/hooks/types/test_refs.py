@@ -1,13 +1,12 @@
 """Refs under shard_map's check: reads vary as writes did, or the store is refused."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
+from raising import raises, wrong_out_specs
 
 import shardrules as sr
 from shardrules import errors
@@ -215,7 +214,7 @@ def test_what_a_kernel_stores_to_a_ref_that_it_closes_over(cpu_mesh, hooks):
         stored_by_kernel(x, ref)
         return ref[...]
 
-    with pytest.raises(errors.RefError, match=r"stores is varying over {data}, but the ref that"):
+    with raises(errors.RefError, have=sr.AxisType(), value=sr.AxisType("data")):
         types(lambda x: op(x, lambda zeros: zeros), cpu_mesh)
     assert types(lambda x: op(x, lambda zeros: sr.vary(zeros, "data")), cpu_mesh) == [{"data"}]
 
@@ -238,7 +237,7 @@ def test_a_ref_that_can_not_grow_is_checked_where_one_that_can_was_traced_before
         store(ref, x)
         return grown, ref[...]
 
-    with pytest.raises(errors.RefError, match="A ref keeps the type of its first value"):
+    with raises(errors.RefError, have=sr.AxisType(), value=sr.AxisType("data")):
         types(op, cpu_mesh)
     assert types(lambda x: pl.run_state(lambda ref: store(ref, x))(x * 0), cpu_mesh) == [{"data"}]
 
@@ -286,7 +285,7 @@ def test_gradients_that_a_forward_sums_and_stores(cpu_mesh, hooks, saved):
         return jax.lax.psum(op(w, x), "data")
 
     f = jax.shard_map(total, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P())
-    with pytest.raises(errors.CotangentError, match="a residual that the forward summed over"):
+    with raises(errors.CotangentError, problem="undecided"):
         jax.jit(jax.grad(f))(np.ones(4, np.float32), X)
 
 
@@ -403,9 +402,7 @@ def test_a_run_state_whose_result_varies_is_refused_as_replicated(cpu_mesh, hook
         return pl.run_state(copies)((x, jnp.zeros(BLOCK)))[1]
 
     f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
-    with pytest.raises(
-        ValueError, match=re.escape("only varying across mesh axes {} and not {data}")
-    ):
+    with wrong_out_specs():
         jax.eval_shape(f, X)
 
 

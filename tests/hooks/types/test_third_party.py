@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import raising
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
@@ -79,7 +80,7 @@ def test_a_triton_kernel_without_rule_is_refused(scale, gpu_mesh, hooks):
 def test_a_triton_kernel_is_typed_by_its_rule(scale, gpu_mesh, hooks):
     sr.register("multiply_kernel", sr.no_communication)
     args = structs(gpu_mesh, "float32", *XW)
-    with pytest.raises(ValueError, match="can't be statically inferred"):
+    with raising.not_inferred():
         jax.eval_shape(sharded(scale, gpu_mesh, out_specs=P()), *args)
     explanation = sr.explain(gradient(sharded(scale, gpu_mesh)), *args)
     calls = [call for call in explanation.calls if call.kernel == "multiply_kernel"]
@@ -156,7 +157,7 @@ def test_cudnn_attention_is_as_jax_types_it_where_that_is_right(cpu_mesh, attent
 def test_cudnn_attention_of_a_replicated_q_varies_as_k_does(cpu_mesh, attention, inputs):
     f, args = attend(attention, cpu_mesh, inputs, out_specs=P())
     jax.eval_shape(f, *args)  # plain JAX accepts varying data as replicated
-    with sr.install(), pytest.raises(ValueError, match="can't be statically inferred"):
+    with sr.install(), raising.not_inferred():
         jax.eval_shape(f, *args)
 
 

@@ -294,7 +294,7 @@ def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> Unkn
 def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the lines to type that give a call a rule."""
     blockers = () if audit is None else audit.blockers
-    shown = [blocker.axes for blocker in blockers if blocker.communicates]
+    shown = [blocker.axes for blocker in blockers if blocker.contradicts_no_communication]
     named = tuple(dict.fromkeys(axis for group in shown for axis in group if axis in axes))
     return suggestions.lines(
         call.name,

@@ -80,7 +80,7 @@ def accumulated(site: Site) -> Hint | None:
 
 
 def _are_apart(program: Program) -> bool:
-    """Tell whether no example needs another in a loop: what a trip reduces, none reads."""
+    """Return whether no example needs another in a loop: no trip reads what one reduces."""
     # A squared mean over the batch, a batch norm, a mask: each reads what it reduces there.
     reads = program.remembered(unread)
     return all(

@@ -28,11 +28,11 @@ def find(
       spans: of computations that repeat no other; a repetition has no unknown attributes.
       computations: all of them.
     """
-    strange: dict[int, str] = {}
+    by_offset: dict[int, str] = {}
     keys = itertools.chain.from_iterable(_KEY.findall(text, *span) for span in spans)
     unknown = {*keys} - attributes.KNOWN
     if not unknown:
-        return strange
+        return by_offset
     pattern = re.compile(rf",\s*+({'|'.join(map(re.escape, unknown))})\s*+=")
     own = [
         computation for computation in computations.values() if computation.original is computation
@@ -56,8 +56,8 @@ def find(
                 read = place
                 names = {value: name for name, value, _ in instructions[place].attributes()}
             if attributes.skip(text, key.end()) in names:
-                strange[starts[place]] = key[1]
-    return strange
+                by_offset[starts[place]] = key[1]
+    return by_offset
 
 
 def _in_string(text: str, start: int, position: int) -> bool:

@@ -58,7 +58,8 @@ ARROWS = {
     ),
     "hooks.processes": set("arguments door errors registry hooks.install unchecked.hooks".split()),
     # What becomes of shard_maps whose check is off, from what is seen of one to the patch.
-    "unchecked.python_state": set(),
+    "unchecked.code": set(),
+    "unchecked.python_state": {"unchecked.code"},
     "unchecked.retrace": {"door", "jaxprs", "errors", "unchecked.python_state"},
     "unchecked.sites": {"unchecked.retrace"},
     "unchecked.hooks": set(

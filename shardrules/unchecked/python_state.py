@@ -11,7 +11,6 @@ import _thread
 import array
 import collections
 import contextvars
-import dis
 import functools
 import io
 import itertools
@@ -23,6 +22,8 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+
+from shardrules.unchecked import code
 
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 1 << 28  # of arrays
@@ -163,7 +164,7 @@ class Kept:
             self._instance(value, name)
 
     def _function(self, function: types.FunctionType) -> None:
-        names, variables = _names(function.__code__), function.__globals__
+        names, variables = code.names(function.__code__), function.__globals__
         self._named |= names
         self._add_items(zip(function.__code__.co_freevars, function.__closure__ or ()))
         self._add((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
@@ -171,7 +172,7 @@ class Kept:
         self._module(variables, names)
         held = map(_contents, function.__closure__ or ())
         modules = [value for value in held if issubclass(type(value), types.ModuleType)]
-        used = names - {"random"} if _draws_from_jax(function.__code__, variables) else names
+        used = names - {"random"} if code.draws_from_jax(function.__code__, variables) else names
         modules += [variables[name] for name in used & variables.keys()]
         # A function of the body's own package may import others when it is called; those of other
         # packages do so to print, mostly.
@@ -183,7 +184,7 @@ class Kept:
         for module in modules:
             if issubclass(type(module), types.ModuleType):
                 self._inside(module, names)
-                self._draws |= _draws(function.__code__, module)
+                self._draws |= code.draws(function.__code__, module)
 
     def _inside(self, module: types.ModuleType, names: set[str]) -> None:
         """Keep the variables that code names in a module, and in modules inside of it."""
@@ -306,54 +307,10 @@ def _is_others(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _OTHERS
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """Return the names that code and the functions in it use."""
-    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(code.co_freevars, *inner)
-
-
 def _is_stuck(kind: type) -> bool:
     """Whether an object of this type is an iterator or a queue; files are read on."""
     iterators = collections.abc.Iterator, queue.SimpleQueue, queue.Queue
     return issubclass(kind, iterators) and not hasattr(kind, "fileno")
-
-
-def _draws(code: types.CodeType, module: types.ModuleType) -> bool:
-    """Whether code that uses a module may draw from the generators of Python or NumPy."""
-    if module.__name__ in ("random", "numpy.random"):
-        return True
-    if module.__name__ != "numpy" or "random" not in _names(code):
-        return False
-    return any(
-        then.argval == "random" and first.argval in ("np", "numpy") for first, then in _pairs(code)
-    )
-
-
-def _draws_from_jax(code: types.CodeType, variables: dict[str, Any]) -> bool:
-    """Whether each ``random`` in code is jax.random, whose keys are the program's own."""
-
-    def is_jax_s(value: Any) -> bool:
-        name = value.__name__ if issubclass(type(value), types.ModuleType) else ""
-        return name.partition(".")[0] == "jax"
-
-    for first, then in _pairs(code):
-        if then.argval != "random" or then.opname == "LOAD_CONST":
-            continue
-        read = then if then.opname in _GLOBAL else first if then.opname in _ATTRIBUTE else None
-        if read is None or read.opname not in _GLOBAL or not is_jax_s(variables.get(read.argval)):
-            return False
-    return True
-
-
-_GLOBAL, _ATTRIBUTE = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
-
-
-def _pairs(code: types.CodeType) -> Iterator[tuple[dis.Instruction, dis.Instruction]]:
-    """Yield the neighbours among the instructions of code and of the functions in it."""
-    yield from itertools.pairwise(dis.get_instructions(code))
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _pairs(const)
 
 
 def _slots(kind: type) -> Iterable[str]:

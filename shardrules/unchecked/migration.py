@@ -58,8 +58,12 @@ _GRADIENTS_REMAIN = (
     "before and after",
 )
 _WHOLE_COTANGENTS = (
-    "  (a bwd or a transpose then gets the sum over the devices where it gets one device's share "
-    "now: compare gradients, or pass it shardrules.vary(x, axes), which keeps the shares)"
+    "  with the check on, a bwd or a transpose gets the cotangent summed over the devices, where "
+    "it gets one device's share now. If it is linear in the cotangent (twice as much in gives "
+    "twice as much out), the gradient is the same: switch it on by hand, with "
+    "shardrules.install() where the program starts, and compare the gradients of a step. If not, "
+    "as where it clips, leave the check off, or call the function with shardrules.vary(x, axes), "
+    "which keeps each device's share"
 )
 
 

@@ -108,9 +108,12 @@ def of_averages(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
     )
     if not any(_OWN_GRADIENT.fullmatch(name) for name in names):
         return ""
+    # First, and not as an afterthought to dropping it: the gradients are wrong.
     return (
-        "; if it averages gradients that the body takes itself, with its check on these are the "
-        f"sum over the devices already: divide them by {collective.group_size}"
+        "if it averages gradients that the body takes itself, they come out "
+        f"{collective.group_size} times too large: with the check on they are the sum over the "
+        f"devices already, which a mean leaves as it is; divide them by {collective.group_size} in "
+        "its place. Else "
     )
 
 

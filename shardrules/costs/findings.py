@@ -69,7 +69,7 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
             )
         times = multiplied.times(verdict)
         change = change or (too_large(verdict, times) if times > 1 else advice(verdict))
-        change += of_averages(verdict, judgement)
+        change = of_averages(verdict, judgement) + change
         found.append(Finding(kind, entry, change))
     return found
 

@@ -179,10 +179,17 @@ def _details(row: SiteRow) -> list[str]:
         )
     for error in dict.fromkeys(c.error for c in calls if c.error and not c.outputs):
         lines += [f"  {line}" for line in error.splitlines()]
+    if row.verdict == LIMIT:
+        lines.append(
+            "  (a change that this asks for is right with the check on alone: make it when "
+            "you remove check_vma=False)"
+        )
     lines += [f"  {text}" for text in dict.fromkeys(a for c in calls for a in c.annotations)]
     doubts = dict.fromkeys(doubt for call in calls for doubt in call.doubts)
     if any(call.takes_gradients for call in calls):
-        lines += _GRADIENTS_CHANGE if COMPUTES_ELSE in doubts else _GRADIENTS_REMAIN
+        # Where something else stands in the way, the operations were not compared.
+        same = row.verdict == GRADIENTS and COMPUTES_ELSE not in doubts
+        lines += _GRADIENTS_REMAIN if same else _GRADIENTS_CHANGE
         doubts.pop(COMPUTES_ELSE, None)  # the lines above say what
     lines += [f"  {doubt}" for doubt in doubts]
     if UNSTEADY in doubts:

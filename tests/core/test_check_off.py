@@ -348,7 +348,7 @@ def test_what_goes_wrong_in_the_look_is_not_the_programs(cpu_mesh, monkeypatch):
     monkeypatch.setattr(unchecked_hooks._Unchecked, "look", broken)
     with looking() as found:
         off(lambda x: 2 * x, cpu_mesh, P("data"), P("data"))(X)
-    assert one(found).verdict == migration.LIMIT
+    assert one(found).verdict == migration.BLIND
     assert found[0].error == "it can't be looked at: broken"
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
     from shardrules.watching.programs import watch as watch
 
 # The version is written here and nowhere else; setup.cfg reads it from this file.
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # From modules to their public names.
 _NAMES = {

@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import math
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules.costs.worth import Switched
     from shardrules.report import several
     from shardrules.watching.profiles.shown import Profile
-    from shardrules.watching.runs import Runs
+    from shardrules.watching.runs import RunRecord, Runs
 
 _DID_NOT_RUN = "it did not run while the steps were recorded"
 _UNTIMED = (
@@ -44,8 +45,10 @@ class WatchedProgram:
         self.count = 1  # of programs that share this text, from several jits for example
         self.same_text: list[WatchedProgram] = []  # the others of these
         self._traced, self._owner = traced, owner
-        self._record = owner.runs.follow(executable, traced.definition) if owner.runs else None
-        # The executable itself is not kept.
+        self._record: RunRecord | None = None
+        # JAX's executables of it, which are not kept.
+        self._executables: list[weakref.ref[Any]] = []
+        self.runs_as(executable)
         self._placements = compiled.Placements(executable)
         self._module, self._failure = None, ""
         try:
@@ -53,6 +56,17 @@ class WatchedProgram:
             self.name = str(self._module.name)
         except Exception as error:  # the backend's C API may raise anything; or there are several  # noqa: BLE001
             self._failure = first_line(error)
+
+    def runs_as(self, executable: Any) -> None:
+        """Follow an executable of JAX that runs this program."""
+        self._executables.append(weakref.ref(executable))
+        if self._owner.runs:
+            definition = self._traced.definition
+            self._record = self._owner.runs.follow(executable, definition, self._record)
+
+    def is_loaded(self, loaded: Any) -> bool:
+        """Tell whether this is what XLA compiled, by ``compiled.loaded``."""
+        return any(compiled.loaded(executable()) is loaded for executable in self._executables)
 
     @property
     def text(self) -> str:
@@ -173,7 +187,6 @@ class WatchedProgram:
         runs, record = self._owner.runs, self._record
         if runs is None or record is None:
             return {}
-        # JAX compiles one program for each way in which its shardings are written.
         same = [p for p in self._owner if p._record and p.name == self.name]
         text = self.text if len(same) > 1 else ""
         records = (p._record for p in same if p is self or p.text == text)
@@ -221,6 +234,7 @@ class Watched:
 
     def __post_init__(self) -> None:
         self._programs: list[WatchedProgram] = []
+        self._by_loaded: dict[int, WatchedProgram] = {}  # by the id of what XLA compiled
         self._above_check_off: list[str] = []  # sentences about gradients
         self._stop: Callable[[], None] | None = None
         self._kept = contextlib.ExitStack()
@@ -231,11 +245,7 @@ class Watched:
             raise ShardrulesError("this watch is on already; make another one with watch()")
         self._has_begun = True
         self._kept.enter_context(check_off.kept())
-        self._stop = compiling.start(
-            lambda executable, traced: self._programs.append(
-                WatchedProgram(executable, traced, self, self.where())
-            )
-        )
+        self._stop = compiling.start(self._note)
         cast_listeners.append(self._above_check_off.append)
         return self
 
@@ -245,6 +255,16 @@ class Watched:
             self._stop()
             self._stop = None
             self._kept.close()
+
+    def _note(self, executable: Any, traced: compiling.Traced) -> None:
+        loaded = compiled.loaded(executable)
+        known = self._by_loaded.get(id(loaded))
+        if known is not None and known.is_loaded(loaded):
+            known.runs_as(executable)
+            return
+        program = WatchedProgram(executable, traced, self, self.where())
+        self._by_loaded[id(loaded)] = program
+        self._programs.append(program)
 
     def __iter__(self) -> Iterator[WatchedProgram]:
         return iter(tuple(self._programs))

@@ -218,6 +218,17 @@ def test_why_a_program_was_compiled_again_is_said(cpu_mesh):
     assert "was compiled 2 times for arguments of the same shapes and shardings" in note
 
 
+def test_what_jax_only_lowers_again_was_compiled_once(cpu_mesh):
+    """P() is another key than P(None, None) to jit, and XLA's program is the same."""
+    step = jax.jit(lambda x: jax.lax.with_sharding_constraint(x.T, NamedSharding(cpu_mesh, P())))
+    with shardrules.watch() as seen:
+        for spec in (P("data"), P("data", None), P("data"), P("model")):
+            step(jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, spec)))
+    assert len([p for p in seen if "lambda" in p.name]) == 2
+    (note,) = [note for note in seen.judged().notes if "compiled 2 times" in note]
+    assert "argument 0 is " in note and "same shapes" not in note
+
+
 def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):
     """Another constant makes another text; a loop of random bits alone makes no row."""
     x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))

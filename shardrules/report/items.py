@@ -54,15 +54,17 @@ def change(group: Group) -> object:
     """Give what groups have in common that are followed together; of others, themselves.
 
     Unproven collectives that one flag lets judge; parts of one combined collective, which goes
-    when none of them is left.
+    when none of them is left; what one line asks for, whose advice differs in numbers alone.
     """
     first = group[0]
     if first.kind == "unproven":
         return first.advice or id(group)
-    if first.kind not in _GO_TOGETHER or (isinstance(first, Finding) and first.hint is None):
+    advice, collective = re.sub(r"\d+", "", first.advice), first.verdict.collective
+    if isinstance(first, Finding) and first.hint is None:
         return id(group)
-    collective = first.verdict.collective
-    return first.kind, collective.computation, collective.name, re.sub(r"\d+", "", first.advice)
+    if first.kind in _GO_TOGETHER:
+        return first.kind, collective.computation, collective.name, advice
+    return (first.kind, first.entry.place, advice) if first.entry.source else id(group)
 
 
 def flat(groups: Iterable[Group]) -> list[Finding | Hint]:

@@ -23,6 +23,7 @@ from shardrules.watching import compiling
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
+    from shardrules.costs.accounts import Account
     from shardrules.costs.timings import Timings
     from shardrules.costs.worth import Switched
     from shardrules.report import several
@@ -46,8 +47,7 @@ class WatchedProgram:
         self.same_text: list[WatchedProgram] = []  # the others of these
         self._traced, self._owner = traced, owner
         self._record: RunRecord | None = None
-        # JAX's executables of it, which are not kept.
-        self._executables: list[weakref.ref[Any]] = []
+        self._executables: list[weakref.ref[Any]] = []  # JAX's of it
         self.runs_as(executable)
         self._placements = compiled.Placements(executable)
         self._module, self._failure = None, ""
@@ -60,9 +60,8 @@ class WatchedProgram:
     def runs_as(self, executable: Any) -> None:
         """Follow an executable of JAX that runs this program."""
         self._executables.append(weakref.ref(executable))
-        if self._owner.runs:
-            definition = self._traced.definition
-            self._record = self._owner.runs.follow(executable, definition, self._record)
+        if runs := self._owner.runs:
+            self._record = runs.follow(executable, self._traced.definition, self._record)
 
     def is_loaded(self, loaded: Any) -> bool:
         """Tell whether this is what XLA compiled, by ``compiled.loaded``."""
@@ -80,9 +79,8 @@ class WatchedProgram:
         from shardrules import hlo, program
 
         module = hlo.parse(self.text, name=self.name)
-        # The shardings of arguments and results name the mesh, else the shard_maps do.
         mesh = self._placements.mesh()
-        if mesh is None:
+        if mesh is None:  # no sharding of an argument or result names it: the shard_maps do
             shapes = {tuple(dict(mesh.shape).items()) for mesh in self._traced.meshes}
             mesh = dict(shapes.pop()) if len(shapes) == 1 else {}
         device_count = (module.num_partitions or 1) * (module.replica_count or 1)
@@ -229,8 +227,7 @@ class Watched:
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
     runs: Runs | None = None  # what follows the programs' runs
     script: str = "SCRIPT"  # what runs, as it was typed
-    # what a profile measured, by a program's computations
-    timings: dict[str, Timings] = dataclasses.field(default_factory=dict)
+    timings: dict[str, Timings] = dataclasses.field(default_factory=dict)  # by computations
 
     def __post_init__(self) -> None:
         self._programs: list[WatchedProgram] = []
@@ -261,10 +258,10 @@ class Watched:
         known = self._by_loaded.get(id(loaded))
         if known is not None and known.is_loaded(loaded):
             known.runs_as(executable)
-            return
-        program = WatchedProgram(executable, traced, self, self.where())
-        self._by_loaded[id(loaded)] = program
-        self._programs.append(program)
+        else:
+            program = WatchedProgram(executable, traced, self, self.where())
+            self._by_loaded[id(loaded)] = program
+            self._programs.append(program)
 
     def __iter__(self) -> Iterator[WatchedProgram]:
         return iter(tuple(self._programs))
@@ -370,7 +367,7 @@ class Watched:
     ) -> Iterator[str]:
         """Name each program with collectives that the profile has no event of."""
         timed = {program.name for text, program in watched.items() if text in self.timings}
-        said = {*untimed}  # why these have no times is said already
+        said = {*untimed}  # these have their reason
         for text, program in watched.items():
             name = program.name
             if text in self.timings or name in said:
@@ -421,15 +418,22 @@ class Watched:
 
 
 def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
-    """Say of savings on CPU that they are those of CPU."""
-    saving = [p for p in programs if p.content.worth and p.runs_on_cpu]
-    if saving:
-        timed = any(program.content.timings for program in saving)
+    """Say of savings on CPU, and of needed all-reduces, that they are those of CPU."""
+    on_cpu = [program.content for program in programs if program.runs_on_cpu]
+    if any(content.worth or _is_reduced(content.account) for content in on_cpu):
+        timed = any(content.timings for content in on_cpu)
         yield (
-            "compiled for CPU: for TPU or GPU, XLA merges, moves and drops collectives otherwise, "
-            "so that what can be saved there may differ (`python -m shardrules.aot` prints how to "
-            f"install their compilers here){'; times on CPU say nothing of theirs' * timed}"
+            "compiled for CPU: for TPU or GPU, XLA makes reduce-scatters of some all-reduces, and "
+            "merges, moves and drops collectives otherwise, so that there less or more may be "
+            "needed, and saved (`python -m shardrules.aot` prints how to install their compilers "
+            f"here){'; times on CPU say nothing of theirs' * timed}"
         )
+
+
+def _is_reduced(account: Account) -> bool:
+    """Tell whether needed all-reduces are a tenth of what a program sends, or more."""
+    needed = account.by("kind", "verdict").get(("all-reduce", "needed"))
+    return needed is not None and needed.wire_bytes >= account.total.wire_bytes / 10
 
 
 def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:

@@ -41,7 +41,7 @@ def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh, monkeypatch):
     assert [v.collective.axes for v in one.judgement.redundant] == [("model",)]
     assert not seen.clean and "1 redundant" in str(seen)
     (note,) = seen.judged().notes
-    assert note.startswith("compiled for CPU: for TPU or GPU, XLA merges, moves and drops")
+    assert note.startswith("compiled for CPU: for TPU or GPU, XLA makes reduce-scatters of some")
     for shown in (seen, one):  # in a notebook
         frame = shown._repr_html_()
         assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;') and frame.count("<") == 2
@@ -229,6 +229,15 @@ def test_what_jax_only_lowers_again_was_compiled_once(cpu_mesh):
     assert "argument 0 is " in note and "same shapes" not in note
 
 
+def test_needed_all_reduces_on_cpu_are_said_to_be_cpus(cpu_mesh):
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
+    for f, is_said in ((jnp.sum, True), (lambda x: jnp.roll(x, 1, 0), False)):
+        with shardrules.watch() as seen:
+            jax.jit(f)(x)
+        assert seen.clean and any(len(p.judgement.verdicts) for p in seen)
+        assert ("compiled for CPU: " in str(seen)) == is_said
+
+
 def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):
     """Another constant makes another text; a loop of random bits alone makes no row."""
     x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
@@ -342,3 +351,25 @@ def test_run_waits_until_the_script_imports_jax(tmp_path):
 def test_a_watch_that_has_not_begun_says_so():
     with pytest.raises(shardrules.ShardrulesError, match="has not begun.*`with shardrules.watch"):
         str(shardrules.watch())
+
+
+def test_what_one_line_asks_for_is_one_item(cpu_mesh):
+    """Whose advice differs in numbers alone; two lines are two."""
+    place = lambda *shape: jax.device_put(  # noqa: E731
+        np.ones(shape, np.float32), NamedSharding(cpu_mesh, P("data", "model"))
+    )
+    trees = [place(64, 32), place(32, 16)]
+
+    def one(x, y):
+        return sum(jnp.vdot(a, a) for a in (x, y))
+
+    def two(x, y):
+        return jnp.vdot(x, x) + (
+            jnp.vdot(y, y)  # a line of its own
+        )
+
+    for f, count in ((one, 1), (two, 2)):
+        with shardrules.watch() as seen:
+            jax.jit(f)(*trees)
+        text = str(seen)
+        assert text.count("\n    to do: its result is only reduced to one number") == count, text

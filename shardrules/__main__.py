@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("shardrules: not installed, and needed: numpy; pip install numpy", file=sys.stderr)
         return UNUSABLE
     except (ShardrulesError, OSError) as error:
-        print(f"shardrules: {error}", file=sys.stderr)
+        flags.say(str(error))
         return UNUSABLE
     except KeyboardInterrupt:  # run and migrate report a script's own interrupt as Python does
         print("shardrules: interrupted", file=sys.stderr)

@@ -151,6 +151,16 @@ class Found:
     clean = True
 
 
+def test_what_can_not_be_run_is_said_in_lines_that_fit(capsys, monkeypatch):
+    from shardrules import __main__ as command_line
+
+    monkeypatch.setenv("COLUMNS", "80")
+    for args in (["run", "a.ipynb"], ["rnn", "a.py"], ["run", "--profle", "3", "a.py"]):
+        assert command_line.main(args) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert max(map(len, lines)) <= 80 and len(lines) > 1
+
+
 @pytest.mark.parametrize(
     "values, code",
     [({}, 0), ({"findings": 1, "clean": False}, 1), ({"clean": False}, 2), ({"unused": "x"}, 1)],

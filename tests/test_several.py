@@ -27,6 +27,12 @@ def found():
     )
 
 
+def test_programs_of_which_none_has_a_collective_are_not_more():
+    none = report.content(hlo.judge(hlo.parse(T.module(T.parameter(T.BOTH)))), title="jit_f")
+    text = report.plain(several.gather([none], [2]))
+    assert "(2 programs have no collective)\n" in text
+
+
 def test_the_costliest_first_and_what_has_no_collective_in_one_line(found):
     text = report.plain(found)
     assert text.startswith(

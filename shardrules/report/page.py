@@ -36,8 +36,16 @@ _OPEN = 6  # items of a list up to which all are unfolded
 _SITES = 20  # of a row that are listed
 _AROUND = 2  # lines above and below one that is shown
 _LARGEST = 1 << 20  # bytes of a source file that is read
+_UNTIMED = ("share", "exposed")  # and these where times are measured
 # Columns of the table of collectives that a narrow screen shows in the unfolded row only.
 _HIDDEN = ("sites", "runs", "bytes", "wire bytes", "est. a run", "bandwidth", "source")
+_OF_PROGRAMS = (
+    "times",
+    "devices",
+    "collectives",
+    "runs",
+    "other",
+)  # those of the table of programs
 _LEAST = _HIDDEN[:-1]  # of these, which a wide screen shows there too where times are measured
 
 
@@ -70,8 +78,10 @@ def page(content: Content | Several) -> str:
         about = f"~{units.duration(avoidable.seconds)} of ~{units.duration(cost.seconds)}"
         figures.insert(1, (f"of communication, {content.target.name}", about))
     if content.timings is not None:
-        measured = content.measured.removeprefix("avoidable: ").replace(" a step", "")
-        figures.insert(0, ("avoidable a step, measured", measured))
+        step, saved = content.timings.step_seconds, avoidable.exposed_seconds
+        on = " on CPU" if "CPU" in content.timings.device else ""
+        about = f"avoidable of {milliseconds(step)} a step, measured{on}"
+        figures.insert(0, (about, f"{milliseconds(saved)}, {percent(saved, step)}"))
     body = [
         *map(_section, changes),
         *(_pictures(content) if content.account.entries else [dim("No collectives.")]),
@@ -362,15 +372,17 @@ def _section(block: Block) -> str:
         return titled(block.title, f'<ul class="remarks">{"".join(items)}{rest}</ul>')
     if not block.rows:
         return dim(block.note) if block.note else ""
-    rows = ("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)
     name = block.title or "programs"
-    table = html_table(name, dict.fromkeys(block.columns, ""), rows)
+    least = () if block.title else _OF_PROGRAMS
+    columns = {column: "less" if column in least else "" for column in block.columns}
+    rows = (f"<tr>{''.join(map(_cell, row, columns.values()))}</tr>" for row in block.rows)
+    table = html_table(name, columns, rows)
     return titled(block.title, wide(name, table), dim(*block.notes))
 
 
-def _cell(cell: object) -> str:
+def _cell(cell: object, classes: str) -> str:
     shown = "?" if cell is None else f"{cell:,}" if type(cell) is int else here(str(cell))
-    return f"<td>{escaped(shown)}</td>"
+    return f"<td{_class(classes)}>{escaped(shown)}</td>"
 
 
 def _item(item: Item, is_open: bool) -> str:
@@ -411,6 +423,7 @@ def _table(content: Content) -> str:
 def _classes(cell: TableCell) -> str:
     classes = {"n": cell.key is not None, "less": cell.column in _HIDDEN}
     classes["least"] = cell.column in _LEAST
+    classes["untimed"] = cell.column in _UNTIMED
     classes["measured"] = cell.column == "measured, a step"
     return " ".join(name for name, is_so in classes.items() if is_so)
 
@@ -419,7 +432,8 @@ def _row(content: Content, number: int, row: Row, ids: dict[str, str]) -> str:
     first = row.first
     cells = {cell.column: cell for cell in content.cells(row)}
     numbers = [cell for cell in cells.values() if cell.key is not None]
-    hidden = ", ".join(f"{c.column}: {c.text}" for c in numbers if c.column in _HIDDEN)
+    not_shown = _HIDDEN if content.timings is None else (*_HIDDEN, *_UNTIMED)
+    hidden = ", ".join(f"{c.column}: {c.text}" for c in numbers if c.column in not_shown)
     estimated = f", {cells['est. a run'].text} a run" if "est. a run" in cells else ""
     says = (
         f"{first.what}: {first.verdict}, {row.sites} x {size(first.wire_bytes * (first.runs or 1))}"

@@ -125,7 +125,8 @@ class Several:
         if self.of_process:
             note += "; times: how many compiled programs have the same report"
         rest = sum(self.counts) - sum(count for _, count in self.shown)
-        more = f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
+        noun = f"{'more ' if rows else ''}{'programs have' if rest > 1 else 'program has'}"
+        more = f"{rest} {noun} no collective"
         alone = self.of_process and {c.account.device_count for c in self.contents} == {1}
         notes = [note if rows else "", more if rest else "", _ALONE if alone else "", *self.notes]
         columns = tuple(rows[0]) if rows else ()

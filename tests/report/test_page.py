@@ -7,8 +7,8 @@ import re
 import pytest
 from hlo import text as T
 
-from shardrules import hlo, report
-from shardrules.costs import comparing
+from shardrules import hlo, report, units
+from shardrules.costs import comparing, timings
 from shardrules.report import drawn, several, treemap
 
 FILES = {
@@ -354,6 +354,40 @@ def test_of_many_findings_the_first_is_open_and_most_are_folded():
     findings = page.partition("Findings</h2>")[2].partition("</section>")[0]
     assert findings.count("<details open>") == 1 and "<summary>30 more</summary>" in findings
     assert findings.index("<details open>") < findings.index("a.py:1<")
+
+
+def classes(page, column):
+    """Give the CSS classes of a column's heading."""
+    buttons = [b for b in Tree(page).all("button", type="button") if b["text"] == column]
+    (heading,) = buttons and re.findall(rf'<th scope="col"([^>]*)><button[^>]*>{column}<', page)
+    return re.findall(r"[a-z]+", heading.removeprefix(" class="))
+
+
+def test_a_narrow_screen_shows_what_can_be_avoided_first():
+    """Not a count of devices, which would push it out of sight."""
+    whole = report.page(several.gather([content(program(30), title="jit_step")], [1]))
+    table = whole[whole.index("<table>") : whole.index("</table>")]
+    heads = {e["text"]: e.get("class", "") for e in Tree(table + "</table>").all("th")}
+    shown = [column for column, kind in heads.items() if kind != "less"]
+    assert shown == ["program", "wire bytes", "avoidable", "findings"]
+    cells = [e.get("class", "") for e in Tree(table + "</table>").all("td")]
+    assert cells == list(heads.values())
+
+
+def test_a_measured_page_has_a_short_tile_and_three_columns_on_a_narrow_screen():
+    judgement = hlo.judge(hlo.parse(program(2)), mesh=T.MESH)
+    each = timings.Timing(2.5e-3, 2e-3, 2.5e-3, 1, "a", "b")
+    measured = timings.Timings(0.05, (each,) * len(judgement.verdicts), "/host:CPU")
+    timed = report.content(judgement, title="step.hlo", timings=measured)
+    page = report.page(timed)
+    first = Tree(page).all("b")[0]["text"], Tree(page).all("li")[0]["text"]
+    assert first[1] == "avoidable of 50 ms a step, measured on CPU"
+    saved = timed.avoidable.exposed_seconds
+    assert first[0] == f"{units.milliseconds(saved)}, {units.percent(saved, 0.05)}"
+    assert "untimed" in classes(page, "share") and "untimed" in classes(page, "exposed")
+    assert "untimed" not in classes(page, "measured, a step")
+    narrow = [p["text"] for p in Tree(page).all("p", class_="narrow")]
+    assert narrow and all("share: " in text and "exposed: " in text for text in narrow)
 
 
 def test_a_mesh_of_one_axis_is_one_row():

@@ -361,12 +361,11 @@ def test_what_one_line_asks_for_is_one_item(cpu_mesh):
     trees = [place(64, 32), place(32, 16)]
 
     def one(x, y):
-        return sum(jnp.vdot(a, a) for a in (x, y))
+        return sum(jnp.vdot(a, a) for a in (jnp.tanh(x), jnp.tanh(y)))
 
     def two(x, y):
-        return jnp.vdot(x, x) + (
-            jnp.vdot(y, y)  # a line of its own
-        )
+        total = jnp.vdot(jnp.tanh(x), jnp.tanh(x))
+        return total + jnp.vdot(jnp.tanh(y), jnp.tanh(y))
 
     for f, count in ((one, 1), (two, 2)):
         with shardrules.watch() as seen:

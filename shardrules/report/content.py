@@ -33,8 +33,8 @@ _NOTE = (
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
     "runs at all sites, shared by bytes among the operands of one collective, blank if it ran in "
-    "fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); exposed: "
-    "the part of it in which that device ran nothing else; bandwidth: wire bytes over that time"
+    "fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
+    "exposed: the part of it in which that device ran nothing else; bandwidth: wire bytes over that time"
 )
 _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "

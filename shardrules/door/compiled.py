@@ -414,6 +414,18 @@ def program_name(executable: Any) -> str:
         return "a program"
 
 
+def loaded(executable: Any) -> Any:
+    """Return what XLA compiled, or the executable itself without it.
+
+    JAX lowers again where a sharding is written otherwise, as P() for P(None), or where its caches
+    forgot; several of its executables then share what was compiled once.
+    """
+    try:
+        return executable.xla_executable
+    except Exception:  # whatever the backend's C API reports  # noqa: BLE001
+        return executable
+
+
 def local_device_count(executable: Any) -> int:
     """Count the devices of this process on which an executable runs; 0 where nothing says it."""
     try:

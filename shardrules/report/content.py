@@ -32,9 +32,9 @@ _NOTE = (
 )
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
-    "runs at all sites, shared by bytes among the operands of one collective; exposed: the part of "
-    "it in which that device ran nothing else; "
-    "bandwidth: wire bytes over the measured time"
+    "runs at all sites, shared by bytes among the operands of one collective, blank if it ran in "
+    "fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
+    "exposed: the part of it in which that device ran nothing else; bandwidth: wire bytes over that time"
 )
 _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
@@ -171,8 +171,10 @@ class Content:
         return _sum(w for w in self._worths() if not w.is_sure)._replace(is_sure=False)
 
     def _worths(self) -> Iterable[Worth]:
-        changes: list[Finding | Hint] = [*self.findings, *self.hints]
-        return map(self.ledger.worth, changes)
+        return map(self.ledger.worth, self._changes())
+
+    def _changes(self) -> list[Finding | Hint]:
+        return [*self.findings, *self.hints]
 
     def _share(self, worth: Worth) -> str:
         """Write whether a worth is of one trip, and its share of the bytes and of the times."""
@@ -227,7 +229,13 @@ class Content:
         if self.timings is None:
             return ""
         avoidable, step = self.avoidable.exposed_seconds, self.timings.step_seconds
-        return grouping.of_step(avoidable, step, self.timings.device)
+        return grouping.of_step(avoidable, step, self.timings.device, self.staying_bytes)
+
+    @property
+    def staying_bytes(self) -> int:
+        """Count the bytes that can be avoided in collectives that a profile has times of."""
+        timed = (c for c in self._changes() if self.ledger.exposed_seconds([c]))
+        return sum(worth.bytes for worth in map(self.ledger.worth, timed) if worth.is_sure)
 
     @property
     def headline(self) -> str:
@@ -261,14 +269,8 @@ class Content:
             shown += f", no collectives{self._unseen(devices)}"
         stage = "" if self.judgement.is_compiled else _NOT_COMPILED
         missing = "a reduction seems to be missing" if self.differing else ""
-        parts = (
-            stage,
-            missing,
-            self.worth,
-            shown,
-            self.kinds,
-            self.costliest or ("" if self.kinds else self.spent),
-        )
+        last = self.costliest or ("" if self.kinds else self.spent)
+        parts = (stage, missing, self.worth, shown, self.kinds, last)
         return "; ".join(filter(None, parts))
 
     def _unseen(self, devices: int) -> str:
@@ -320,9 +322,11 @@ class Content:
         timing = timings.together(row.numbers)
         if timing is None:
             return [TableCell(name, "?", 0.0) for name in (took, exposed, bandwidth)]
+        if not timing.seconds:
+            return [TableCell(name, "", 0.0) for name in (took, exposed, bandwidth)]
         pairs = [(entry, timings.of[entry.number]) for entry in row.entries]
         sent = sum(entry.wire_bytes * each.runs for entry, each in pairs if each)
-        speed = sent / timing.seconds if timing.seconds else 0.0
+        speed = sent / timing.seconds
         return [
             TableCell(took, units.milliseconds(timing.seconds) + spread(timing), timing.seconds),
             TableCell(exposed, units.milliseconds(timing.exposed_seconds), timing.exposed_seconds),

@@ -22,16 +22,20 @@ def sent(total: accounts.Totals) -> str:
     return size(total.wire_bytes) + (f" and {a_trip}" if total.unknown else "")
 
 
-def of_step(avoidable_seconds: float, step_seconds: float, device: str) -> str:
+def of_step(avoidable_seconds: float, step_seconds: float, device: str, staying: int = 0) -> str:
     """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``.
 
     Args:
       avoidable_seconds: the median over the steps.
       step_seconds: the median step.
       device: the name of one that was measured.
+      staying: bytes that can be avoided and save no time, since their round trips stay.
     """
     of = f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step"
-    share = f" ({avoidable_seconds / step_seconds:.1%})" if step_seconds else ""
+    parts = [f"{avoidable_seconds / step_seconds:.1%}"] if step_seconds else []
+    if staying and not avoidable_seconds:
+        parts.append(f"the {size(staying)} that can be avoided travel in round trips that stay")
+    share = f" ({'; '.join(parts)})" if parts else ""
     # Eight devices on a few cores wait for each other, and what they send is a copy in memory.
     return f"{of}{share}{', on CPU, unlike TPU or GPU' if 'CPU' in device else ''}"
 
@@ -39,6 +43,8 @@ def of_step(avoidable_seconds: float, step_seconds: float, device: str) -> str:
 def took(timing: Timing | None, step_seconds: float) -> str:
     if timing is None:
         return "not measured: the profile has no event of it"
+    if not timing.seconds:
+        return "in fewer than half of the steps"
     share = f", {timing.seconds / step_seconds:.1%} of it" if step_seconds else ""
     exposed = milliseconds(timing.exposed_seconds)
     return f"{milliseconds(timing.seconds)} a step{share}; {exposed} exposed"

@@ -54,19 +54,24 @@ def changes(group: Group) -> list[object]:
     """List what a group shares with others that are followed together; else only itself.
 
     Unproven collectives share the flag that lets judge them; parts of combined ones share these,
-    which go when none of their parts is left.
+    which go when none of their parts is left; what one line asks for shares its advice, but for
+    numbers.
     """
     first = group[0]
     if first.kind == "unproven":
         return [first.advice or id(group)]
-    if first.kind not in _GO_TOGETHER or (isinstance(first, Finding) and first.hint is None):
+    if isinstance(first, Finding) and first.hint is None:
         return [id(group)]
-    collectives = [one.verdict.collective for one in group]
-    return [(collective.computation, collective.name) for collective in collectives]
+    if first.kind in _GO_TOGETHER:
+        collectives = [one.verdict.collective for one in group]
+        return [(collective.computation, collective.name) for collective in collectives]
+    if not first.entry.source:
+        return [id(group)]
+    return [(first.kind, first.entry.place, words(first.advice))]
 
 
 def words(advice: str) -> str:
-    """Give what advice has in common with other advice of other bytes."""
+    """Return what advice has in common with other advice of other bytes."""
     return re.sub(r"\d+", "", advice)
 
 

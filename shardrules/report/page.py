@@ -87,7 +87,8 @@ def page(content: Content | Several) -> str:
         *(_pictures(content) if content.account.entries else [dim("No collectives.")]),
         *(_section(block) for block in others if block.title),
     ]
-    about = content.about.replace(f"{content.worth}; ", "", 1)  # the tiles have that
+    worth = f"{content.worth}; " if content.worth else ""
+    about = content.about.replace(worth, "", 1)  # the tiles have that
     return whole(content.title, [tiles(figures), dim(f"{about}.")], body)
 
 

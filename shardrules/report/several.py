@@ -84,7 +84,8 @@ class Several:
             return ""
         longest = max((c.timings for c in each if c.timings), key=lambda t: t.step_seconds)
         avoidable = sum(c.avoidable.exposed_seconds for c in each)
-        return of_step(avoidable, longest.step_seconds, longest.device)
+        staying = sum(c.staying_bytes for c in each)
+        return of_step(avoidable, longest.step_seconds, longest.device, staying)
 
     @property
     def about(self) -> str:

@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import math
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,12 @@ from shardrules.watching import compiling
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
+    from shardrules.costs.accounts import Account
     from shardrules.costs.timings import Timings
     from shardrules.costs.worth import Switched
     from shardrules.report import several
     from shardrules.watching.profiles.shown import Profile
-    from shardrules.watching.runs import Runs
+    from shardrules.watching.runs import RunRecord, Runs
 
 _DID_NOT_RUN = "it did not run while the steps were recorded"
 _UNTIMED = (
@@ -44,8 +46,9 @@ class WatchedProgram:
         self.count = 1  # of programs that share this text, from several jits for example
         self.same_text: list[WatchedProgram] = []  # the others of these
         self._traced, self._owner = traced, owner
-        self._record = owner.runs.follow(executable, traced.definition) if owner.runs else None
-        # The executable itself is not kept.
+        self._record: RunRecord | None = None
+        self._executables: list[weakref.ref[Any]] = []  # JAX's of it
+        self.runs_as(executable)
         self._placements = compiled.Placements(executable)
         self._module, self._failure = None, ""
         try:
@@ -53,6 +56,16 @@ class WatchedProgram:
             self.name = str(self._module.name)
         except Exception as error:  # the backend's C API may raise anything; or there are several  # noqa: BLE001
             self._failure = first_line(error)
+
+    def runs_as(self, executable: Any) -> None:
+        """Follow an executable of JAX that runs this program."""
+        self._executables.append(weakref.ref(executable))
+        if runs := self._owner.runs:
+            self._record = runs.follow(executable, self._traced.definition, self._record)
+
+    def is_loaded(self, loaded: Any) -> bool:
+        """Tell whether this is what XLA compiled, by ``compiled.loaded``."""
+        return any(compiled.loaded(executable()) is loaded for executable in self._executables)
 
     @property
     def text(self) -> str:
@@ -66,9 +79,8 @@ class WatchedProgram:
         from shardrules import hlo, program
 
         module = hlo.parse(self.text, name=self.name)
-        # The shardings of arguments and results name the mesh, else the shard_maps do.
         mesh = self._placements.mesh()
-        if mesh is None:
+        if mesh is None:  # no sharding of an argument or result names it: the shard_maps do
             shapes = {tuple(dict(mesh.shape).items()) for mesh in self._traced.meshes}
             mesh = dict(shapes.pop()) if len(shapes) == 1 else {}
         device_count = (module.num_partitions or 1) * (module.replica_count or 1)
@@ -179,7 +191,6 @@ class WatchedProgram:
         runs, record = self._owner.runs, self._record
         if runs is None or record is None:
             return {}
-        # JAX compiles one program for each way in which its shardings are written.
         same = [p for p in self._owner if p._record and p.name == self.name]
         text = self.text if len(same) > 1 else ""
         records = (p._record for p in same if p is self or p.text == text)
@@ -222,11 +233,11 @@ class Watched:
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
     runs: Runs | None = None  # what follows the programs' runs
     script: str = "SCRIPT"  # what runs, as it was typed
-    # what a profile measured, by a program's computations
-    timings: dict[str, Timings] = dataclasses.field(default_factory=dict)
+    timings: dict[str, Timings] = dataclasses.field(default_factory=dict)  # by computations
 
     def __post_init__(self) -> None:
         self._programs: list[WatchedProgram] = []
+        self._by_loaded: dict[int, WatchedProgram] = {}  # by the id of what XLA compiled
         self._above_check_off: list[str] = []  # sentences about gradients
         self._stop: Callable[[], None] | None = None
         self._kept = contextlib.ExitStack()
@@ -237,11 +248,7 @@ class Watched:
             raise ShardrulesError("this watch is on already; make another one with watch()")
         self._has_begun = True
         self._kept.enter_context(check_off.kept())
-        self._stop = compiling.start(
-            lambda executable, traced: self._programs.append(
-                WatchedProgram(executable, traced, self, self.where())
-            )
-        )
+        self._stop = compiling.start(self._note)
         cast_listeners.append(self._above_check_off.append)
         return self
 
@@ -251,6 +258,16 @@ class Watched:
             self._stop()
             self._stop = None
             self._kept.close()
+
+    def _note(self, executable: Any, traced: compiling.Traced) -> None:
+        loaded = compiled.loaded(executable)
+        known = self._by_loaded.get(id(loaded))
+        if known is not None and known.is_loaded(loaded):
+            known.runs_as(executable)
+        else:
+            program = WatchedProgram(executable, traced, self, self.where())
+            self._by_loaded[id(loaded)] = program
+            self._programs.append(program)
 
     def __iter__(self) -> Iterator[WatchedProgram]:
         return iter(tuple(self._programs))
@@ -356,7 +373,7 @@ class Watched:
     ) -> Iterator[str]:
         """Name each program with collectives that the profile has no event of."""
         timed = {program.name for text, program in watched.items() if text in self.timings}
-        said = {*untimed}  # why these have no times is said already
+        said = {*untimed}  # these have their reason
         for text, program in watched.items():
             name = program.name
             if text in self.timings or name in said:
@@ -407,15 +424,22 @@ class Watched:
 
 
 def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
-    """Say of savings on CPU that they are those of CPU."""
-    saving = [p for p in programs if p.content.worth and p.runs_on_cpu]
-    if saving:
-        timed = any(program.content.timings for program in saving)
+    """Say of savings on CPU, and of needed all-reduces, that they are those of CPU."""
+    on_cpu = [program.content for program in programs if program.runs_on_cpu]
+    if any(content.worth or _is_reduced(content.account) for content in on_cpu):
+        timed = any(content.timings for content in on_cpu)
         yield (
-            "compiled for CPU: for TPU or GPU, XLA merges, moves and drops collectives otherwise, "
-            "so that what can be saved there may differ (`python -m shardrules.aot` prints how to "
-            f"install their compilers here){'; times on CPU say nothing of theirs' * timed}"
+            "compiled for CPU: for TPU or GPU, XLA makes reduce-scatters of some all-reduces, and "
+            "merges, moves and drops collectives otherwise, so that there less or more may be "
+            "needed, and saved (`python -m shardrules.aot` prints how to install their compilers "
+            f"here){'; times on CPU say nothing of theirs' * timed}"
         )
+
+
+def _is_reduced(account: Account) -> bool:
+    """Tell whether needed all-reduces are a tenth of what a program sends, or more."""
+    needed = account.by("kind", "verdict").get(("all-reduce", "needed"))
+    return needed is not None and needed.wire_bytes >= account.total.wire_bytes / 10
 
 
 def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:

@@ -46,19 +46,23 @@ class Runs:
         self._host = RunRecord()
         self._made: dict[int, tuple[weakref.ref[Any], RunRecord, int]] = {}
 
-    def follow(self, executable: Any, definition: str) -> RunRecord | None:
+    def follow(
+        self, executable: Any, definition: str, record: RunRecord | None = None
+    ) -> RunRecord | None:
         """Count an executable's runs from now on; None if it isn't followed.
 
         Args:
           executable: JAX's own.
           definition: ``NAME at FILE:LINE`` of its function.
+          record: of another executable that runs the same program.
         """
         is_step = not owns(definition.rpartition(" at ")[2])
         devices = compiled.local_device_count(executable)
         if devices < (1 if is_step and definition else 2):
             return None
-        record = RunRecord(compiled.kept_arguments(executable), is_step)
-        self.records.append(record)
+        if record is None:
+            record = RunRecord(compiled.kept_arguments(executable), is_step)
+            self.records.append(record)
         if devices == 1:
             self._count(weakref.ref(executable), record)
         else:

@@ -43,7 +43,7 @@ def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh, monkeypatch):
     assert [v.collective.axes for v in one.judgement.redundant] == [("model",)]
     assert not seen.clean and [f.kind for f in one.content.findings] == ["redundant"]
     (note,) = seen.judged().notes
-    assert note.startswith("compiled for CPU: for TPU or GPU, XLA merges, moves and drops")
+    assert note.startswith("compiled for CPU: for TPU or GPU, XLA makes reduce-scatters of some")
     for shown in (seen, one):  # in a notebook
         frame = shown._repr_html_()
         assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;') and frame.count("<") == 2
@@ -215,6 +215,26 @@ def test_why_a_program_was_compiled_again_is_said(cpu_mesh):
     assert "was compiled 2 times for arguments of the same shapes and shardings" in note
 
 
+def test_what_jax_only_lowers_again_was_compiled_once(cpu_mesh):
+    """P() is another key than P(None, None) to jit, and XLA's program is the same."""
+    step = jax.jit(lambda x: jax.lax.with_sharding_constraint(x.T, NamedSharding(cpu_mesh, P())))
+    with shardrules.watch() as seen:
+        for spec in (P("data"), P("data", None), P("data"), P("model")):
+            step(jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, spec)))
+    assert len([p for p in seen if "lambda" in p.name]) == 2
+    (note,) = [note for note in seen.judged().notes if "compiled 2 times" in note]
+    assert "argument 0 is " in note and "same shapes" not in note
+
+
+def test_needed_all_reduces_on_cpu_are_said_to_be_cpus(cpu_mesh):
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
+    for f, is_said in ((jnp.sum, True), (lambda x: jnp.roll(x, 1, 0), False)):
+        with shardrules.watch() as seen:
+            jax.jit(f)(x)
+        assert seen.clean and any(len(p.judgement.verdicts) for p in seen)
+        assert ("compiled for CPU: " in str(seen)) == is_said
+
+
 def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):
     """Another constant makes another text; a loop of random bits alone makes no row."""
     x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
@@ -333,3 +353,24 @@ def test_run_waits_until_the_script_imports_jax(tmp_path):
 def test_a_watch_that_has_not_begun_says_so():
     with pytest.raises(shardrules.ShardrulesError, match="has not begun.*`with shardrules.watch"):
         str(shardrules.watch())
+
+
+def test_what_one_line_asks_for_is_one_item(cpu_mesh):
+    """Whose advice differs in numbers alone; two lines are two."""
+    place = lambda *shape: jax.device_put(  # noqa: E731
+        np.ones(shape, np.float32), NamedSharding(cpu_mesh, P("data", "model"))
+    )
+    trees = [place(64, 32), place(32, 16)]
+
+    def one(x, y):
+        return sum(jnp.vdot(a, a) for a in (jnp.tanh(x), jnp.tanh(y)))
+
+    def two(x, y):
+        total = jnp.vdot(jnp.tanh(x), jnp.tanh(x))
+        return total + jnp.vdot(jnp.tanh(y), jnp.tanh(y))
+
+    for f, count in ((one, 1), (two, 2)):
+        with shardrules.watch() as seen:
+            jax.jit(f)(*trees)
+        text = str(seen)
+        assert text.count("\n    to do: its result is only reduced to one number") == count, text

@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import hlo, report, testing
+from shardrules import hlo, report, testing, units
 from shardrules.costs import accounts, estimates, timings, waste
 from shardrules.costs.worth import Ledger
+from shardrules.report import several
 
 LAYERS = 48
 X, WS = ((64, 32), P("data")), ((LAYERS, 32, 32), P())
@@ -231,6 +232,24 @@ def test_what_fewer_bytes_are_worth_in_a_profile(cpu_mesh):
         each = [timings.Timing(s, s, s, 1, "0", "0") for s in (10e-3, small)]
         ledger = Ledger(accounts.of(judgement), None, timings.Timings(0.1, tuple(each)))
         assert ledger.worth(hint).exposed_seconds == pytest.approx(saved)
+
+    def reported(seconds, runs=1):
+        each = timings.Timing(seconds, seconds, seconds, runs, "0", "0")
+        return report.content(judgement, timings=timings.Timings(0.1, (each, each)))
+
+    size = units.size(hint.sent_before - hint.sent_after)
+    for whole in (reported(10e-3), several.gather([reported(10e-3)], [1])):
+        assert whole.measured == (
+            f"avoidable: 0 ms of 100 ms a step (0.0%; the {size} that can be avoided travel in "
+            "round trips that stay)"
+        )
+    content = reported(0.0, 1 / 3)
+    assert content.measured == "avoidable: 0 ms of 100 ms a step (0.0%)"
+    assert "    took in fewer than half of the steps\n" in report.plain(content)
+    for row in content.rows:
+        cells = {cell.column: cell.text for cell in content.cells(row)}
+        assert {cells[name] for name in ("measured, a step", "exposed", "bandwidth")} == {""}
+    assert "jax.profiler.StepTraceAnnotation marks a script's own" in content.note
 
 
 def loss(ws, x):

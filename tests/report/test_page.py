@@ -99,6 +99,12 @@ def test_every_table_says_what_it_is_and_headings_descend():
     assert all(e.get("aria-label") for e in tree.all("div", role="region"))
 
 
+def test_what_all_needed_programs_send_is_apart_from_that():
+    lines = [T.parameter(T.DATA), T.all_reduce("%x", T.OVER_DATA)]
+    page = report.page(content(T.module("\n".join(lines))))
+    assert "on the wire per device; all needed; the most: " in page
+
+
 def test_nothing_is_fetched_and_no_other_script_runs():
     page = report.page(content(program(3)))
     tree = Tree(page)

@@ -196,10 +196,12 @@ PAIRS = [
 def test_each_call_sums_up_what_one_sum_after_the_loop_would(cpu_mesh, before, after):
     one, found, sent = watched(cpu_mesh, before)
     assert len(found) == (2 if before.startswith("two") else 1)
+    calls = STEPS * CALLS
     for hint in found:
         assert hint.kind == "each call"
-        assert f"{STEPS * CALLS} calls sum it up" in hint.advice
-        assert f"sum that up {STEPS} times" in hint.advice
+        assert f"{calls} calls sum it up" in hint.advice
+        assert f"reduce once after the loop, in what takes it there: {STEPS} all" in hint.advice
+        assert f"instead of {calls}. Each device keeps a whole gradient until then (" in hint.advice
     other, left, then = watched(cpu_mesh, after)
     assert "each call" not in [hint.kind for hint in left]
     # What is said of one call holds for all calls together; whole bytes are said, and no more.
@@ -329,7 +331,16 @@ def test_such_a_line_is_a_note_where_no_other_device_waits(loop):
     assert found == {} and " on the host 9 times, after each run" in note
 
 
-@pytest.mark.parametrize("loop", [sometimes, seldom, afterwards, sliced])
+def microbatched(step, w):
+    """Each update follows four runs of the step, and is read."""
+    update = jax.jit(lambda w: jnp.sum(w * w))
+    for _ in range(12):
+        for _ in range(4):
+            w, _ = step(w)
+        float(update(w))
+
+
+@pytest.mark.parametrize("loop", [sometimes, seldom, afterwards, sliced, microbatched])
 def test_lines_that_read_less_often_or_when_no_step_runs(cpu_mesh, loop):
     assert read_in(cpu_mesh, loop) == ({}, [])
     assert read_in(None, loop) == ({}, [])

@@ -210,7 +210,9 @@ def test_report_and_verify_take_a_profile(form, recorded, judged, capsys):
     captured = capsys.readouterr()
     said = judged.headline
     if form == "html":  # a tile: the figures, and what they are of
-        said = f"{said.removeprefix('avoidable: ').replace(' a step', '')}</b>avoidable a step, measured"
+        saved, step = re.match(r"avoidable: (.*) of (.*) a step", said).groups()
+        said = f"</b>avoidable of {step} a step, measured on CPU"
+        assert f"<b>{saved}, " in captured.out
     said = '"avoidable_seconds": ' if form == "json" else said
     assert said in captured.out
     assert "3 steps (marked by the profile)" in captured.err

@@ -73,15 +73,63 @@ def test_run_says_where_the_script_ends_too_early(tmp_path):
     done = run("run", "--profile", 3, script(tmp_path / "train.py", count=2, code=3))
     assert done.returncode == 3
     assert "--profile recorded nothing: the script ended before it had warmed up" in done.stderr
-    assert "overwide" in done.stderr  # the report of its programs stands
+    assert "let the script run 5 steps or more after its last compilation" in done.stderr
+    assert "1 overwide" in done.stderr  # the report of its programs stands
     done = run("run", "--profile", 3, script(tmp_path / "train.py", count=4))
-    assert "of --profile's 3 steps; " in done.stderr
-    assert "let it run 6 steps or more" in done.stderr
+    assert "the script ended after" in done.stderr and "of --profile's 3 steps; " in done.stderr
+    assert "let the script run 5 steps or more after its last compilation" in done.stderr
     (tmp_path / "alone.py").write_text("import jax\njax.jit(lambda x: x + 1)(1.0)\n")
     done = run("run", "--profile", 3, tmp_path / "alone.py")
     assert "nothing: no program with collectives was called in the main thread" in done.stderr
     done = run("run", "--profile", "0", tmp_path / "train.py")
     assert done.returncode == 2 and "write --profile 3" in done.stderr
+
+
+MICROBATCHES = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+ones = np.ones((8, 8), np.float32)
+grad = jax.jit(lambda w, x: jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w))
+add = jax.jit(lambda a, b: a + b)
+apply = jax.jit(lambda w, g: w - g, out_shardings={results})
+w = {first}
+for number in range(4):
+    total = grad(w, put(ones, "data"))
+    for _ in range(3):
+        total = add(total, grad(w, put(ones, "data")))
+    w = apply(w, total)
+"""
+
+
+@pytest.mark.parametrize(
+    "first, results, compiled_anew",
+    [
+        # The same sharding as apply's results have, in other words: lowered again, not compiled.
+        ("put(ones, None, None)", "NamedSharding(mesh, P())", False),
+        # Not placed on the devices before: compiled again in the second step.
+        ("ones", "None", True),
+    ],
+)
+def test_run_records_a_loop_of_microbatches(first, results, compiled_anew, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(MICROBATCHES.format(first=first, results=results))
+    done = run("run", "--profile", 3, "--format", "json", "--output", "-", path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["profile"]["steps"]["count"] == 3
+    (times,) = (each["times"] for each in found["programs"] if each["measured"])
+    assert times == 1 + compiled_anew
+
+
+def test_steps_before_a_last_compilation_are_kept(tmp_path):
+    path = script(tmp_path / "train.py", count=5)
+    text = path.read_text().replace("sys.exit", "print((w + 1).sum())\nsys.exit")
+    path.write_text(text)
+    done = run("run", "--profile", 3, path)
+    assert "the script ended after 2 of --profile's 3 steps; it has warmed" in done.stderr
+    assert "avoidable: " in done.stderr
 
 
 def test_diff_says_what_each_change_saved(tmp_path, capsys):
@@ -115,7 +163,10 @@ def test_a_script_that_is_too_short_is_told_how_many_steps_it_takes(monkeypatch,
 
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
     recorder = recording.Recorder(3, str(tmp_path))
-    recorder._recording = True
+    recorder._recording, recorder.trouble = True, ""
     recorder.end()
-    assert recorder.trouble.startswith("the script ended before a step did; it has warmed up after")
-    assert recorder.trouble.endswith(", so let it run 6 steps or more")
+    assert recorder.trouble.startswith("the script ended before a step did; it has warmed up once")
+    assert "unless jax.profiler.StepTraceAnnotation marks the steps" in recorder.trouble
+    assert recorder.trouble.endswith(
+        "; let the script run 5 steps or more after its last compilation"
+    )

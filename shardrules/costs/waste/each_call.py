@@ -22,11 +22,12 @@ def find(site: Site) -> Hint | None:
     if runs < _LEAST * first:
         return None
     size, sent = site.entry.bytes, site.entry.wire_bytes
-    times = "once" if first == 1 else f"{first} times"
+    after = f"{first} all-reduce{'s' * (first > 1)}"
     return site.hint(
         f"each call only adds its result to an argument that it returns, and the next call takes "
-        f"that: {runs} calls sum it up. {_change(site)}, and sum that up {times}, in "
-        "what takes it after the loop (equal up to rounding)",
+        f"that: {runs} calls sum it up. {_change(site)}, and reduce once after the loop, in what "
+        f"takes it there: {after} instead of {runs}. Each device keeps a whole gradient until then "
+        "(equal up to rounding)",
         bytes_after=-(-size * first // runs),
         sent_after=-(-sent * first // runs),
         trips_after=0,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import pathlib
 import re
+import shutil
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,7 +18,6 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching import compiling
 
 _CALLS = 2  # of a program since the last compilation, after which the script has warmed up
-_MORE = _CALLS + 1  # steps than it records; the second one may compile anew
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 
 
@@ -25,6 +26,7 @@ class Recorder(watching.Listener):
 
     A step is what the script marks with ``jax.profiler.StepTraceAnnotation``, else a call of the
     program with collectives that is called again first. Only the main thread's calls are seen.
+    A compilation while it records begins the warm-up anew.
     """
 
     def __init__(self, step_count: int, folder: str):
@@ -32,13 +34,15 @@ class Recorder(watching.Listener):
         # why nothing is recorded
         self.trouble: str = "no program with collectives was called in the main thread"
         self.folder: str = folder  # where the profile is written
-        self._calls: collections.Counter[int] = collections.Counter()
+        self._calls: collections.Counter[int] = collections.Counter()  # by what XLA compiled
         self._communicating: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._program: Any = None  # whose calls are the steps
         self._results: Any = None  # of its last call, where steps are marked
         self._marked = False
         self._recording = False
         self._looks = False
+        self._others: set[pathlib.Path] = set()  # profiles that were in the folder before
+        self._cold: int | None = None  # steps that were left when a compilation ended recording
         self._hold = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
@@ -51,23 +55,21 @@ class Recorder(watching.Listener):
     def end(self) -> None:
         """End recording, if it is on, and look at the script no longer."""
         if self._recording:
-            import jax
-
-            self._recording = False
-            try:
-                jax.profiler.stop_trace()
-            except Exception as error:  # the script ended it itself  # noqa: BLE001
-                self.trouble = first_line(error)
-            if self.left == self._wanted:
-                self.trouble = f"the script ended before a step did; {self.advice}"
+            self._stop()
+        elif self._cold is not None:  # it did not warm up again: few steps are better than none
+            self.left, self.trouble = self._cold, ""
+        if not self.trouble and self.left == self._wanted:
+            self.trouble = f"the script ended before a step did; {self.advice}"
         self._hold.close()
 
     @property
     def advice(self) -> str:
         """Say how long a script must run."""
         return (
-            f"it has warmed up after {_CALLS} calls of its program without any compilation "
-            f"between, so let it run {self._wanted + _MORE} steps or more"
+            f"it has warmed up once a program with collectives was called {_CALLS} times without "
+            "a compilation between, and each call of that program is a step unless "
+            "jax.profiler.StepTraceAnnotation marks the steps; let the script run "
+            f"{self._wanted + _CALLS} steps or more after its last compilation"
         )
 
     def _begin(self, executable: Any, traced: compiling.Traced) -> None:
@@ -83,23 +85,27 @@ class Recorder(watching.Listener):
             self.trouble = str(error)
 
     def compiling(self, name: str) -> None:
-        if not self._recording:
-            self._calls.clear()
+        if self._recording:
+            self._stop()
+            if self.left:
+                self._cold, self.left = self.left, self._wanted
+        self._calls.clear()
 
     def returned(
         self, name: str, arguments: list[watching.Argument], executable: Any, results: Any
     ) -> None:
         if not self.left or executable is None or not self._communicates(executable):
             return
-        self._calls[id(executable)] += 1
+        program = compiled.loaded(executable)
+        self._calls[id(program)] += 1
         if not self._recording:
             self.trouble = f"the script ended before it had warmed up; {self.advice}"
         if self._marked:
             self._results = results
-        elif self._recording and executable is self._program:
+        elif self._recording and program is self._program:
             self._count(results)
-        elif not self._recording and self._calls[id(executable)] == _CALLS:
-            self._program = executable
+        elif not self._recording and self._calls[id(program)] == _CALLS:
+            self._program = program
             self._start(results)
 
     def _mark_begins(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +137,11 @@ class Recorder(watching.Listener):
         import jax
 
         _wait(results)
+        if self._cold is not None:
+            for profile in self._profiles() - self._others:
+                shutil.rmtree(profile, ignore_errors=True)
+            self._cold = None
+        self._others = self._profiles()
         options: dict[str, Any] = {}
         if hasattr(jax.profiler, "ProfileOptions"):
             options["profiler_options"] = jax.profiler.ProfileOptions()
@@ -142,6 +153,19 @@ class Recorder(watching.Listener):
             self.left = 0
             return
         self._recording, self.trouble = True, ""
+
+    def _stop(self) -> None:
+        import jax
+
+        self._recording = False
+        try:
+            jax.profiler.stop_trace()
+        except Exception as error:  # the script ended it itself  # noqa: BLE001
+            self.trouble = first_line(error)
+            self.left = 0
+
+    def _profiles(self) -> set[pathlib.Path]:
+        return set(pathlib.Path(self.folder).glob("plugins/profile/*"))
 
 
 def _wait(results: Any) -> None:

@@ -34,7 +34,7 @@ _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
     "runs at all sites, shared by bytes among the operands of one collective, blank if it ran in "
     "fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
-    "exposed: the part of it in which that device ran nothing else; bandwidth: wire bytes over that time"
+    "exposed: the part of it with nothing else on that device; bandwidth: wire bytes over that time"
 )
 _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "

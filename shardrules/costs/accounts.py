@@ -162,6 +162,12 @@ class Account:
     def total(self) -> Totals:
         return self.by().get((), Totals())
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether needed all-reduces are a tenth of what a program sends, or more."""
+        needed = self.by("kind", "verdict").get(("all-reduce", "needed"))
+        return needed is not None and needed.wire_bytes >= self.total.wire_bytes / 10
+
     def __str__(self) -> str:
         lines = [f"{what}: {totals}" for (what,), totals in self.by("what").items()]
         return "\n".join(lines) or "no collectives"

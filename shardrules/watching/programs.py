@@ -23,7 +23,6 @@ from shardrules.watching import compiling
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
-    from shardrules.costs.accounts import Account
     from shardrules.costs.timings import Timings
     from shardrules.costs.worth import Switched
     from shardrules.report import several
@@ -426,7 +425,7 @@ class Watched:
 def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
     """Say of savings on CPU, and of needed all-reduces, that they are those of CPU."""
     on_cpu = [program.content for program in programs if program.runs_on_cpu]
-    if any(content.worth or _is_reduced(content.account) for content in on_cpu):
+    if any(content.worth or content.account.is_reduced for content in on_cpu):
         timed = any(content.timings for content in on_cpu)
         yield (
             "compiled for CPU: for TPU or GPU, XLA makes reduce-scatters of some all-reduces, and "
@@ -434,12 +433,6 @@ def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
             "needed, and saved (`python -m shardrules.aot` prints how to install their compilers "
             f"here){'; times on CPU say nothing of theirs' * timed}"
         )
-
-
-def _is_reduced(account: Account) -> bool:
-    """Tell whether needed all-reduces are a tenth of what a program sends, or more."""
-    needed = account.by("kind", "verdict").get(("all-reduce", "needed"))
-    return needed is not None and needed.wire_bytes >= account.total.wire_bytes / 10
 
 
 def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:

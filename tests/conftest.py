@@ -57,8 +57,10 @@ def pytest_addoption(parser):
 def _of_other_lane(item, lane, first):
     """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
     shared = any(map(item.get_closest_marker, ("one_lane", "tpu", "gpu")))
-    # tests/core is what each JAX runs, and what shares its seeds runs half of them in each lane.
-    if not item.nodeid.startswith("tests/core/") and "share" not in item.fixturenames:
+    # tests/core is what each JAX runs, tests/report is collected in one lane alone, and what shares
+    # its seeds runs half of them in each.
+    apart = item.nodeid.startswith(("tests/core/", "tests/report/")) or "share" in item.fixturenames
+    if not apart:
         shared = shared or item not in first or bool(item.get_closest_marker("slow"))
     if not lane or not shared or any(map(item.get_closest_marker, _IN_NO_LANE)):
         return False

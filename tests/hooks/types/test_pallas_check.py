@@ -550,9 +550,10 @@ SUMS = [
 def test_a_sum_by_a_kernel_that_reads_no_other_device_is_refused(rule, check, cpu_mesh, hooks):
     """As what it is declared its output is invariant; executed it differs between devices."""
     op = programs.copy_op("cpu", kernel=rule(_copy))
-    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P(), check_vma=check)
+    specs = dict(in_specs=P(("data", "model")), out_specs=P(), check_vma=check)
+    f = jax.shard_map(op, mesh=cpu_mesh, **specs)
     with pytest.raises(errors.RuleError) as caught:
-        jax.eval_shape(f, jnp.ones(programs.SHAPE))
+        jax.eval_shape(f, jnp.ones((16, 4)))
     assert caught.value.rule == rule and caught.value.audit.proven
     assert caught.value.axes == frozenset(rule.named_axes)
 
@@ -576,4 +577,12 @@ def test_a_sum_stands_where_nothing_contradicts_it(cpu_mesh, hooks):
         o_ref[...] = x_ref[...] + jax.lax.axis_index("data")
 
     op = programs.copy_op("cpu", kernel=reads_its_place)
+    assert out_type(op, cpu_mesh, P("data"), [programs.SHAPE], P()) == set()
+    # Equal operands have equal results; an op's rule is that of all of its kernels together.
+    op = programs.copy_op("cpu", kernel=sr.all_gather_invariant("model")(_copy))
+    out = out_type(op, cpu_mesh, P("data"), [programs.SHAPE])
+    assert out == {"data"}
+    local = programs.copy_op("cpu", kernel=_copy)
+    summing = programs.copy_op("cpu", kernel=reads_its_place.__wrapped__)
+    op = sr.all_reduce("data")(lambda x: summing(local(x)))
     assert out_type(op, cpu_mesh, P("data"), [programs.SHAPE], P()) == set()

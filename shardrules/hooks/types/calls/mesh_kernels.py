@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import kernel_name, only_touches_refs, opened
+from shardrules.door.jaxprs import kernel_name, only_touches_refs, opened, union
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
 from shardrules.door.protocols import Aval, ClosedJaxpr, Jaxpr, JaxTrace, Params, Primitive, Rest
@@ -270,11 +270,14 @@ class MeshKernelHooks(Hooks):
         kernel = self._kernel(primitive, params)
         avals = [self.door.typeof(x) for x in args]
         layout = self._lay_out(kernel, params, avals)
-        if self.door.checking() and layout.answer_count:
+        typed_here = self.door.checking() and layout.answer_count
+        touches_more = first and typed_here and not all(map(only_touches_refs, _jaxprs(params)))
+        if is_doubtful(kernel, self.state) or touches_more:
+            varying = union(map(self.door.axis_type, avals)) if self.door.checking() else None
+            confirm(kernel, self.state, primitive.name, params, len(avals), varying)
+        if typed_here:
             resolution, types = self._resolve(primitive, params, kernel, avals)
             if first:
-                if is_doubtful(kernel) or not all(map(only_touches_refs, _jaxprs(params))):
-                    confirm(kernel, self.state, primitive.name, params, len(avals))
                 check_annotations(self.door, self.state, kernel, types)
             wants = list(resolution.inputs)
             for at in layout.overwritten:

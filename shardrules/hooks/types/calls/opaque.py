@@ -142,15 +142,27 @@ def prove(opaque: OpaqueCall, state: State, primitive: str, params: Any, operand
             opaque.registration = Registration(opaque.call.name, no_communication, where, "audited")
 
 
-def confirm(opaque: OpaqueCall, state: State, primitive: str, params: Any, operands: int) -> None:
-    """Raise RuleError if a kernel's own jaxpr contradicts what it is declared to communicate."""
+def confirm(
+    opaque: OpaqueCall,
+    state: State,
+    primitive: str,
+    params: Any,
+    operands: int,
+    varying: frozenset[str] | None = None,
+) -> None:
+    """Raise RuleError if a kernel's own jaxpr contradicts what it is declared to communicate.
+
+    ``varying`` holds the axes over which an operand varies; None if that isn't known.
+    """
     # A proven declaration is marked audited; one that can't be confirmed stays as declared. This
     # runs when a call is lowered, so that tracing doesn't wait for it, and at the bind where
     # ``is_doubtful``. ``explain`` and ``scan_calls`` run it for every call.
     registration = opaque.registration
     if registration is None or registration.status == "audited":
         return
-    joined = _joined(registration.rule) if opaque.governing(state).prove else frozenset()
+    joined = _joined(opaque, state)
+    if varying is not None:
+        joined &= varying
     if registration.rule != no_communication and not joined:
         return
     if opaque.audit is None:
@@ -187,18 +199,25 @@ def confirm(opaque: OpaqueCall, state: State, primitive: str, params: Any, opera
         opaque.registration = dataclasses.replace(registration, status="audited")
 
 
-def is_doubtful(opaque: OpaqueCall) -> bool:
+def is_doubtful(opaque: OpaqueCall, state: State) -> bool:
     """Return whether a declaration says that the outputs are invariant over more than the inputs.
 
-    ``confirm`` then runs at the bind: a wrong one gives a custom_vjp other cotangents, of which
+    ``confirm`` then runs at each bind: a wrong one gives a custom_vjp other cotangents, of which
     JAX's errors and ours would speak before.
     """
-    return opaque.registration is not None and bool(_joined(opaque.registration.rule))
+    return bool(_joined(opaque, state))
 
 
-def _joined(rule: Rule) -> frozenset[str]:
-    """Return the mesh axes over which a rule says that the kernel joins data of all devices."""
-    effects = rule.effects(1) or ()
+def _joined(opaque: OpaqueCall, state: State) -> frozenset[str]:
+    """Return the mesh axes over which a kernel is declared to join data of all devices."""
+    registration, scope = opaque.registration, opaque.governing(state)
+    if registration is None or registration.status == "audited" or not scope.prove:
+        return frozenset()
+    # An op's rule is that of all kernels in it together: one of them may be local.
+    around = scope.binding
+    if opaque.call.binding is None and around is not None and around.rule == registration.rule:
+        return frozenset()
+    effects = registration.rule.effects(1) or ()
     return frozenset().union(*(effect.axes for effect in effects if effect.kind == "join"))
 
 

@@ -165,11 +165,14 @@ class PallasHooks(Hooks):
             return rest(primitive, trace, args, params)
         first = known is None or known.scope is None
         kernel = self.kernel_of(params, known)
-        if first and (is_doubtful(kernel) or not only_touches_refs(jaxpr)):
-            confirm(kernel, self.state, "pallas_call", params, 0)
+        inputs = None
         if self.door.checking():
-            avals = tuple(map(self.door.typeof, args))
-            inputs, count = self.door.axis_types(avals), len(params["out_avals"])
+            inputs = self.door.axis_types(tuple(map(self.door.typeof, args)))
+        if is_doubtful(kernel, self.state) or (first and not only_touches_refs(jaxpr)):
+            varying = None if inputs is None else union(inputs)
+            confirm(kernel, self.state, "pallas_call", params, 0, varying)
+        if inputs is not None:
+            count = len(params["out_avals"])
             resolution = resolve(self.door, self.state, kernel, inputs, count)
             if first and kernel.annotations:
                 check_annotations(self.door, self.state, kernel, resolution.outputs)

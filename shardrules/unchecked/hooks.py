@@ -278,6 +278,9 @@ class _Unchecked:
                 then = self._trace_on(args, derivative, casts)
                 is_steady &= kept.put_back() == derivative.changed
                 doubts += then.notes.doubts
+                if then.closed is not None:
+                    was, now = map(retrace.constants, (derivative.closed, then.closed))
+                    is_steady &= not now.has_other(was)
                 if (derivative.order == 1 and not undifferentiated) or then.error is not None:
                     on = then
                 if then.error is not None:
@@ -310,7 +313,7 @@ class _Unchecked:
             after=None if on.closed is None else tuple(retrace.sums(on.closed)),
             declared=tuple(dict.fromkeys(on.notes.declared)),
             annotations=tuple(dict.fromkeys(on.notes.annotations)),
-            doubts=(*self._doubts(called, forward.closed), *dict.fromkeys(doubts)),
+            doubts=tuple(dict.fromkeys([*self._doubts(called, forward.closed), *doubts])),
             holds_another=_count(called, "shard_map") > 1,
             **refused(self.site),
         )
@@ -339,6 +342,10 @@ class _Unchecked:
             yield "its body closes over values that are traced: pass them as arguments"
         if on is not None and retrace.computed(off) != retrace.computed(on):
             yield COMPUTES_ELSE
+        elif on is not None:
+            was, now = map(retrace.constants, (off, on))
+            if was.settings != now.settings or was.has_other(now) or now.has_other(was):
+                yield UNSTEADY
 
     def _trace_on(
         self, args: tuple[Any, ...], derivative: retrace.Derivative | None, casts: str

@@ -363,7 +363,11 @@ def _container(value: Any) -> Undo:
     def undo() -> object:
         now = value.items() if isinstance(value, dict) else value
         then = before.items() if isinstance(value, dict) else before
-        if len(now) == len(then) and all(map(_is_same, now, then)):
+        if isinstance(value, set):  # a copy has another order
+            is_same = value == before
+        else:
+            is_same = len(now) == len(then) and all(map(_is_same, now, then))
+        if is_same:
             return None
         became = _plain(value)
         value.clear()
@@ -451,7 +455,7 @@ def _state(get: Callable[[], Any], put: Callable[[Any], Any]) -> Undo:
 
 
 def _plain(value: Any, depth: int = 4) -> Any:
-    """Return what of a value can be compared and hashed; of other objects, their type."""
+    """Return what of a value can be compared and hashed, as deep as ``depth``; else its type."""
     import numpy as np
 
     kind = type(value)
@@ -459,11 +463,17 @@ def _plain(value: Any, depth: int = 4) -> Any:
         return kind, value
     if issubclass(kind, (np.ndarray, np.generic)) and value.dtype != object:
         return str(value.dtype), value.shape, value.tobytes()
-    if depth and kind in (tuple, list, collections.deque):
+    if kind is bytearray:
+        return kind, bytes(value)
+    if depth and issubclass(kind, (tuple, list, collections.deque)):
         return kind, *(_plain(each, depth - 1) for each in value)
     if depth and issubclass(kind, dict):
         items = (_plain(each, depth - 1) for each in value.items())
         return kind, frozenset(items)
-    if kind in (set, frozenset, bytearray):
-        return kind, len(value)
+    if depth and issubclass(kind, (set, frozenset)):
+        return kind, frozenset(_plain(each, depth - 1) for each in value)
+    if depth and not _is_others(kind.__module__):
+        held = _read(value, "__dict__") or {}
+        slots = {n: _read(value, n) for k in kind.__mro__ for n in _slots(k)}
+        return kind, _plain({**held, **slots}, depth - 1)
     return kind

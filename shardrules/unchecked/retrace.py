@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, is_inexact, name_of, opened
+from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, is_inexact, name_of, opened
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
 from shardrules.jaxprs.walk import Inside, equations, visited
@@ -217,6 +217,59 @@ def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
         if eqn.primitive.name not in CASTS | {"convert_element_type"}
         for var in eqn.outvars
     )
+
+
+class Constants(NamedTuple):
+    """The numbers that stand in a jaxpr."""
+
+    scalars: frozenset[Any]  # operands, with the name of their dtype
+    settings: frozenset[Any]  # numbers among the parameters of equations, each with its name
+
+    def has_other(self, than: Constants) -> bool:
+        """Return whether a scalar but zero is none of the others, in either's dtype."""
+        return any(
+            one[0] != 0 and not any(_is_same(one, other) for other in than.scalars)
+            for one in self.scalars
+        )
+
+
+def constants(closed: ClosedJaxpr) -> Constants:
+    """Return the numbers in a jaxpr: where Python state differed, they are others.
+
+    A counter that a body makes can't be put back, and with the check on may count more traces.
+    """
+    import numpy as np
+
+    inside = list(equations(opened(closed)))
+    literals = (v.val for eqn in inside for v in eqn.invars if hasattr(v, "val"))
+    arrays = (np.asarray(value) for value in literals)
+    scalars = (
+        (a.item(), str(a.dtype)) for a in arrays if a.shape == () and a.dtype.kind in "biufcV"
+    )
+    settings = (
+        (eqn.primitive.name, name, value)
+        for eqn in inside
+        # What holds jaxprs counts their inputs, of which there may be others.
+        if name_of(eqn) not in (*CASTS, *SUMS) and not any(inner_jaxprs(eqn.params))
+        for name, value in eqn.params.items()
+        if type(value) in (int, float)
+    )
+    return Constants(frozenset(scalars), frozenset(settings))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two scalars are equal in the dtype of either: JAX converts one after its cast."""
+    import ml_dtypes  # noqa: F401  # its dtypes have names
+    import numpy as np
+
+    (a, of), (b, by) = one, other
+    if a == b or (a != a and b != b):
+        return True
+    try:
+        dtypes = [np.dtype(d).type for d in (of, by) if "int" not in d]
+        return any(bool(dtype(a) == dtype(b)) for dtype in dtypes)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 # JAX's words for an output whose spec says less than its type, to JAX 0.5.3 and from 0.6.

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -476,6 +477,19 @@ def test_what_is_not_below_this_folder_or_installs_already_is_left(tmp_path, mon
     assert "install" not in "".join(line for line in patch.splitlines() if line[0] == "+")
     blocked = [row._replace(verdict=migration.RULE) for row in rows]
     assert patched(blocked, str(path)) == ("", [])
+
+
+def test_a_library_that_is_installed_below_this_folder_is_left(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    installed = tmp_path / ".venv" / "lib" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "pytest.py").write_text("import sys\n")
+    text = "x = shard_map(f, check_vma=False)\n"
+    kinds = [call(tmp_path / "own.py", text), call(installed / "layers.py", text)]
+    rows = [migration.SiteRow(site, (), migration.SWITCH) for site in kinds]
+    patch, left = patched(rows, str(installed / "pytest.py"))
+    assert re.findall(r"^\+\+\+ (.*)", patch, re.MULTILINE) == ["b/own.py"]
+    assert len(left) == 2 and "not your own file" in left[0], left
 
 
 IN_ITS_BODY = """\

@@ -424,6 +424,10 @@ def test_a_metric_that_is_read_in_each_step_is_named_with_its_line(tmp_path):
         (["--", "train.py", "--", "x"], "train.py -- x"),
         (["--", "-train.py", "x"], "-- -train.py x"),
         (["-m", "pytest", "-k", "a b"], "-m pytest -k 'a b'"),
+        (
+            ["--rule", "k*=per_device(a)", "--import", "kernels", "--strict", "train.py"],
+            "--import kernels --rule 'k*=per_device(a)' train.py",
+        ),
     ],
 )
 def test_a_script_is_named_as_migrate_reads_it(given, typed):

@@ -8,6 +8,7 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import os
 import shlex
 import signal
@@ -36,11 +37,13 @@ class Ended(NamedTuple):
 
 
 def typed(arguments: argparse.Namespace) -> str:
-    """Write the script or module, and what follows it, as it was typed."""
-    if arguments.module:
-        return shlex.join(["-m", *arguments.module])
-    given = _given(arguments)
-    return shlex.join([*["--"][: given[0].startswith("-")], *given])
+    """Write the script or module, and what follows it, as it was typed, behind the rules' flags."""
+    flags = ("--import", arguments.rules), ("--rule", arguments.rule)
+    rules = [(flag, value) for flag, values in flags for value in values]
+    given = ["-m", *arguments.module] if arguments.module else _given(arguments)
+    if not arguments.module and given[0].startswith("-"):
+        given = ["--", *given]
+    return shlex.join([*itertools.chain(*rules), *given])
 
 
 def _given(arguments: argparse.Namespace) -> list[str]:

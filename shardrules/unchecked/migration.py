@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardrules.paths import is_library
+from shardrules.paths import is_here
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
 from shardrules.unchecked.retrace import sent_bytes
@@ -231,13 +231,6 @@ def decided(sites: Iterable[UncheckedSite]) -> str:
 
 def short(file: str) -> str:
     return os.path.relpath(file) if is_here(file) else file
-
-
-def is_here(file: str) -> bool:
-    """Return whether a file is below the current folder, and no installed library's."""
-    relative = os.path.relpath(file)
-    is_below = not relative.startswith(os.pardir) and not os.path.isabs(relative)
-    return is_below and os.path.isfile(file) and not is_library(os.path.abspath(file))
 
 
 # -- the patch, as edited files --------------------------------------------------------------------

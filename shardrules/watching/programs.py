@@ -100,10 +100,10 @@ class WatchedProgram:
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
 
     def argument(self, number: int) -> str:
-        """Name a parameter: ``argument 7 (state['mu'])``, of all leaves of all arguments."""
+        """Name one of all leaves: ``argument 7 (state['mu'])``, or 7 where XLA has one tuple."""
         module = self._parsed()[0]
-        name = module.metadata(module.entry.parameters[number]).op_name
-        return f"argument {number}" + (f" ({name})" if name else "")
+        names = [module.metadata(p).op_name for p in module.entry.parameters]
+        return f"argument {number}" + "".join(f" ({n})" for n in names[number:][:1] if n)
 
     @property
     def definition(self) -> str:
@@ -427,12 +427,11 @@ def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
     """Say of savings on CPU, and of needed all-reduces, that they are those of CPU."""
     on_cpu = [program.content for program in programs if program.runs_on_cpu]
     if any(content.worth or _is_reduced(content.account) for content in on_cpu):
-        timed = any(content.timings for content in on_cpu)
         yield (
             "compiled for CPU: for TPU or GPU, XLA makes reduce-scatters of some all-reduces, and "
             "merges, moves and drops collectives otherwise, so that there less or more may be "
             "needed, and saved (`python -m shardrules.aot` prints how to install their compilers "
-            f"here){'; times on CPU say nothing of theirs' * timed}"
+            f"here){'; times on CPU say nothing of theirs' * any(c.timings for c in on_cpu)}"
         )
 
 

@@ -427,11 +427,12 @@ def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
     """Say of savings on CPU, and of needed all-reduces, that they are those of CPU."""
     on_cpu = [program.content for program in programs if program.runs_on_cpu]
     if any(content.worth or _is_reduced(content.account) for content in on_cpu):
+        timed = any(content.timings for content in on_cpu)
         yield (
             "compiled for CPU: for TPU or GPU, XLA makes reduce-scatters of some all-reduces, and "
             "merges, moves and drops collectives otherwise, so that there less or more may be "
             "needed, and saved (`python -m shardrules.aot` prints how to install their compilers "
-            f"here){'; times on CPU say nothing of theirs' * any(c.timings for c in on_cpu)}"
+            f"here){'; times on CPU say nothing of theirs' * timed}"
         )
 
 

@@ -21,6 +21,13 @@ def is_library(path: str) -> bool:
     )
 
 
+def is_here(file: str) -> bool:
+    """Return whether a file is below the current folder, and no installed library's."""
+    relative = os.path.relpath(file)
+    is_below = not relative.startswith(os.pardir) and not os.path.isabs(relative)
+    return is_below and os.path.isfile(file) and not is_library(os.path.abspath(file))
+
+
 def is_own(place: str) -> bool:
     """Return whether ``file:line`` is in the working directory or the script's, or below."""
     path = os.path.abspath(place.rpartition(":")[0])

@@ -71,7 +71,7 @@ ARROWS = {
     ),
     "unchecked.check_off": set("door errors hooks unchecked.hooks unchecked.sites".split()),
     "unchecked": set(
-        "arguments errors units costs report door jaxprs hooks watching unchecked.python_state "
+        "paths arguments errors units costs report door jaxprs hooks watching unchecked.python_state "
         "unchecked.retrace unchecked.sites unchecked.hooks".split()
     ),
     "pallas": {"errors", "registry", "door", "jaxprs"},

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -174,6 +175,40 @@ def test_modules_are_run_from_the_patch(tmp_path):
     patch = (tmp_path / "on.patch").read_text()
     files = [line[6:] for line in patch.splitlines() if line.startswith("+++")]
     assert files == ["model.py", "train.py"]
+
+
+def test_a_script_that_installs_the_hooks_for_a_part_is_tried_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head, _ = SCRIPT.split("if __name__")
+    model = tmp_path / "model.py"
+    model.write_text(head)
+    (tmp_path / "train.py").write_text(
+        "from model import *\nimport shardrules\nx = np.ones((8, 16), np.float32)\n"
+        "with shardrules.install():\n    pass\nlayer(x)\n"
+    )
+    arguments = argparse.Namespace(module=None, script=["train.py"], rule=[], rules=[])
+    on = head.replace('P("data"), check_vma=False', 'P("data"), check_vma=True')
+    texts = {str(model): on.splitlines(keepends=True)}
+    assert not trial.run(arguments, look=False).failure
+    assert trial.run(arguments, look=False, texts=texts).failure
+
+
+def test_a_suite_s_test_files_are_run_from_the_patch(tmp_path):
+    """Its findings, of --shardrules in its addopts, are no failure of it."""
+    head, _ = SCRIPT.split("if __name__")
+    head = head.replace('assert not {"jax", "numpy"} & set(sys.modules)\n', "")
+    head = head.replace("out_specs=P(), check_vma=False, ", "out_specs=P('data'), ")
+    head += "def test_it():\n    assert step(np.ones((8, 16), np.float32)).sum()\n"
+    (tmp_path / "test_it.py").write_text(
+        head.replace(" + é(x))(x)", ")(x)").replace("x.sum()", "x")
+    )
+    plugin = "-p shardrules.checks.pytest_plugin -p no:shardrules.pytest_plugin"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = --shardrules {plugin}\n")
+    done = run(tmp_path, "-m", "shardrules", "migrate", "-m", "pytest", "test_it.py")
+    assert "the script as it is fails" not in done.stderr, done.stderr
+    (step,) = [line for line in done.stderr.splitlines() if line.startswith("jit_step ")]
+    now, then = (int(cell.split()[0]) for cell in step.split("|")[1:])
+    assert now > then, done.stderr
 
 
 @pytest.mark.parametrize("sent, verdict", [(9, "SWITCH"), (10, "SWITCH"), (11, "MORE")])
@@ -476,6 +511,19 @@ def test_what_is_not_below_this_folder_or_installs_already_is_left(tmp_path, mon
     assert "install" not in "".join(line for line in patch.splitlines() if line[0] == "+")
     blocked = [row._replace(verdict=migration.RULE) for row in rows]
     assert patched(blocked, str(path)) == ("", [])
+
+
+def test_a_library_that_is_installed_below_this_folder_is_left(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    installed = tmp_path / ".venv" / "lib" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "pytest.py").write_text("import sys\n")
+    text = "x = shard_map(f, check_vma=False)\n"
+    kinds = [call(tmp_path / "own.py", text), call(installed / "layers.py", text)]
+    rows = [migration.SiteRow(site, (), migration.SWITCH) for site in kinds]
+    patch, left = patched(rows, str(installed / "pytest.py"))
+    assert re.findall(r"^\+\+\+ (.*)", patch, re.MULTILINE) == ["b/own.py"]
+    assert len(left) == 2 and "not your own file" in left[0], left
 
 
 IN_ITS_BODY = """\

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import jax
 import pytest
 
 import shardrules
-from shardrules.commands import closing
+from shardrules.commands import closing, script
 from shardrules.commands import run as command
 
 ROOT = pathlib.Path(shardrules.__file__).parents[1]
@@ -115,6 +116,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path):
         (["."], "can't read the script .: Is a directory"),
         ([], "nothing to run; write SCRIPT ARGS, or -m MODULE ARGS"),
         (["-m"], "nothing to run"),
+        (["--"], "nothing to run"),
         (["-m", "no_such_module"], "can't find the module no_such_module"),
         (["-m", "no.such.module"], "can't find the module no.such.module: No module named 'no'"),
         (["bad.py"], "bad.py is not a Python script: "),
@@ -413,3 +415,27 @@ def test_a_metric_that_is_read_in_each_step_is_named_with_its_line(tmp_path):
         "program, which waits for the device: "
     )
     assert "shardrules.testing.steady_state" in note
+
+
+@pytest.mark.parametrize(
+    "given, typed",
+    [
+        (["train.py", "--lr", "1"], "train.py --lr 1"),
+        (["--", "train.py", "--", "x"], "train.py -- x"),
+        (["--", "-train.py", "x"], "-- -train.py x"),
+        (["-m", "pytest", "-k", "a b"], "-m pytest -k 'a b'"),
+        (
+            ["--rule", "k*=per_device(a)", "--import", "kernels", "--strict", "train.py"],
+            "--import kernels --rule 'k*=per_device(a)' train.py",
+        ),
+    ],
+)
+def test_a_script_is_named_as_migrate_reads_it(given, typed):
+    from shardrules import __main__ as command_line
+
+    arguments = command_line._parser("run").parse_args(["run", *given])
+    assert script.typed(arguments) == typed
+    again = command_line._parser("migrate").parse_args(["migrate", *shlex.split(typed)])
+    for name in ("module", "script", "rule", "rules"):
+        have, want = getattr(again, name), getattr(arguments, name)
+        assert have == want or (name == "script" and have == want[1:])

@@ -74,10 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
     updates.wanted = forced or config.getoption("--update-budgets")
     updates.said.clear()
     for option, plugin in (("--shardrules", "PytestWatch"), ("--shardrules-check", "PytestCheck")):
-        if config.getoption(option):
+        name = f"shardrules.{plugin}"
+        if config.getoption(option) and not config.pluginmanager.is_blocked(name):
             from shardrules.checks import watched
 
-            config.pluginmanager.register(getattr(watched, plugin)(config), f"shardrules.{plugin}")
+            config.pluginmanager.register(getattr(watched, plugin)(config), name)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -18,6 +18,24 @@ from shardrules.unchecked import check_off
 # Keys of what a worker of pytest-xdist sends to the process that reports.
 _KEY, _CHECKED = "shardrules", "shardrules_checked"
 
+_WITH_VALUE = frozenset(
+    "--shardrules-format --shardrules-output -n --numprocesses --maxprocesses --dist --tx".split()
+)
+
+
+def _given(config: Any) -> list[str]:
+    """List pytest's arguments as they were typed, for a run in one process without these flags."""
+    args, given = iter(map(str, config.invocation_params.args)), []
+    for arg in args:
+        name, equals, _ = arg.partition("=")
+        if name in _WITH_VALUE:
+            _ = equals or next(args, "")
+        elif not name.startswith(("--shardrules", "--update-budgets", "-n")):
+            given.append(arg)
+    # The configuration's addopts may ask for more processes too.
+    several = hasattr(config, "workerinput") or config.getoption("numprocesses", None)
+    return [*["-n0"][: bool(several)], *given]
+
 
 class PytestWatch:
     """The plugin of ``--shardrules``; a worker of pytest-xdist sends its report."""
@@ -29,8 +47,7 @@ class PytestWatch:
         self._seen: Any = programs.Watched(
             False, {}, lambda: os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         )
-        given = [arg for arg in config.args if arg in config.invocation_params.args]
-        self._seen.script = shlex.join(["-m", "pytest", *given])
+        self._seen.script = shlex.join(["-m", "pytest", *_given(config)])
         self._seen.__enter__()
         self._format: str = config.getoption("--shardrules-format") or "text"
         self._output: str | None = config.getoption("--shardrules-output")

@@ -1,11 +1,12 @@
 """Run a script, and judge every program that JAX compiles in it when it ends.
 
 Flags stand before the script; what follows it, or -m MODULE, is its own. The run stays as it is:
-arguments, output, values, errors. To count the runs, programs over several devices are called
-without JAX's fast path: some tens of microseconds longer for each array that they take or return.
-The report goes to stderr, or to a file. A program in which a
-shard_map's check is off makes all-reduces for nothing is compiled once more for it, with the check
-on, to say what that saves.
+arguments, output, values, errors. To count the runs, programs are called without JAX's fast path,
+some tens of microseconds longer for each array that they take or return: over several devices in
+each run, on one device until 8 runs in a row without a read on the host, and so again after each
+read. Each such change makes the next call of every jitted function a slow one.
+The report goes to stderr, or to a file. A program in which a shard_map's check is off makes
+all-reduces for nothing is compiled once more for it, with the check on, to say what that saves.
 
 Exit code: the script's own where it is not 0; else 1 if there are findings, 2 if none was compiled
 or one can't be judged, 0 if every collective is needed. Where it is not 0, the last line says which

@@ -8,6 +8,7 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import os
 import shlex
 import signal
@@ -36,10 +37,18 @@ class Ended(NamedTuple):
 
 
 def typed(arguments: argparse.Namespace) -> str:
-    """Write the script or module, and what follows it, as it was typed."""
-    if arguments.module:
-        return shlex.join(["-m", *arguments.module])
-    return shlex.join(arguments.script[arguments.script[0] == "--" :])
+    """Write the script or module, and what follows it, as it was typed, behind the rules' flags."""
+    flags = ("--import", arguments.rules), ("--rule", arguments.rule)
+    rules = [(flag, value) for flag, values in flags for value in values]
+    given = ["-m", *arguments.module] if arguments.module else _given(arguments)
+    if not arguments.module and given[0].startswith("-"):
+        given = ["--", *given]
+    return shlex.join([*itertools.chain(*rules), *given])
+
+
+def _given(arguments: argparse.Namespace) -> list[str]:
+    script: list[str] = arguments.script
+    return script[script[:1] == ["--"] :]
 
 
 def find(arguments: argparse.Namespace) -> Script:
@@ -47,9 +56,9 @@ def find(arguments: argparse.Namespace) -> Script:
     if arguments.module:
         name, *rest = arguments.module
         return _module(name, rest)
-    if arguments.module is not None or not arguments.script:
+    if arguments.module is not None or not _given(arguments):
         raise ShardrulesError("nothing to run; write SCRIPT ARGS, or -m MODULE ARGS")
-    given, *rest = arguments.script[arguments.script[0] == "--" :]
+    given, *rest = _given(arguments)
     path = os.path.abspath(given)
     if given.endswith(".ipynb"):
         name = shlex.quote(given.removesuffix(".ipynb") + ".py")

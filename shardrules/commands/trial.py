@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules import registry
 from shardrules.commands import flags, rules, script
 from shardrules.errors import ShardrulesError, first_line
+from shardrules.paths import is_here
 from shardrules.unchecked.results import Outcome
 
 if TYPE_CHECKING:
@@ -110,6 +111,11 @@ def child(path: str) -> int:
     target = script.find(arguments)
     if target.file in texts:
         target = target._replace(code=_compiled(texts, target.file))
+    if target.spec is not None and target.spec.parent == "pytest":
+        own = ["-p", "no:shardrules.PytestWatch"]  # whose findings would be its exit code
+        # Else it compiles test files from what it reads itself, to rewrite their asserts.
+        own += ["--assert=plain"] * bool(texts)
+        target = target._replace(argv=[target.argv[0], *own, *target.argv[1:]])
     outcome = Outcome()
     registered: dict[str, list[registry.Registration]] = {}
 
@@ -122,7 +128,7 @@ def child(path: str) -> int:
     contexts.callback(results.start(outcome.results))
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
-    elif target.file in texts:  # they install the hooks
+    elif target.file in texts or is_here(target.file):  # they install the hooks
         contexts.callback(WhenImported("jax", register).stop)
     else:
         contexts.enter_context(check_off.switching([], register, flags.say, "leave"))

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -426,12 +427,15 @@ def loaded(executable: Any) -> Any:
         return executable
 
 
-def local_device_count(executable: Any) -> int:
-    """Count the devices of this process on which an executable runs; 0 where nothing says it."""
+def device_count(executable: Any) -> int:
+    """Count the devices on which an executable runs, of all processes; 0 where nothing says it."""
     try:
-        return len(executable.xla_executable.local_devices())
+        here = len(executable.xla_executable.local_devices())
     except Exception:  # the backend's C API may raise anything  # noqa: BLE001
         return 0
+    shardings = [getattr(executable, f"_{side}_shardings", ()) for side in ("in", "out")]
+    sets = (getattr(s, "device_set", ()) for s in itertools.chain(*shardings))
+    return max([here, *map(len, sets)])
 
 
 def kept_arguments(executable: Any) -> list[int] | None:
@@ -441,6 +445,7 @@ def kept_arguments(executable: Any) -> list[int] | None:
 
 
 See = Callable[[Sequence[Any], Sequence[Any]], None]
+_stopping = threading.Lock()
 
 
 class _Execution:
@@ -459,20 +464,23 @@ class _Execution:
         return getattr(self._call, name)
 
 
-def after_each_run(executable: Any, see: See) -> Callable[[], None]:
+def after_each_run(executable: Any, see: See) -> Callable[[], bool]:
     """Call ``see`` with what each run of an executable takes and returns; of pmap's own, never.
 
-    Returns what ends that. The executable isn't kept.
+    Returns what ends that, and tells whether it did. The executable isn't kept.
     """
     # JAX calls an executable of another class than its own without its fast path, so it sees all.
     if not hasattr(executable, "_unsafe_call"):
-        return lambda: None
+        return lambda: False
     original = executable.unsafe_call
     executable._unsafe_call = own = _Execution(original, see)
     kept = weakref.ref(executable)
 
-    def stop() -> None:
-        if (now := kept()) is not None and now._unsafe_call is own:
+    def stop() -> bool:
+        with _stopping:  # of two threads one ends it
+            if (now := kept()) is None or now._unsafe_call is not own:
+                return False
             now._unsafe_call = original
+            return True
 
     return stop

@@ -219,7 +219,9 @@ class Content:
         along = f", together with {counted(others, noun)}" if others > 0 else ""
         why = worth.at_most and self.why_at_most
         why = f"; how much exactly can't be said here: {why}" if why else ""
-        return f"{most}{' and '.join(parts)}{self._share(worth)}{along}{why}"
+        more = f", for {counted(-worth.round_trips, 'round trip')} more"
+        more = more if worth.round_trips < 0 else ""
+        return f"{most}{' and '.join(parts)}{self._share(worth)}{more}{along}{why}"
 
     # -- the first lines ---------------------------------------------------------------------
 

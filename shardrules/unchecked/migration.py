@@ -14,6 +14,7 @@ import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from shardrules.paths import is_here
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
 from shardrules.unchecked.retrace import sent_bytes
@@ -232,14 +233,6 @@ def short(file: str) -> str:
     return os.path.relpath(file) if is_here(file) else file
 
 
-def is_here(file: str) -> bool:
-    """Return whether a file is below the current folder."""
-    relative = os.path.relpath(file)
-    return (
-        not relative.startswith(os.pardir) and not os.path.isabs(relative) and os.path.isfile(file)
-    )
-
-
 # -- the patch, as edited files --------------------------------------------------------------------
 
 _INSTALL = "import shardrules\n\nshardrules.install()\n"
@@ -295,8 +288,8 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
         ]
     else:
         left.append(
-            f"{script} is not below this folder: call shardrules.install() in a file that is, "
-            "before the first shard_map is made (for pytest, in conftest.py)"
+            f"{script} is not your own file below this folder: call shardrules.install() in one "
+            "that is, before the first shard_map is made (for pytest, in conftest.py)"
         )
     if where is None:
         left += [f"{script}: write {line} there" for line in rules]
@@ -315,7 +308,7 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
 def _by_hand(site: Site) -> str:
     """Return why the patch can't switch a site, empty if it can."""
     if not is_here(site.file):
-        return "not below this folder"
+        return "not your own file below this folder"
     if _flag(site) is None:
         return "no check_vma=False or check_rep=False in this call"
     return ""

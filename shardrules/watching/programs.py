@@ -99,10 +99,10 @@ class WatchedProgram:
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
 
     def argument(self, number: int) -> str:
-        """Name a parameter: ``argument 7 (state['mu'])``, of all leaves of all arguments."""
+        """Name one of all leaves: ``argument 7 (state['mu'])``, or 7 where XLA has one tuple."""
         module = self._parsed()[0]
-        name = module.metadata(module.entry.parameters[number]).op_name
-        return f"argument {number}" + (f" ({name})" if name else "")
+        names = [module.metadata(p).op_name for p in module.entry.parameters]
+        return f"argument {number}" + "".join(f" ({n})" for n in names[number:][:1] if n)
 
     @property
     def definition(self) -> str:

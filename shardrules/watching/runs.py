@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -10,8 +11,14 @@ from typing import Any
 
 from shardrules.door import compiled, watching
 from shardrules.door.places import owns
+from shardrules.errors import UnsupportedJaxError
 
 _UNREAD = 8  # runs in a row, none of whose results the host reads before the next one
+
+
+def _forget_fast_paths() -> None:
+    with contextlib.suppress(UnsupportedJaxError):  # inside of the user's program
+        watching.forget_fast_paths()
 
 
 class RunRecord:
@@ -34,9 +41,10 @@ class RunRecord:
 class Runs:
     """Follows programs over several devices, and of those on one device the script's own.
 
-    JAX's operations outside of jit keep their fast path on one device. The script's own have it
-    back while they run many times in a row without a read: so many are too many for a loop that
-    reads in each step, and they may run a hundred thousand times.
+    Programs over several devices never have JAX's fast path. On one device, JAX's operations
+    outside of jit keep it; the script's own have it back after 8 runs in a row without a read (too
+    many for a loop that reads in each step), until the next read. Each change of that drops the
+    fast paths of all functions, which the next call of each makes again.
     """
 
     def __init__(self) -> None:
@@ -57,7 +65,7 @@ class Runs:
           record: of another executable that runs the same program.
         """
         is_step = not owns(definition.rpartition(" at ")[2])
-        devices = compiled.local_device_count(executable)
+        devices = compiled.device_count(executable)
         if devices < (1 if is_step and definition else 2):
             return None
         if record is None:
@@ -79,10 +87,9 @@ class Runs:
             nonlocal unread, reads
             record.runs += 1
             unread, reads = unread + 1 if reads == self._reads else 1, self._reads
-            if unread == _UNREAD:
-                stop()
+            if unread >= _UNREAD and stop():
                 self._resting.append(lambda: self._count(kept, record))
-                watching.forget_fast_paths()  # C++ has noted that there is none
+                _forget_fast_paths()  # C++ has noted that there is none
 
         stop = compiled.after_each_run(executable, ran)
 
@@ -98,7 +105,7 @@ class Runs:
             resting, self._resting = self._resting, []
             for follow in resting:
                 follow()
-            watching.forget_fast_paths()
+            _forget_fast_paths()
 
     def fed(self, same: Collection[RunRecord]) -> dict[tuple[int, int], tuple[int, int]]:
         """Give runs and first runs of one program's executables, by a result and a parameter.

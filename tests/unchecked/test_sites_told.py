@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -139,11 +140,15 @@ def test_what_a_suite_is_told_to_run_does_what_was_said(tmp_path):
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
         )
 
-    before = run("pytest", *FLAGS, "--shardrules", "test_it.py")
+    chosen = "-k", "test_it or other"
+    watch = "--shardrules", "--shardrules-format", "text"
+    before = run("pytest", *FLAGS, *watch, *chosen, "test_it.py")
     assert before.returncode == 1, before.stdout + before.stderr
     advice = re.search(r"run `shardrules (migrate --diff on.patch [^`]*)`", before.stdout)[1]
-    assert advice == "migrate --diff on.patch -m pytest test_it.py"
-    migrated = run("shardrules", *advice.split())
+    assert advice == "migrate --diff on.patch -m pytest " + shlex.join(
+        [*FLAGS, *chosen, "test_it.py"]
+    )
+    migrated = run("shardrules", *shlex.split(advice))
     assert "switch it now" in migrated.stderr, migrated.stderr
     assert "(for pytest, in conftest.py)" in " ".join(migrated.stderr.split())
     subprocess.run(["patch", "-p1", "-i", "on.patch"], cwd=tmp_path, check=True)

@@ -1,5 +1,7 @@
 """Why ``watch`` says that a program was compiled again, where HLO's types don't show it."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules
+from shardrules.watching.programs import WatchedProgram
 
 pytestmark = pytest.mark.one_lane
 
@@ -80,3 +83,12 @@ def _second_total():
         return x.sum() + 1
 
     return total
+
+
+def test_an_argument_of_a_tuple_of_all_is_named_by_its_number():
+    """XLA makes one of very many parameters."""
+    text = "HloModule m\nENTRY %e (p: f32[8]) -> f32[8] {\n  ROOT %p = f32[8] parameter(0), "
+    module = shardrules.hlo.parse(text + 'metadata={op_name="x"}\n}\n')
+    program = types.SimpleNamespace(_parsed=lambda: (module,))
+    names = [WatchedProgram.argument(program, number) for number in (0, 7)]
+    assert names == ["argument 0 (x)", "argument 7"]

@@ -1,6 +1,7 @@
 """Loops on the host: what each call sums up, and what each step reads; followed, and near misses."""
 
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules
+from shardrules.errors import UnsupportedJaxError
 from shardrules.report import several
 from shardrules.watching import reads, runs
 
@@ -379,3 +381,37 @@ def test_a_step_on_one_device_has_the_fast_path_back(cpu_mesh, devices):
     finally:
         sys.setprofile(before)
     assert (len(calls) < 20) == (devices is None)
+
+
+class OneHere:
+    """An executable of a job whose processes have one device each."""
+
+    _in_shardings = ()
+
+    def __init__(self, mesh):
+        self.xla_executable = types.SimpleNamespace(local_devices=lambda: [mesh.devices.flat[0]])
+        self._out_shardings = [NamedSharding(mesh, P())]
+        self._unsafe_call = self.unsafe_call = lambda x: [x + 1]
+
+
+def test_a_program_over_several_processes_is_not_one_of_one_device(cpu_mesh):
+    followed, executable = runs.Runs(), OneHere(cpu_mesh)
+    record = followed.follow(executable, "step at train.py:1")
+    x = jnp.zeros(1)
+    for _ in range(20):
+        (x,) = executable._unsafe_call(x)
+    assert record.runs == 20 and record.took == {(record, 0, 0): 19}
+
+
+def test_a_jax_whose_fast_paths_have_moved_runs_the_program(monkeypatch):
+    def moved():
+        raise UnsupportedJaxError("moved")
+
+    def loop(step, w):
+        monkeypatch.setattr(runs.watching, "forget_fast_paths", moved)
+        try:
+            unread_first(step, w)
+        finally:
+            monkeypatch.undo()
+
+    read_in(None, loop)

@@ -118,5 +118,9 @@ def is_same_memory(before: hlo.Shape, after: hlo.Shape) -> bool:
     whole = row % int(one[1]) == 0 == row_after % int(other[1])
     if one[1] == other[1]:
         return whole or row == row_after
-    # Tiles of other heights have the same rows where one is as wide as the array.
+    # Tiles of other heights have the same rows where one is as wide as the array, and each holds
+    # whole ones of the smaller tiles that its rows are packed in.
+    packed = [int(rows) for rows in re.findall(r"(?<!\w)\((\d+)", one[3])]
+    if any(int(tile[1]) % rows for tile in (one, other) for rows in packed):
+        return False
     return whole and all(size <= lane for size, lane in zip(rest, lanes))

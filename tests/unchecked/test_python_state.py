@@ -18,6 +18,7 @@ import sys
 import threading
 import types
 import weakref
+from typing import NamedTuple
 
 import jax
 import jax as keys
@@ -66,6 +67,39 @@ def in_slots():
         n: int = 0
 
     return of_an_attribute(Slots())
+
+
+class Numbers(NamedTuple):
+    n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    n: int
+
+
+def in_a_new_one(make):
+    def kind():
+        held = make(0)
+
+        def draw():
+            nonlocal held
+            held = make(held.n + 1)
+            return held.n
+
+        return draw
+
+    return kind
+
+
+def in_a_set():
+    drawn = set()
+
+    def draw():
+        drawn.add(len(drawn))
+        return len(drawn)
+
+    return draw
 
 
 def in_context():
@@ -167,6 +201,9 @@ PUT_BACK = {
     "cache": in_a_cache,
     "weak reference": behind_a_reference,
     "deque's method": lambda: collections.deque(range(9)).popleft,
+    "named tuple": in_a_new_one(Numbers),
+    "frozen object": in_a_new_one(Frozen),
+    "set": in_a_set,
     "generator's method": lambda: np.random.default_rng(0).normal,
     "python's generator": lambda: random.Random(0).random,
     "many objects": behind_many_objects,
@@ -198,6 +235,14 @@ def test_what_changed_is_compared_by_value(kind):
 
     one, two = changes(1), changes(2)
     assert one and two and one != two and changes(1) == one
+
+
+def test_a_set_that_is_the_same_has_not_changed():
+    """Its copy has another order, where some were taken out of it."""
+    drawn = set(range(100))
+    drawn -= {*range(100)} - {1, 8}
+    kept = Kept(lambda: len(drawn))
+    assert kept.put_back() == () and kept.put_back() == ()
 
 
 def test_what_a_cache_holds_is_kept_for_a_second_look():

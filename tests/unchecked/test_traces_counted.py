@@ -160,3 +160,49 @@ def test_what_is_filled_once_is_no_count(cpu_mesh):
         return body
 
     assert compared(cpu_mesh, make, ORDERS[0]) == {""}
+
+
+def counted_by_the_body(x, w):
+    seen = []
+
+    def step(c, v):
+        seen.append(v)
+        return c * v, None
+
+    out, _ = jax.lax.scan(step, w, jnp.stack([x[0], x[0]]))
+    return x * out * float(len(seen) + 4)
+
+
+def a_power_of_it(x, w):
+    seen = []
+
+    @jax.jit
+    def power(v):
+        seen.append(v)
+        return v ** (len(seen) + 2)
+
+    return power(x) * power(jnp.broadcast_to(w, x.shape))
+
+
+def counted_by_a_bwd(x, w):
+    def bwd(saved, g):
+        seen = []
+
+        @jax.jit
+        def scaled(t):
+            seen.append(t)
+            return t * float(len(seen) + 6)
+
+        return scaled(saved[0]) * 0 + scaled(g) * saved[1], g * saved[0]
+
+    op = jax.custom_vjp(lambda a, b: a * b)
+    op.defvjp(lambda a, b: (a * b, (a, b)), bwd)
+    return op(jnp.broadcast_to(w, x.shape), x)
+
+
+@pytest.mark.parametrize("body", [counted_by_the_body, a_power_of_it, counted_by_a_bwd])
+def test_a_counter_that_is_made_in_the_body_is_no_state_and_is_seen(cpu_mesh, body):
+    """Nothing can put it back, and it begins anew: the program's numbers tell."""
+    why = "it changes Python state by how often its functions are traced"
+    for order in ORDERS[:2]:
+        assert compared(cpu_mesh, lambda _: body, order) == {why}

@@ -308,7 +308,7 @@ class PrimitiveHooks(Hooks):
 
     def _complete(self, carrier: Any, primitive: Primitive, scope: Scope) -> None:
         modules = (vars(importlib.import_module(name)) for name in _TABLES)
-        tables = itertools.chain(*(module.values() for module in modules))
+        tables = itertools.chain(*(list(module.values()) for module in modules))
         for table in [*tables, self.door.fancy_transposes]:
             if isinstance(table, dict) and primitive in table and carrier not in table:
                 table[carrier] = self._scoped(table[primitive], scope)

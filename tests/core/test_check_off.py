@@ -15,6 +15,7 @@ from jax.experimental.shard_map import shard_map as old
 from jax.sharding import PartitionSpec as P
 
 import shardrules
+from core import versions
 from shardrules.door import internals
 from shardrules.hooks.install import touched
 from shardrules.unchecked import check_off, migration, retrace
@@ -108,7 +109,10 @@ def test_gradients_that_a_body_takes_change_and_are_never_switched(cpu_mesh, tak
         off(step, cpu_mesh, (P(), P("data")), P())(W[0], X)
     row = one(found)
     assert row.calls[0].takes_gradients and row.verdict not in (migration.SWITCH, migration.MORE)
-    assert "shardrules.vary(w, 'data')" in migration.written([row])
+    text = migration.written([row])
+    assert "compare the values of a step before and after" in text
+    # Before JAX 0.6, a body's own gradients are those of each device with the check on, too.
+    assert "shardrules.vary(w, 'data')" in text or not versions.types_values()
     assert migration.edited([row], __file__).sites == ()
 
 

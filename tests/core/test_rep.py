@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from raising import raises, refused
+from raising import refused
 
 from core import test_shares, versions
 from core.test_check import DATA, trace, varies_as
@@ -91,5 +91,7 @@ def test_a_bwd_is_known_by_its_own_arguments(product, hooks, cpu_mesh):
         y, transpose = jax.vjp(lambda w: product(w, a), w)
         return transpose(2 * y * g)[0], jnp.zeros(2)
 
-    with raises(errors.CotangentError, problem="summed"):
+    with pytest.raises(errors.CotangentError) as caught:
         test_shares.gradient(test_shares.op_of(fwd, whole), cpu_mesh)
+    # Before JAX 0.6 it isn't known what the cotangent that arrives is.
+    assert caught.value.problem == ("summed" if versions.types_values() else "undecided")

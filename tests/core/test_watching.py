@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from raising import raises
 
 import shardrules
+from core import versions
 from shardrules import hooks
 from shardrules.door.patching import WhenImported
 from shardrules.errors import ShardrulesError
@@ -215,6 +216,7 @@ def test_why_a_program_was_compiled_again_is_said(cpu_mesh):
     assert "was compiled 2 times for arguments of the same shapes and shardings" in note
 
 
+@versions.where(versions.types_values)  # JAX 0.5.3 compiles it once more
 def test_what_jax_only_lowers_again_was_compiled_once(cpu_mesh):
     """P() is another key than P(None, None) to jit, and XLA's program is the same."""
     step = jax.jit(lambda x: jax.lax.with_sharding_constraint(x.T, NamedSharding(cpu_mesh, P())))

@@ -85,7 +85,8 @@ def test_run_and_verify_name_it_and_exit_with_1(script):
     allow = "differs output[1]: a copy for each device"
     code, found = verify(f"--allow={allow}")
     assert code == 0
-    assert [one["reason"] for one in found["unequal_outputs_allowed"]] == ["a copy for each device"]
+    (allowed,) = found["unequal_outputs_allowed"]
+    assert allowed["allowed_because"] == "a copy for each device"
     code, found = verify("--allow=differs output[0]: no", f"--allow={allow}")
     assert (code, found["unused_allowances"]) == (1, ["differs output[0]"])
 

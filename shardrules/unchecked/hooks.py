@@ -56,12 +56,13 @@ class UncheckedHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         # Called once per argument signature, with a function that traces the call and returns
-        # Calls, and a function that makes a Call of an error message.
+        # UncheckedCalls, and a function that makes one of an error message.
         self.watchers: list[
             Callable[[Callable[[], list[UncheckedCall]], Callable[[str], UncheckedCall]], None]
         ] = []
         self.ended = False  # whether shard_maps that are made from now on are JAX's own
-        # By site and reason, or by site, program, scope and registry version.
+        # By site and reason, or by site, program, which traces change Python state, scope and
+        # registry version.
         self.decisions: dict[Any, UncheckedSite] = {}
 
     def install(self, patches: Patches) -> None:

@@ -52,7 +52,7 @@ class Kept:
     """The state that some functions can reach, as it is now.
 
     Attributes:
-      why: what can't be put back, if something is reached that can't; else empty.
+      why: what can't be put back, or is too much to keep; empty if all can be.
     """
 
     def __init__(self, *roots: Any):

@@ -168,7 +168,10 @@ def _orders(groups: Sequence[Axes]) -> list[tuple[Axes, ...]]:
 
 
 def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int]]:
-    """Yield the bytes, the axes and the runs of each psum under these labels."""
+    """Yield the bytes, the axes and the runs of each psum under these labels.
+
+    The bytes are of all runs. Psums of a custom_vjp and of residuals count as one run.
+    """
     for value in graph.values.values():
         axes = labels[value.use] - labels[value]
         if axes:

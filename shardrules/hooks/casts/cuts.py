@@ -186,7 +186,7 @@ class Prices:
 
 
 class Count:
-    """Prices by which each psum costs one, whatever it sums and over which axes."""
+    """Prices by which each run of a psum costs one, whatever it sums and over which axes."""
 
     def of(self, key: Any, size_bytes: int, runs: int, sets: Iterable[Axes]) -> list[int]:
         return [runs if axes else 0 for axes in sets]

@@ -176,7 +176,7 @@ class CastHooks(Hooks):
             placed, after_bytes, casts = jaxpr, before_bytes, list[PlacedCast]()
             is_better = after < before and after.within(before)
             saves = is_better and not _saves_little(before, after.bytes, off)
-            # Among equals, casts stand at the border.
+            # Among equals, casts stand at an input that is reordered before its use.
             nearer = [
                 graph.counts(new - old)
                 for new, old in zip(cast_at(borders, labels), graph.cast_as_traced(borders))

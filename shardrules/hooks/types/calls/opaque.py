@@ -155,8 +155,9 @@ def confirm(
     ``varying`` holds the axes over which an operand varies; None if that isn't known.
     """
     # A proven declaration is marked audited; one that can't be confirmed stays as declared. This
-    # runs when a call is lowered, so that tracing doesn't wait for it, and at the bind where
-    # ``is_doubtful``. ``explain`` and ``scan_calls`` run it for every call.
+    # runs when a call is lowered, so that tracing doesn't wait for it; at the bind where
+    # ``is_doubtful``, and at the first where the jaxpr has an effect beyond its refs. ``explain``
+    # and ``scan_calls`` run it for every call.
     registration = opaque.registration
     if registration is None or registration.status == "audited":
         return

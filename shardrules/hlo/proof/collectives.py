@@ -15,8 +15,8 @@ result of each kind, and when it is redundant:
 - ragged-all-to-all: as reduce-scatter, a function of all its operands. Never redundant: if pieces
   overlap, the order of arrival decides.
 
-A group with one member moves nothing and is redundant. Only kinds that can be split by axes can be
-*overwide*: all-reduce, reduce-scatter, all-gather.
+A group with one member moves nothing and is redundant, but for ragged-all-to-all. Only kinds that
+can be split by axes can be *overwide*: all-reduce, reduce-scatter, all-gather.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _WHOLE = re.compile(r"[su]\d+|pred")
 class Channel:
     """How one collective instruction connects devices."""
 
-    kind: str  # one of KINDS
+    kind: str  # one of KINDS, or "custom-call"
     groups: hd.Groups  # the device groups; for a permute, the pairs' connected devices
     ordered: bool  # the result depends on the order of the group's members
     mesh: hn.TextMesh | None = None  # the mesh in the notation, if any

@@ -69,10 +69,11 @@ class _LoopEvaluation:
     def settled(self, start: Value, trips: int | None) -> Value | None:
         """Evaluate until the carry's states no longer change; None if they never settle."""
         # Any iteration may be the last, so the carry gets the join of all of them: each pass joins
-        # what the body returns to what it was given, until nothing changes (Kleene's iteration to
-        # the least fixpoint). A join only refines the partition of the devices, of which there are
-        # finitely many: it ends. A chain of carries, each fed by the next, changes one of them in
-        # each pass; after 32 passes all elements get one state, which is sound and ends soon.
+        # what the body returns to what it was given, until nothing changes (Kleene's iteration). A
+        # join only refines the partition of the devices that is proven, of which there are finitely
+        # many. A chain of carries, each fed by the next, changes one of them in each pass; after 32
+        # passes all elements get one state, which is sound and ends soon. What is still another
+        # after 64 passes (causes and blockers count, too) is given up, and blocks the proof.
         carry, guard = start, self.guard
         states = self.values.states
         for step in range(64):

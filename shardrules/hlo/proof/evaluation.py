@@ -1,9 +1,8 @@
 """The pass: evaluates the instructions of each computation, with a value for each.
 
 Each computation is evaluated once for each distinct set of arguments. A table of handlers (see
-``replication``) says what each opcode does; each is called as
-``handler(proof, computation, position, instruction, operands, guard)``. ``CallGraph`` says which
-collectives are in computations that no evaluation follows.
+``replication``) says what each opcode does; each is called with a ``Visit``. ``CallGraph`` says
+which collectives are in computations that no evaluation follows.
 """
 
 from __future__ import annotations

@@ -454,7 +454,16 @@ def _state(get: Callable[[], Any], put: Callable[[Any], Any]) -> Undo:
     return undo
 
 
-def _plain(value: Any, depth: int = 4) -> Any:
+def _plain(value: Any) -> Any:
+    """Return what of a value can be compared and hashed; nothing equals it if it can't be read."""
+    try:
+        hash(found := _held(value))
+    except Exception:  # of the program's own code; what changed is put back all the same  # noqa: BLE001
+        return object()
+    return found
+
+
+def _held(value: Any, depth: int = 4) -> Any:
     """Return what of a value can be compared and hashed, as deep as ``depth``; else its type."""
     import numpy as np
 
@@ -466,14 +475,13 @@ def _plain(value: Any, depth: int = 4) -> Any:
     if kind is bytearray:
         return kind, bytes(value)
     if depth and issubclass(kind, (tuple, list, collections.deque)):
-        return kind, *(_plain(each, depth - 1) for each in value)
-    if depth and issubclass(kind, dict):
-        items = (_plain(each, depth - 1) for each in value.items())
-        return kind, frozenset(items)
+        return kind, *(_held(each, depth - 1) for each in value)
+    if depth and kind is dict:
+        return kind, frozenset((_held(k, depth - 1), _held(v, depth - 1)) for k, v in value.items())
     if depth and issubclass(kind, (set, frozenset)):
-        return kind, frozenset(_plain(each, depth - 1) for each in value)
+        return kind, frozenset(_held(each, depth - 1) for each in value)
     if depth and not _is_others(kind.__module__):
-        held = _read(value, "__dict__") or {}
+        held = _read(value, "__dict__")
         slots = {n: _read(value, n) for k in kind.__mro__ for n in _slots(k)}
-        return kind, _plain({**held, **slots}, depth - 1)
+        return kind, _held({**(held if type(held) is dict else {}), **slots}, depth)
     return kind

@@ -228,7 +228,9 @@ class Constants(NamedTuple):
     def has_other(self, than: Constants) -> bool:
         """Return whether a scalar but zero is none of the others, in either's dtype."""
         return any(
-            one[0] != 0 and not any(_is_same(one, other) for other in than.scalars)
+            one[0] != 0
+            and one not in than.scalars
+            and not any(_is_same(one, other) for other in than.scalars)
             for one in self.scalars
         )
 
@@ -267,7 +269,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return True
     try:
         dtypes = [np.dtype(d).type for d in (of, by) if "int" not in d]
-        return any(bool(dtype(a) == dtype(b)) for dtype in dtypes)
+        with np.errstate(all="ignore"):  # a number that the narrower one can't hold
+            return any(bool(dtype(a) == dtype(b)) for dtype in dtypes)
     except (TypeError, ValueError, OverflowError):
         return False
 

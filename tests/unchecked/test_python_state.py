@@ -427,3 +427,19 @@ def test_a_submodule_that_is_imported_stays():
     package.inner = types.ModuleType("lazily.inner")
     kept.put_back()
     assert package.inner.__name__ == "lazily.inner"
+
+
+def test_what_cannot_be_compared_is_put_back_all_the_same():
+    class Unread(dict):
+        def __iter__(self):
+            raise RuntimeError("not now")
+
+    class Meta(type):
+        __eq__ = type.__eq__
+
+    held, other = {}, [0]
+    kept = Kept(lambda: (held, other))
+    held["unhashable"] = Meta("Unhashable", (), {})()
+    other.append(Unread())
+    assert kept.put_back() != ()
+    assert (held, other) == ({}, [0])

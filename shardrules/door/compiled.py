@@ -433,9 +433,12 @@ def device_count(executable: Any) -> int:
         here = len(executable.xla_executable.local_devices())
     except Exception:  # the backend's C API may raise anything  # noqa: BLE001
         return 0
-    shardings = [getattr(executable, f"_{side}_shardings", ()) for side in ("in", "out")]
-    sets = (getattr(s, "device_set", ()) for s in itertools.chain(*shardings))
-    return max([here, *map(len, sets)])
+    try:
+        shardings = [getattr(executable, f"_{side}_shardings", ()) for side in ("in", "out")]
+        sets = (getattr(s, "device_set", ()) for s in itertools.chain(*shardings))
+        return max([here, *map(len, sets)])
+    except (TypeError, ValueError):  # none are kept, or those of an abstract mesh
+        return here
 
 
 def kept_arguments(executable: Any) -> list[int] | None:

@@ -55,7 +55,7 @@ def changes(group: Group) -> list[object]:
 
     Unproven collectives share the flag that lets judge them; parts of combined ones share these,
     which go when none of their parts is left; what one line asks for shares its advice, but for
-    numbers.
+    bytes.
     """
     first = group[0]
     if first.kind == "unproven":
@@ -72,7 +72,8 @@ def changes(group: Group) -> list[object]:
 
 def words(advice: str) -> str:
     """Return what advice has in common with other advice of other bytes."""
-    return re.sub(r"\d+", "", advice)
+    # Other numbers are what to type: a dimension, a size to pad to.
+    return re.sub(r"\d+(?= B\b)", "", advice)
 
 
 def flat(groups: Iterable[Group]) -> list[Finding | Hint]:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from shardrules import report, testing
 from shardrules.commands import closing
 from shardrules.costs import findings
-from shardrules.report import several
+from shardrules.report import items, several
 from shardrules.report.grouping import connected
 
 
@@ -169,3 +169,9 @@ def test_the_first_line_names_what_the_list_begins_with(cpu_mesh):
     first = cheaper(content).items[0]
     assert first.what.startswith("2 x ")
     assert end == f"could be cheaper: reduce instead at {first.source} and 1 more"
+
+
+def test_advice_of_other_sizes_is_other_advice():
+    """Of two arrays on one line, to pad to 12 and to 16, each is told its own."""
+    assert items.words("it sends 896 B, kept, 64 B") == items.words("it sends 917504 B, kept, 8 B")
+    assert items.words("pad it to 12") != items.words("pad it to 16")

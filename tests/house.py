@@ -59,15 +59,17 @@ ARROWS = {
     "hooks.processes": set("arguments door errors registry hooks.install unchecked.hooks".split()),
     # What becomes of shard_maps whose check is off, from what is seen of one to the patch.
     "unchecked.code": set(),
-    "unchecked.python_state": {"unchecked.code"},
-    "unchecked.retrace": {"door", "jaxprs", "errors", "unchecked.python_state"},
+    "unchecked.undo": set(),
+    "unchecked.python_state": {"unchecked.code", "unchecked.undo"},
+    "unchecked.unseen": {"unchecked.python_state"},
+    "unchecked.retrace": {"door", "jaxprs", "errors"},
     "unchecked.sites": {"unchecked.retrace"},
     "unchecked.hooks": set(
         "door jaxprs errors hooks.frames hooks.notes hooks.state hooks.cotangents "
-        "unchecked.retrace unchecked.python_state unchecked.sites".split()
+        "unchecked.retrace unchecked.python_state unchecked.unseen unchecked.sites".split()
     ),
     "unchecked.switched": set(
-        "program costs door errors registry hooks unchecked.python_state unchecked.retrace unchecked.sites".split()
+        "program costs door errors registry hooks unchecked.python_state unchecked.unseen unchecked.sites".split()
     ),
     "unchecked.check_off": set("door errors hooks unchecked.hooks unchecked.sites".split()),
     "unchecked": set(

@@ -177,6 +177,10 @@ runs under the check what was traced outside of shard_map
     JaxprEqnContextManager 0.6.0+         .core:JaxprEqnContextManager
 fails on an annotated result (JAX 0.8.3 to 0.12)
     result_avals           0.6.0+         .ffi:_result_avals
+a derivative that may depend on what is differentiated is no evidence for another
+    primitive_jvps         0.6.0+         .interpreters.ad:primitive_jvps
+    primitive_linearizations 0.6.0+
+        .interpreters.ad:primitive_linearizations
 looks up a primitive's transpose rule: a user's is held to its operands' types
     transpose_of           0.6.0+         .interpreters.ad:get_primitive_transpose(p)
 a transposed cond, whose branches may sum what only some devices reach

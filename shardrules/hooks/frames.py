@@ -97,6 +97,7 @@ class LookFrame(WingFrame):
     # their errors, each with the innermost site that raised it
     blamed: list[tuple[Exception, Any]] = dataclasses.field(default_factory=list)
     gradients: list[None] | None = None  # grows when something is differentiated in reverse
+    order: int = 0  # of the derivative that is traced
 
 
 class Here(threading.local):

@@ -13,20 +13,21 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shardrules.door import places
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import is_inexact, is_transposed, opened
+from shardrules.door.jaxprs import KERNELS, is_inexact, is_transposed, name_of, opened
 from shardrules.door.patching import Patches
-from shardrules.door.protocols import ClosedJaxpr
+from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
 from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
-from shardrules.jaxprs.walk import equations, program_text
+from shardrules.jaxprs.walk import Inside, equations, program_text, visited
 from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
@@ -40,6 +41,7 @@ from shardrules.unchecked.sites import (
     varies,
     why_left,
 )
+from shardrules.unchecked.unseen import unseen
 
 _CHECKS = ("check_vma", "check_rep")
 # "AbstractRef.update() got an unexpected keyword argument" up to JAX 0.12.0, in the backward pass.
@@ -246,7 +248,7 @@ class _Unchecked:
             return closed, changed
 
         # Notes of its own keep what it traces from JAX's caches for the program and other looks.
-        with retrace.unseen(kept), self._looking("off", notes=Notes()):
+        with unseen(kept), self._looking("off", notes=Notes()):
             called, changed = trace()
             derivatives, why = retrace.derivatives(trace, args, self._has_rules)
         return _Off(called, changed, derivatives, why, is_steady)
@@ -255,7 +257,19 @@ class _Unchecked:
         """Whether a program holds custom rules, by which its derivative is taken."""
         from shardrules.hooks.cotangents.summed_shares import has_rule  # it imports jax
 
-        return any(has_rule(self.door, eqn) for eqn in equations(opened(closed)))
+        def visit(eqn: Eqn, around: None, inside: Inside[None, None]) -> Iterator[None]:
+            if has_rule(self.door, eqn):
+                yield None
+            if name_of(eqn) not in (*KERNELS, "while"):  # of which JAX takes no gradient
+                yield from itertools.chain(*inside(None))
+
+        return bool(visited(opened(closed), visit, None))
+
+    def _by_arguments(self, off: _Off) -> Iterator[str]:
+        from shardrules.hooks.cotangents.summed_shares import why_by_arguments  # it imports jax
+
+        inside = (eqn for program in off.programs for eqn in equations(opened(program)))
+        yield from filter(None, (why_by_arguments(self.door, eqn) for eqn in inside))
 
     def _rules(self) -> Any:
         from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks  # it imports jax
@@ -270,9 +284,9 @@ class _Unchecked:
         first = next((d.closed for d in off.derivatives), None)
         before = tuple(retrace.sums(called if undifferentiated else first))
         ran: set[Any] = set()  # the bwds that were looked at
-        first_on: Any = None  # the derivative of order 1
+        last_on: Any = None
         doubts: list[str] = []
-        with retrace.unseen(kept):
+        with unseen(kept):
             on = forward = self._trace_on(args, None, casts)
             is_steady = off.is_steady & (kept.put_back() == off.changed)
             for derivative in off.derivatives if forward.error is None else ():
@@ -287,9 +301,17 @@ class _Unchecked:
                 if then.error is not None:
                     break
                 ran |= then.notes.rules
-                if derivative.order > 1 and self._rules().new(then.closed, first_on, ran):
-                    doubts.append("its derivatives of order 3 are taken by rules of their own")
-                first_on = then.closed
+                before_on = forward.closed if derivative.order == 1 else last_on
+                last_on = then.closed
+                if derivative.is_last and self._rules().new(last_on, before_on, ran):
+                    order = derivative.order + 1
+                    doubts.append(
+                        f"its derivatives of order {order} are taken by rules of their own"
+                    )
+        # Another derivative may exist: of fewer results, say, of which a bwd makes something else.
+        if undifferentiated and retrace.floats(args) and self._has_rules(called):
+            doubts.append(f"its derivative rules can't be looked at: {undifferentiated}")
+        doubts += self._by_arguments(off)
         if not is_steady:
             doubts.append(UNSTEADY)
         culprit, failed = on.culprit or self.site, on.error
@@ -356,13 +378,14 @@ class _Unchecked:
         met: list[Site] = []
         gradients: list[None] = []
         blamed: list[tuple[Exception, Site]] = []
+        some = () if derivative is None else derivative[:2]
+        order = 0 if derivative is None else derivative.order
         with (
             self._looking("on", active=True, policy=COLLECT, notes=notes, casts=casts),
-            dataclasses.replace(self.state.here.look, met=met, blamed=blamed),
+            dataclasses.replace(self.state.here.look, met=met, blamed=blamed, order=order),
             self.state.recording_gradients(gradients),
         ):
             try:
-                some = () if derivative is None else derivative[:2]
                 closed = retrace.traced(self.on(), args, *some)
             except Exception as error:  # it becomes the reason why the check stays off  # noqa: BLE001
                 failed = error

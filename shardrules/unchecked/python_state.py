@@ -14,27 +14,24 @@ import contextvars
 import functools
 import io
 import itertools
+import os
 import queue
-import random
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from shardrules.unchecked import code
+from shardrules.unchecked import code, undo
 
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 1 << 28  # of arrays
-_OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes"}) | frozenset(
-    name for name in sys.stdlib_module_names if name != "__main__"
+_HOLDERS = frozenset(
+    "types argparse collections functools weakref _weakrefset multiprocessing.sharedctypes".split()
 )
-_ABSENT = object()
-_HOLDERS = frozenset({"types", "argparse", "collections", "functools"})
-_STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
-# Puts back what changed; returns what was there instead, as ``_plain`` gives it, or None.
-Undo = Callable[[], object]
+# By these, code reaches variables of its module whose names it may make.
+_BY_STRINGS = frozenset({"globals", "vars", "exec", "eval"})
 
 
 class _Cache(NamedTuple):
@@ -57,7 +54,7 @@ class Kept:
 
     def __init__(self, *roots: Any):
         self.why = ""
-        self._undo: list[Undo] = []
+        self._undo: list[undo.Undo] = []
         self._caches: list[_Cache] = []
         self._bytes = 0  # of the arrays that are kept
         self._seen: dict[int, Any] = {}  # holds what it has seen, so that ids stay unique
@@ -79,9 +76,11 @@ class Kept:
         self._left.clear()
         # Where other threads run, they would draw the same numbers twice from generators of all.
         if _alone():
-            self._undo += _global_generators()
+            self._undo += undo.global_generators()
         elif self._draws:
             self.why = "its body can draw random numbers that other threads draw, too"
+        if "environ" in self._named:
+            self._undo.append(undo.state(lambda: dict(os.environ), undo.set_environment))
         for name, kind in self._stuck:
             if not name or name in (self._own if name == "spawn" else self._named):
                 held = f"{name!r}, a {kind}" if name else f"a {kind}"
@@ -105,7 +104,7 @@ class Kept:
 
     def _add(self, values: Iterable[Any], name: str = "") -> None:
         """Visit values later, each under the name by which code reaches it; empty if unknown."""
-        self._left += ((value, name) for value in values if type(value) not in _STATELESS)
+        self._left += ((value, name) for value in values if type(value) not in undo.STATELESS)
 
     def _add_items(self, items: Iterable[tuple[Any, Any]]) -> None:
         for name, value in items:
@@ -119,7 +118,7 @@ class Kept:
 
         kind = type(value)
         if issubclass(kind, types.FunctionType):
-            if not _is_others(value.__module__):
+            if not undo.is_others(value.__module__):
                 self._function(value)
         elif issubclass(kind, types.MethodType):
             self._add((value.__self__, value.__func__), name)
@@ -130,7 +129,7 @@ class Kept:
             self._add((value.func, *value.args, *value.keywords.values()))
         elif issubclass(kind, types.CellType):
             self._cell(value, name)
-        elif (generator := _generator(value)) is not None:
+        elif (generator := undo.generator(value)) is not None:
             self._undo.append(generator)
             self._stuck.append(("spawn", "random generator's count of children"))
         elif issubclass(kind, np.random.SeedSequence):
@@ -139,16 +138,18 @@ class Kept:
             if value.flags.writeable:
                 self._array(value, name)
         elif issubclass(kind, (list, dict, set, collections.deque, bytearray)):
-            self._undo.append(_container(value))
+            self._undo.append(undo.container(value))
             self._add(
                 itertools.chain(value, value.values() if issubclass(kind, dict) else ()), name
             )
         elif issubclass(kind, (tuple, frozenset)):
             self._add(value, name)
         elif issubclass(kind, array.array):
-            self._undo.append(_array(value, value[:], slice(None)))
+            self._undo.append(undo.array_items(value, value[:], slice(None)))
         elif issubclass(kind, (io.StringIO, io.BytesIO)):
-            self._undo.append(_stream(value))
+            self._undo.append(undo.stream(value))
+        elif any(base.__name__ == "_CData" for base in kind.__mro__):  # of ctypes, all of them
+            self._undo.append(undo.memory(value))
         elif issubclass(kind, contextvars.ContextVar):
             self._context(value, name)
         elif issubclass(kind, weakref.ref):
@@ -158,7 +159,7 @@ class Kept:
         elif issubclass(kind, _LOCAL):
             self._attributes(value.__dict__)
         elif issubclass(kind, type):
-            if not _is_others(value.__module__):
+            if not undo.is_others(value.__module__):
                 self._class(value)
         elif not issubclass(kind, types.ModuleType):
             self._instance(value, name)
@@ -169,6 +170,8 @@ class Kept:
         self._add_items(zip(function.__code__.co_freevars, function.__closure__ or ()))
         self._add((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
         self._attributes(function.__dict__)
+        if names & _BY_STRINGS and self._module(variables, names | variables.keys()):
+            self._undo.append(undo.variables(variables, set(variables), new=True))
         self._module(variables, names)
         held = map(_contents, function.__closure__ or ())
         modules = [value for value in held if issubclass(type(value), types.ModuleType)]
@@ -189,7 +192,7 @@ class Kept:
     def _inside(self, module: types.ModuleType, names: set[str]) -> None:
         """Keep the variables that code names in a module, and in modules inside of it."""
         variables = vars(module)
-        if not _is_others(module.__name__) and self._module(variables, names):
+        if not undo.is_others(module.__name__) and self._module(variables, names):
             for name in names & variables.keys():
                 if issubclass(type(variables[name]), types.ModuleType):
                     self._inside(variables[name], names)
@@ -198,24 +201,24 @@ class Kept:
         """Keep variables by their names; return whether some were not kept before."""
         new = {name for name in names if (id(variables), name) not in self._variables}
         self._variables |= {(id(variables), name) for name in new}
-        self._undo.append(_variables(variables, new))
+        self._undo.append(undo.variables(variables, new))
         self._add_items((name, variables[name]) for name in new & variables.keys())
         return bool(new)
 
     def _cell(self, cell: types.CellType, name: str) -> None:
         before = _contents(cell)
 
-        def undo() -> object:
+        def back() -> object:
             if (now := _contents(cell)) is before:
                 return None
-            if before is not _ABSENT:
+            if before is not undo.ABSENT:
                 cell.cell_contents = before
             else:
                 del cell.cell_contents
-            return _plain(now)
+            return undo.plain(now)
 
-        self._undo.append(undo)
-        if before is not _ABSENT:
+        self._undo.append(back)
+        if before is not undo.ABSENT:
             self._add((before,), name)
 
     def _context(self, value: contextvars.ContextVar[Any], name: str) -> None:
@@ -225,13 +228,13 @@ class Kept:
             self._stuck.append((name, "context variable without a value"))
             return
 
-        def undo() -> object:
+        def back() -> object:
             if (now := value.get()) is before:
                 return None
             value.set(before)
-            return _plain(now)
+            return undo.plain(now)
 
-        self._undo.append(undo)
+        self._undo.append(back)
         self._add((before,), name)
 
     def _array(self, value: Any, name: str) -> None:
@@ -239,44 +242,44 @@ class Kept:
             self._stuck.append((name, f"numpy array of {nbytes:,} bytes"))
             return
         self._bytes += nbytes
-        self._undo.append(_array(value, value.copy(), ...))
+        self._undo.append(undo.array_items(value, value.copy(), ...))
         if value.dtype == object:
             self._add(value.flat, name)
 
     def _class(self, kind: type) -> None:
         self._add(kind.__bases__)
-        self._undo.append(_class_attributes(kind))
+        self._undo.append(undo.class_attributes(kind))
         for name, value in [*vars(kind).items()]:
             held = "__func__" if type(value) in (classmethod, staticmethod) else "fget"
-            self._add((_read(value, held, value),), name)
+            self._add((undo.read(value, held, value),), name)
             if not name.startswith("__") and not callable(value) and type(value) is not property:
-                self._undo.append(_attribute(kind, name, value))
+                self._undo.append(undo.attribute(kind, name, value))
 
     def _attributes(self, attributes: dict[str, Any]) -> None:
-        self._undo.append(_container(attributes))
+        self._undo.append(undo.container(attributes))
         self._add_items(attributes.items())
 
     def _instance(self, value: Any, name: str) -> None:
         """Keep the attributes of an object; of JAX's, look into functions that it wraps alone."""
         kind = type(value)
-        attributes = _read(value, "__dict__")
-        if type(wrapped := _read(value, "__wrapped__")) is types.FunctionType:
+        attributes = undo.read(value, "__dict__")
+        if type(wrapped := undo.read(value, "__wrapped__")) is types.FunctionType:
             self._add((wrapped,))  # of a jitted function
         if kind is _LRU:
             self._caches.append(_Cache(value, value.cache_info()))
             if value in _DOUBTED:
                 self._stuck.append((name, "cached function's state"))
         # Of the standard library, only plain holders of data: pools and queues are for threads.
-        if _is_others(kind.__module__) and kind.__module__ not in _HOLDERS:
+        if undo.is_others(kind.__module__) and kind.__module__ not in _HOLDERS:
             if kind.__name__.startswith("custom_"):
                 self._add((attributes or {}).values())
             return
         if type(attributes) is dict:
             self._attributes(attributes)
         self._add((kind,))
-        for slot in (n for k in kind.__mro__ for n in _slots(k)):
-            if (held := _read(value, slot, _ABSENT)) is not _ABSENT:
-                self._undo.append(_attribute(value, slot, held))
+        for slot in (n for k in kind.__mro__ for n in undo.slots_of(k)):
+            if (held := undo.read(value, slot, undo.ABSENT)) is not undo.ABSENT:
+                self._undo.append(undo.attribute(value, slot, held))
                 self._add((held,), slot)
 
 
@@ -300,188 +303,10 @@ def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # empty
-        return _ABSENT
-
-
-def _is_others(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _OTHERS
+        return undo.ABSENT
 
 
 def _is_stuck(kind: type) -> bool:
     """Whether an object of this type is an iterator or a queue; files are read on."""
     iterators = collections.abc.Iterator, queue.SimpleQueue, queue.Queue
     return issubclass(kind, iterators) and not hasattr(kind, "fileno")
-
-
-def _slots(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _variables(variables: dict[str, Any], names: Iterable[str]) -> Undo:
-    before = {name: variables.get(name, _ABSENT) for name in names}
-
-    def undo() -> object:
-        became: dict[str, Any] = {}
-        for name, value in before.items():
-            now = variables.get(name, _ABSENT)
-            # An import sets the name of a submodule once only, so it has to stay.
-            if now is value or (value is _ABSENT and isinstance(now, types.ModuleType)):
-                continue
-            became[name] = now
-            if value is _ABSENT:
-                del variables[name]
-            else:
-                variables[name] = value
-        return _plain(became) if became else None
-
-    return undo
-
-
-def _read(value: Any, name: str, otherwise: Any = None) -> Any:
-    """Read an attribute of an object, past what its class does for those that it lacks."""
-    try:
-        return object.__getattribute__(value, name)
-    except Exception:  # a property's own, too  # noqa: BLE001
-        return otherwise
-
-
-def _attribute(owner: Any, name: str, before: Any) -> Undo:
-    def undo() -> object:
-        now = vars(owner).get(name) if isinstance(owner, type) else _read(owner, name, _ABSENT)
-        if now is before:
-            return None
-        setattr(owner, name, before)
-        return _plain(now)
-
-    return undo
-
-
-def _container(value: Any) -> Undo:
-    before = value.copy()
-
-    def undo() -> object:
-        now = value.items() if isinstance(value, dict) else value
-        then = before.items() if isinstance(value, dict) else before
-        if isinstance(value, set):  # a copy has another order
-            is_same = value == before
-        else:
-            is_same = len(now) == len(then) and all(map(_is_same, now, then))
-        if is_same:
-            return None
-        became = _plain(value)
-        value.clear()
-        getattr(value, "extend" if hasattr(value, "extend") else "update")(before)
-        return became
-
-    return undo
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2:  # an item of a dict
-        return a[0] is b[0] and a[1] is b[1]
-    return a is b or (type(a) is int and a == b)
-
-
-def _class_attributes(kind: type) -> Undo:
-    before = set(vars(kind))
-
-    def undo() -> object:
-        new = {n: vars(kind)[n] for n in set(vars(kind)) - before if not n.startswith("__")}
-        for name in new:
-            delattr(kind, name)
-        return _plain(new) if new else None
-
-    return undo
-
-
-def _array(value: Any, before: Any, every: Any) -> Undo:
-    def undo() -> object:
-        if (now := value.tobytes()) == before.tobytes():
-            return None
-        value[every] = before
-        return now
-
-    return undo
-
-
-def _stream(value: Any) -> Undo:
-    text, position = value.getvalue(), value.tell()
-
-    def undo() -> object:
-        if (now := (value.getvalue(), value.tell())) == (text, position):
-            return None
-        value.seek(0)
-        value.truncate()
-        value.write(text)
-        value.seek(position)
-        return now
-
-    return undo
-
-
-def _generator(value: Any) -> Undo | None:
-    import numpy as np
-
-    if issubclass(type(value), np.random.Generator):
-        value = value.bit_generator
-    if issubclass(type(value), np.random.BitGenerator):
-        return _state(lambda: value.state, functools.partial(setattr, value, "state"))
-    if issubclass(type(value), np.random.RandomState):
-        return _state(value.get_state, value.set_state)
-    if issubclass(type(value), random.Random):
-        return _state(value.getstate, value.setstate)
-    return None
-
-
-def _global_generators() -> Iterator[Undo]:
-    import numpy as np
-
-    yield _state(random.getstate, random.setstate)
-    yield _state(np.random.get_state, np.random.set_state)
-
-
-def _state(get: Callable[[], Any], put: Callable[[Any], Any]) -> Undo:
-    before = get()
-    then = _plain(before)
-
-    def undo() -> object:
-        if (now := _plain(get())) == then:
-            return None
-        put(before)
-        return now
-
-    return undo
-
-
-def _plain(value: Any) -> Any:
-    """Return what of a value can be compared and hashed; nothing equals it if it can't be read."""
-    try:
-        hash(found := _held(value))
-    except Exception:  # of the program's own code; what changed is put back all the same  # noqa: BLE001
-        return object()
-    return found
-
-
-def _held(value: Any, depth: int = 4) -> Any:
-    """Return what of a value can be compared and hashed, as deep as ``depth``; else its type."""
-    import numpy as np
-
-    kind = type(value)
-    if kind in _STATELESS:
-        return kind, value
-    if issubclass(kind, (np.ndarray, np.generic)) and value.dtype != object:
-        return str(value.dtype), value.shape, value.tobytes()
-    if kind is bytearray:
-        return kind, bytes(value)
-    if depth and issubclass(kind, (tuple, list, collections.deque)):
-        return kind, *(_held(each, depth - 1) for each in value)
-    if depth and kind is dict:
-        return kind, frozenset((_held(k, depth - 1), _held(v, depth - 1)) for k, v in value.items())
-    if depth and issubclass(kind, (set, frozenset)):
-        return kind, frozenset(_held(each, depth - 1) for each in value)
-    if depth and not _is_others(kind.__module__):
-        held = _read(value, "__dict__")
-        slots = {n: _read(value, n) for k in kind.__mro__ for n in _slots(k)}
-        return kind, _held({**(held if type(held) is dict else {}), **slots}, depth)
-    return kind

@@ -1,8 +1,4 @@
-"""Facts gathered by tracing a shard_map once more: its sums, and what refuses it.
-
-The program sees nothing of it: what a body prints is dropped, and the Python state that it changes
-is put back.
-"""
+"""Facts gathered by tracing a shard_map once more: its sums, and what refuses it."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ import contextlib
 import itertools
 import math
 import re
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +14,6 @@ from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, is_inexac
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
 from shardrules.jaxprs.walk import Inside, equations, visited
-from shardrules.unchecked.python_state import Kept
 
 
 class TracedOutput(NamedTuple):
@@ -41,32 +34,6 @@ class Sum(NamedTuple):
 
 class Unseeable(Exception):
     """A body that can't be traced to look at it: the program would see it."""
-
-
-class _Elsewhere:
-    """A stream that drops what one thread writes."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextlib.contextmanager
-def unseen(kept: Kept) -> Iterator[None]:
-    """Drop what this thread prints, and put back the Python state that is changed inside."""
-    out: Any = _Elsewhere(sys.stdout)
-    err: Any = _Elsewhere(sys.stderr)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield
-    finally:
-        kept.put_back()
 
 
 def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -127,6 +94,7 @@ class Derivative(NamedTuple):
     order: int
     closed: Any
     changed: Any  # the Python state that tracing it changed
+    is_last: bool = False  # whether none of a higher order is traced by these leaves
 
 
 def derivatives(
@@ -150,7 +118,7 @@ def derivatives(
                 made.append(Derivative(chosen, order, *trace(chosen, order)))
         except Exception as error:  # an integer loop, an effect: what JAX can't transpose  # noqa: BLE001
             why = why or ("" if made else _why_not(error))
-        return made
+        return [*made[:-1], *(each._replace(is_last=True) for each in made[-1:])]
 
     every = floats(args)
     return attempt(every) or [d for n in every if len(every) > 1 for d in attempt((n,))], why
@@ -267,12 +235,15 @@ def _is_same(one: Any, other: Any) -> bool:
     (a, of), (b, by) = one, other
     if a == b or (a != a and b != b):
         return True
-    try:
-        dtypes = [np.dtype(d).type for d in (of, by) if "int" not in d]
-        with np.errstate(all="ignore"):  # a number that the narrower one can't hold
-            return any(bool(dtype(a) == dtype(b)) for dtype in dtypes)
-    except (TypeError, ValueError, OverflowError):
-        return False
+    if "int" in of and "int" in by:  # equal bits
+        count = min(np.dtype(of).itemsize, np.dtype(by).itemsize) * 8
+        return bool((int(a) - int(b)) % (1 << count) == 0)
+    for dtype in (np.dtype(d).type for d in (of, by) if "int" not in d):
+        # A number that the narrower one can't hold; a complex one in a float's type.
+        with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
+            if dtype(a) == dtype(b):
+                return True
+    return False
 
 
 # JAX's words for an output whose spec says less than its type, to JAX 0.5.3 and from 0.6.

@@ -18,8 +18,8 @@ from shardrules.hooks.install import held
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import Scope
 from shardrules.registry.table import Registry
-from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
+from shardrules.unchecked.unseen import unseen
 
 if TYPE_CHECKING:
     from shardrules.unchecked.sites import UncheckedSite
@@ -49,7 +49,7 @@ def switched(
                 return kept.why
             base = under if under.active else Scope(True, "varying")
             on = dataclasses.replace(base, unchecked="check", casts="cheapest", notes=notes)
-            with retrace.unseen(kept), hooks.enter(on):
+            with unseen(kept), hooks.enter(on):
                 compiled = how.lower().compile()
         judgement = program.judged(program.read(compiled), registry, mesh)
     except Exception as error:  # the program's own code, or a backend, may raise  # noqa: BLE001

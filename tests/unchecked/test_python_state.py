@@ -8,15 +8,20 @@ import array
 import collections
 import concurrent.futures
 import contextvars
+import ctypes
 import dataclasses
 import functools
 import io
 import itertools
+import logging
+import multiprocessing
+import os
 import queue
 import random
 import sys
 import threading
 import types
+import warnings
 import weakref
 from typing import NamedTuple
 
@@ -26,6 +31,7 @@ import numpy as np
 import pytest
 
 from shardrules.unchecked.python_state import Kept
+from shardrules.unchecked.unseen import unseen
 
 
 class Counts:
@@ -133,15 +139,29 @@ def in_a_new_attribute():
     return draw
 
 
-def in_a_new_variable():
-    globals().pop("_new", None)
+def in_a_module(text):
+    def kind():
+        variables = {"__name__": "counting"}
+        exec(text, variables)
+        return variables["draw"]
 
-    def draw():
-        global _new
-        _new = globals().get("_new", 0) + 1
-        return _new
+    return kind
 
-    return draw
+
+in_a_new_variable = in_a_module("""
+def draw():
+    global new
+    new = globals().get("new", 0) + 1
+    return new
+""")
+by_a_made_name = in_a_module("""
+name, held = "n" + "ew", [0]
+
+def draw():
+    globals()[name] = globals().get(name, 0) + 1
+    globals()["he" + "ld"][0] += 1
+    return globals()[name] + held[0]
+""")
 
 
 def in_a_submodule():
@@ -154,6 +174,30 @@ def in_a_submodule():
 
         counting.inner.n += 1
         return counting.inner.n
+
+    return draw
+
+
+def in_the_environment():
+    os.environ["SHARDRULES_TEST"] = "0"
+
+    def draw():
+        os.environ["SHARDRULES_TEST"] = str(int(os.environ["SHARDRULES_TEST"]) + 1)
+        return int(os.environ["SHARDRULES_TEST"])
+
+    return draw
+
+
+def by_a_weak_key():
+    owner = Counts()
+    held = weakref.WeakKeyDictionary({owner: 0})
+    return of_an_item(held, owner)
+
+
+def of_a_value(owner):
+    def draw():
+        owner.value += 1
+        return owner.value
 
     return draw
 
@@ -200,6 +244,12 @@ PUT_BACK = {
     "submodule": in_a_submodule,
     "cache": in_a_cache,
     "weak reference": behind_a_reference,
+    "weak key": by_a_weak_key,
+    "made name": by_a_made_name,
+    "environment": in_the_environment,
+    "number of C's": lambda: of_a_value(ctypes.c_int(0)),
+    "number of all processes": lambda: of_a_value(multiprocessing.Value("i", 0)),
+    "array of C's": lambda: of_an_item((ctypes.c_double * 2)()),
     "deque's method": lambda: collections.deque(range(9)).popleft,
     "named tuple": in_a_new_one(Numbers),
     "frozen object": in_a_new_one(Frozen),
@@ -443,3 +493,33 @@ def test_what_cannot_be_compared_is_put_back_all_the_same():
     other.append(Unread())
     assert kept.put_back() != ()
     assert (held, other) == ({}, [0])
+
+
+@pytest.mark.parametrize("action", ["default", "once", "module", "always"])
+def test_a_look_takes_no_warning_of_the_programs(action):
+    def warn():
+        warnings.warn("slow", UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter(action)
+        with unseen(Kept(warn)):
+            warn()
+        assert not shown
+        warn()
+        warn()
+    assert len(shown) == (2 if action == "always" else 1)
+
+
+def test_other_threads_warn_and_log_while_one_looks(caplog):
+    def tell():
+        warnings.warn("from a thread", UserWarning, stacklevel=1)
+        logging.getLogger("kernels").warning("from a thread")
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with unseen(Kept()):
+            tell()
+            thread = threading.Thread(target=tell)
+            thread.start()
+            thread.join()
+    assert len(shown) == len(caplog.records) == 1

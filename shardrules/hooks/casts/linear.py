@@ -22,7 +22,7 @@ from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
 from shardrules.door.protocols import Aval, Eqn, Jaxpr, Var
-from shardrules.hooks.cotangents.linearity import precision, rounded_to, strings
+from shardrules.hooks.cotangents.linearity import WIDE, precision, rounded_to, strings
 from shardrules.hooks.cotangents.summed_shares import absent_tangents, why_not_linear
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.types.identities import MARK
@@ -333,11 +333,11 @@ class Graph(Fold["Value | None"]):
         joined = NONE.union(*types)
         differing = NONE.union(*[joined ^ axes for axes in types])
         differing = differing.union(*[joined ^ value.varying for value in outputs])
-        if (
-            why_not_linear(self.door, eqn, self.opaque)
-            or rounded_to(eqn)
-            or not (named or (not differing and (has_refs or not eqn.effects)))
-        ):
+        # A share may be too small or too large for float16 where the sum isn't.
+        rounds = not WIDE.issuperset([v.aval.dtype for v in step.inputs + outputs])
+        rounds = rounds or rounded_to(eqn) is not None
+        is_known = named or (not differing and (has_refs or not eqn.effects))
+        if rounds or not is_known or why_not_linear(self.door, eqn, self.opaque):
             step.fixed = None
             return
         step.fixed = named | differing

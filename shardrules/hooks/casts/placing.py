@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.door import watching
+from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_differentiated
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import Eqn, Jaxpr, Var
@@ -134,7 +135,9 @@ class CastHooks(Hooks):
         return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
 
     def _shares(self, jaxpr: Jaxpr, values: Sequence[Any]) -> Shares:
-        return Shares(self.door, self._is_opaque, jaxpr, self._linear(jaxpr, values))
+        # With the check off, what the gradient inside summed is each device's own share.
+        again = self.state.here.look.order > 1 and self.state.scope.derivatives_count == 0
+        return Shares(self.door, self._is_opaque, jaxpr, self._linear(jaxpr, values), again)
 
     def _placed(self, jaxpr: Jaxpr, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
         """Return the program with its casts placed, or unchanged if that saves too little."""
@@ -300,11 +303,26 @@ class _TracedBwd:
         used.update(map(id, self.jaxpr.outvars))
         self.ignores_a_cotangent = not used.issuperset(map(id, self.cotangents))
         # The axes over which it sums; None if it is not linear, or rounds.
-        proof = linearity(self.jaxpr, self.cotangents, kernels=True)
-        self.linear_in = None if proof.rounds else proof.summed
+        self.linear_in: Axes | None = NONE
+        for jaxpr in self._by_precision(door):
+            proof = linearity(jaxpr, self.cotangents, kernels=True)
+            if proof.rounds or proof.is_narrow or proof.summed is None:
+                self.linear_in = None
+            elif self.linear_in is not None:
+                self.linear_in |= proof.summed
         if self.linear_in is not None:
             every = frozenset(door.manual_axes())
             self.linear_in |= moved_by_kernels(hooks.state, self.jaxpr, every)
+
+    def _by_precision(self, door: Door) -> Iterator[Jaxpr]:
+        """Yield the program, in a part for each result where they have several dtypes."""
+        outs = self.jaxpr.outvars
+        if len({atom.aval.dtype for atom in outs}) < 2:
+            yield self.jaxpr
+            return
+        for number in range(len(outs)):
+            used = [n == number for n in range(len(outs))]
+            yield door.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
 
 
 def _saves_little(before: Cost, least: int, off: Cost) -> bool:

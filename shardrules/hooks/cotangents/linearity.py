@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardrules.door.internals import load
 from shardrules.door.jaxprs import (
     CASTS,
+    CUSTOM_CALLS,
     KERNELS,
     READS,
     SUMS,
@@ -21,7 +23,8 @@ from shardrules.door.jaxprs import (
     name_of,
     opened,
 )
-from shardrules.door.protocols import Eqn, Jaxpr, Params, Var
+from shardrules.door.protocols import Eqn, Jaxpr, Params, Primitive, Var
+from shardrules.hooks.types.owners import is_users
 from shardrules.jaxprs.fold import Cell, Fold, TooLong
 from shardrules.jaxprs.walk import equations
 
@@ -44,6 +47,8 @@ def precision(dtype: Any) -> Precision:
 # A power of two of a value is as exact as the value, unless its exponent doesn't fit. Of types with
 # fewer bits than float32 has, a share may be too small or the sum of the shares too large.
 _EXPONENT_BITS = 8
+_WIDE = "float32 float64 complex64 complex128 bfloat16".split()
+WIDE = frozenset({*map(jax.numpy.dtype, _WIDE), jax.dtypes.float0})  # float0 is of integers
 
 
 def is_narrow(a: Precision) -> bool:
@@ -57,9 +62,26 @@ def is_less(a: Precision, b: Precision) -> bool:
 
 def rounded_to(eqn: Eqn) -> Precision | None:
     """Return the precision that an equation rounds cotangents to in one dtype, or None."""
-    if name_of(eqn) != "reduce_precision":
-        return None
-    return eqn.params["mantissa_bits"], eqn.params["exponent_bits"]
+    name, params = name_of(eqn), eqn.params
+    if name == "reduce_precision":
+        return params["mantissa_bits"], params["exponent_bits"]
+    if name == "dot_general":
+        to = _algorithm(params.get("precision"))
+        if to is not None and any(
+            is_less(to, precision(v.aval.dtype)) for v in eqn.invars if is_inexact(v.aval)
+        ):
+            return to
+    return None
+
+
+def _algorithm(asked: Any) -> Precision | None:
+    """Return what a dot rounds its operands to if the program asks for an algorithm, or None."""
+    named = getattr(asked, "name", "")  # of a jax.lax.DotAlgorithmPreset, "BF16_BF16_F32" say
+    if hasattr(asked, "num_primitive_operations") and not named:  # a jax.lax.DotAlgorithm
+        return precision(jax.numpy.dtype(asked.lhs_precision_type))
+    if named.endswith(("_X3", "_X6", "_X9")):  # sums of as many products
+        return {"BF16_BF16_F32_X3": (15, 8)}.get(named)
+    return {"ANY": (2, 4), "F16": (10, 5), "BF16": (7, 8), "TF32": (10, 8)}.get(named.split("_")[0])
 
 
 class LinearityProof(NamedTuple):
@@ -76,24 +98,42 @@ class LinearityProof(NamedTuple):
 def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> LinearityProof:
     """Prove that a jaxpr is linear in ``inputs`` together, or not.
 
-    With ``kernels``, Pallas kernels are read, and collectives may move the inputs.
+    With ``kernels``, Pallas kernels are read, and collectives may move the inputs. Of outputs that
+    differ in precision, give one at a time: what is rounded for one may be so for another.
     """
     fold = _Linearity(kernels)
-    given = [_LINEAR if v in inputs else _FIXED for v in jaxpr.invars]
+    given = {v: _LINEAR if v in inputs else _FIXED for v in jaxpr.invars}
+    of_outputs = _most(jaxpr.outvars)
     try:
-        results = fold.run(jaxpr, given)
+        results = fold.run(jaxpr, [*given.values()])
+        # What is as precise as the one input may be less precise than another, which is rounded.
+        alike: dict[Precision, list[Any]] = {}
+        for v in inputs:
+            if is_inexact(v.aval):
+                alike.setdefault(precision(v.aval.dtype), []).append(v)
+        folds = [fold] if len(alike) < 2 else [_Linearity(kernels) for _ in alike]
+        for each, some in zip(folds, alike.values()) if len(alike) > 1 else ():
+            others = dict.fromkeys(set(inputs) - set(some), _ZERO)
+            each.run(jaxpr, [*(given | others).values()])
     except TooLong:
         return LinearityProof(None, frozenset(), True, True)
     is_linear = {_LINEAR, _ZERO}.issuperset(results)
-    ends = [*inputs, *jaxpr.outvars]
-    kept = [precision(atom.aval.dtype) for atom in ends if is_inexact(atom.aval)]
-    least = min((p[0] for p in kept), default=0), min((p[1] for p in kept), default=0)
+    rounds = False
+    for each, of_inputs in zip(folds, alike or [of_outputs]):
+        least = min(of_inputs[0], of_outputs[0]), min(of_inputs[1], of_outputs[1])
+        rounds |= any(is_less(bits, least) for bits in each.precisions)
     return LinearityProof(
         frozenset(fold.summed) if is_linear else None,
         frozenset(fold.summed_of_others),
-        any(is_less(each, least) for each in fold.precisions),
+        rounds,
         any(map(is_narrow, fold.precisions)),
     )
+
+
+def _most(atoms: Sequence[Any]) -> Precision:
+    """Return the most bits that any of these has."""
+    kept = [precision(atom.aval.dtype) for atom in atoms if is_inexact(atom.aval)]
+    return max((p[0] for p in kept), default=0), max((p[1] for p in kept), default=0)
 
 
 Row = Callable[["_Linearity", Any, list[str]], str]
@@ -125,6 +165,10 @@ class _Linearity(Fold[str]):
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         results = super().equation(eqn, operands)
+        # A derivative of this one runs a custom_vjp's fwd instead, or a custom_jvp's rule, and that
+        # may return something else.
+        if name_of(eqn) in CUSTOM_CALLS and not _KNOWN.issuperset(map(self.content, operands)):
+            results = self.one_step(eqn, operands, _UNKNOWN)
         for var, result in zip(eqn.outvars, results):
             if result in (_LINEAR, _UNKNOWN) and is_inexact(var.aval):
                 self.precisions.add(precision(var.aval.dtype))
@@ -134,7 +178,7 @@ class _Linearity(Fold[str]):
         return [self._result(eqn, name, operands)] * len(eqn.outvars)
 
     def _result(self, eqn: Eqn, name: str, given: list[str]) -> str:
-        row = ROWS.get(name)
+        row = None if _is_users(eqn.primitive) else ROWS.get(name)
         if _KNOWN.issuperset(given):
             inner = () if name in KERNELS else inner_jaxprs(eqn.params)
             for other in (eqn, *(e for jaxpr in inner for e in equations(jaxpr))):
@@ -185,6 +229,12 @@ class _Linearity(Fold[str]):
             for cell in cells:
                 self.store(cell, kind)
         return [self.join([*data, *(cell.value for cell in cells)])] * len(eqn.outvars)
+
+
+@functools.cache
+def _is_users(primitive: Primitive) -> bool:
+    """Return whether a primitive isn't JAX's, which may have the name of one of JAX's."""
+    return is_users(load(), primitive)
 
 
 def _rows(names: str) -> Callable[[Row], Row]:
@@ -254,6 +304,7 @@ def _bilinear(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
     """Linear in one operand while the other is fixed."""
     if _ZERO in given:
         return _ZERO
+    fold._note_rounding(eqn)
     return _LINEAR if sorted(given) == [_FIXED, _LINEAR] else _UNKNOWN
 
 

@@ -23,7 +23,7 @@ from shardrules.hooks.cotangents.linearity import (
     precision,
     rounded_to,
 )
-from shardrules.hooks.retyping.retyping import transposed_by_jax
+from shardrules.hooks.retyping.retyping import differentiated_by_jax, transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 from shardrules.hooks.types.lost_axes import hijax_object
 from shardrules.jaxprs.fold import TooLong
@@ -54,15 +54,55 @@ def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
 def has_rule(door: Door, eqn: Eqn) -> bool:
     """Return whether an equation is differentiated by a rule that its author wrote, or rounds."""
     name = name_of(eqn)
-    if name.startswith("custom_jvp_call"):
-        rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("jvp_jaxpr_thunk"))
-        return not places.owns(door.function_place(rule))
+    if name.startswith("custom_jvp_call") or name == "custom_vmap_call":
+        return not _is_jaxs(door, eqn)
     return (
         name.startswith("custom_vjp_call")
         or name in ("reduce_precision", *_TRANSPOSE_CALLS)
+        or (name == "custom_linear_solve" and not _solves(eqn))
+        or _narrows(eqn)
         or hijax_object(door, eqn.primitive, eqn.params) is not None
         or not transposed_by_jax(door, eqn.primitive)
     )
+
+
+def _narrows(eqn: Eqn) -> bool:
+    """Return whether an equation, or its transpose, makes a value less precise."""
+    if name_of(eqn) != "convert_element_type":
+        return rounded_to(eqn) is not None
+    ends = (eqn.invars[0].aval, eqn.outvars[0].aval)
+    if not all(map(is_inexact, ends)):
+        return False
+    before, after = (precision(aval.dtype) for aval in ends)
+    return is_less(after, before) or is_less(before, after)
+
+
+def _is_jaxs(door: Door, eqn: Eqn) -> bool:
+    """Return whether JAX wrote the rule of a custom_jvp or custom_vmap, and what it calls."""
+    rules = (eqn.params.get(name) for name in ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "rule"))
+    rule = next(rule for rule in rules if rule is not None)
+    # That of ``defjvps`` is JAX's, and calls the author's; so does that of custom_root.
+    primal = opened(eqn.params.get("call_jaxpr", eqn.params.get("call")))
+    functions = [getattr(rule, "rule", rule), *([primal] if hasattr(primal, "debug_info") else [])]
+    names = map(door.function_name, functions)
+    return "_custom_root" not in names and all(
+        places.owns(door.function_place(function)) for function in functions
+    )
+
+
+def why_by_arguments(door: Door, eqn: Eqn) -> str:
+    """Say why an equation's derivative may be another if fewer arguments are differentiated.
+
+    What it then computes was not looked at. Empty if it can't be.
+    """
+    if sum(is_inexact(atom.aval) for atom in eqn.invars) < 2:
+        return ""
+    name = name_of(eqn)
+    asks = eqn.params.get("symbolic_zeros") if name.startswith("custom_jvp_call") else False
+    if (asks and not _is_jaxs(door, eqn)) or not differentiated_by_jax(door, eqn.primitive):
+        asks_for = " (symbolic_zeros)" if asks else ""
+        return f"the jvp of {name!r} may depend on what is differentiated{asks_for}"
+    return ""
 
 
 def absent_tangents(eqn: Eqn) -> Sequence[bool]:
@@ -131,7 +171,14 @@ def hashable(rule: Any) -> Any:
 class Shares(Reach):
     """What keeps gradients from being those of the check off, in one linear program."""
 
-    def __init__(self, door: Door, is_opaque: IsOpaque, jaxpr: Jaxpr, linear: Sequence[bool]):
+    def __init__(
+        self,
+        door: Door,
+        is_opaque: IsOpaque,
+        jaxpr: Jaxpr,
+        linear: Sequence[bool],
+        again: bool = False,  # whether a derivative is differentiated
+    ):
         super().__init__()
         self.door = door
         self._is_opaque = is_opaque
@@ -139,7 +186,7 @@ class Shares(Reach):
         self._every = frozenset(axis for axis, size in sizes.items() if size != 1)
         # Along an axis without casts, all shares are one nth: to round such a share is to round the
         # sum if n is a power of two and the range of the type is float32's.
-        self.differing = frozenset(a for a in self._every if sizes[a] & (sizes[a] - 1))
+        self.differing = frozenset(a for a in self._every if again or sizes[a] & (sizes[a] - 1))
         self.summed: frozenset[str] = frozenset()  # over which casts sum cotangents
         self._reasons: list[str] = []
         self._rounding: list[tuple[frozenset[str], str]] = []

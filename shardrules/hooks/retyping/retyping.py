@@ -301,7 +301,16 @@ class _Equation:
 def transposed_by_jax(door: Door, primitive: Primitive) -> bool:
     """Return whether a primitive's transpose is JAX's or ours, linear and without collectives."""
     # A user's may clip a cotangent, or sum it, and has to be given what it was given before.
-    tables = (door.primitive_transposes, door.fancy_transposes)
+    return _are_jaxs(primitive, door.primitive_transposes, door.fancy_transposes)
+
+
+def differentiated_by_jax(door: Door, primitive: Primitive) -> bool:
+    """Return whether a primitive's jvp is JAX's, and so doesn't ask which tangents are zero."""
+    return _are_jaxs(primitive, door.primitive_jvps, door.primitive_linearizations)
+
+
+def _are_jaxs(primitive: Primitive, *tables: Any) -> bool:
+    """Return whether a primitive's entries in these tables are JAX's functions, or ours."""
     rules = [table.get(primitive) for table in tables if table is not None]
     while rules:
         rule = rules.pop()

@@ -1,0 +1,214 @@
+"""Python state as it is now, piece by piece, and functions that put it back."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+# Puts back what changed; returns what was there instead, as ``plain`` gives it, or None.
+Undo = Callable[[], object]
+
+ABSENT = object()
+STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
+_OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes"}) | frozenset(
+    name for name in sys.stdlib_module_names if name != "__main__"
+)
+
+
+def is_others(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _OTHERS
+
+
+def slots_of(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def variables(variables: dict[str, Any], names: Iterable[str], new: bool = False) -> Undo:
+    """Keep a module's variables by their names; with ``new``, remove those that it gets, too."""
+    before = {name: variables.get(name, ABSENT) for name in names}
+
+    def undo() -> object:
+        became: dict[str, Any] = {}
+        for name in before.keys() | variables.keys() if new else before:
+            now, value = variables.get(name, ABSENT), before.get(name, ABSENT)
+            # An import sets the name of a submodule once only, so it has to stay.
+            if now is value or (value is ABSENT and isinstance(now, types.ModuleType)):
+                continue
+            became[name] = now
+            if value is ABSENT:
+                del variables[name]
+            else:
+                variables[name] = value
+        return plain(became) if became else None
+
+    return undo
+
+
+def read(value: Any, name: str, otherwise: Any = None) -> Any:
+    """Read an attribute of an object, past what its class does for those that it lacks."""
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:  # a property's own, too  # noqa: BLE001
+        return otherwise
+
+
+def attribute(owner: Any, name: str, before: Any) -> Undo:
+    def undo() -> object:
+        now = vars(owner).get(name) if isinstance(owner, type) else read(owner, name, ABSENT)
+        if now is before:
+            return None
+        setattr(owner, name, before)
+        return plain(now)
+
+    return undo
+
+
+def container(value: Any) -> Undo:
+    before = value.copy()
+
+    def undo() -> object:
+        now = value.items() if isinstance(value, dict) else value
+        then = before.items() if isinstance(value, dict) else before
+        if isinstance(value, set):  # a copy has another order
+            is_same = value == before
+        else:
+            is_same = len(now) == len(then) and all(map(_is_same, now, then))
+        if is_same:
+            return None
+        became = plain(value)
+        value.clear()
+        getattr(value, "extend" if hasattr(value, "extend") else "update")(before)
+        return became
+
+    return undo
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2:  # an item of a dict
+        return a[0] is b[0] and a[1] is b[1]
+    return a is b or (type(a) is int and a == b)
+
+
+def class_attributes(kind: type) -> Undo:
+    before = set(vars(kind))
+
+    def undo() -> object:
+        new = {n: vars(kind)[n] for n in set(vars(kind)) - before if not n.startswith("__")}
+        for name in new:
+            delattr(kind, name)
+        return plain(new) if new else None
+
+    return undo
+
+
+def array_items(value: Any, before: Any, every: Any) -> Undo:
+    def undo() -> object:
+        if (now := value.tobytes()) == before.tobytes():
+            return None
+        value[every] = before
+        return now
+
+    return undo
+
+
+def memory(value: Any) -> Undo:
+    import ctypes
+
+    at, size_bytes = ctypes.addressof(value), ctypes.sizeof(value)
+    held = functools.partial(ctypes.string_at, at, size_bytes)
+    return state(held, lambda before: ctypes.memmove(at, before, size_bytes))
+
+
+def set_environment(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def stream(value: Any) -> Undo:
+    text, position = value.getvalue(), value.tell()
+
+    def undo() -> object:
+        if (now := (value.getvalue(), value.tell())) == (text, position):
+            return None
+        value.seek(0)
+        value.truncate()
+        value.write(text)
+        value.seek(position)
+        return now
+
+    return undo
+
+
+def generator(value: Any) -> Undo | None:
+    import numpy as np
+
+    if issubclass(type(value), np.random.Generator):
+        value = value.bit_generator
+    if issubclass(type(value), np.random.BitGenerator):
+        return state(lambda: value.state, functools.partial(setattr, value, "state"))
+    if issubclass(type(value), np.random.RandomState):
+        return state(value.get_state, value.set_state)
+    if issubclass(type(value), random.Random):
+        return state(value.getstate, value.setstate)
+    return None
+
+
+def global_generators() -> Iterator[Undo]:
+    import numpy as np
+
+    yield state(random.getstate, random.setstate)
+    yield state(np.random.get_state, np.random.set_state)
+
+
+def state(get: Callable[[], Any], put: Callable[[Any], Any]) -> Undo:
+    before = get()
+    then = plain(before)
+
+    def undo() -> object:
+        if (now := plain(get())) == then:
+            return None
+        put(before)
+        return now
+
+    return undo
+
+
+def plain(value: Any) -> Any:
+    """Return what of a value can be compared and hashed; nothing equals it if it can't be read."""
+    try:
+        hash(found := _held(value))
+    except Exception:  # of the program's own code; what changed is put back all the same  # noqa: BLE001
+        return object()
+    return found
+
+
+def _held(value: Any, depth: int = 4) -> Any:
+    """Return what of a value can be compared and hashed, as deep as ``depth``; else its type."""
+    import numpy as np
+
+    kind = type(value)
+    if kind in STATELESS:
+        return kind, value
+    if issubclass(kind, (np.ndarray, np.generic)) and value.dtype != object:
+        return str(value.dtype), value.shape, value.tobytes()
+    if kind is bytearray:
+        return kind, bytes(value)
+    if depth and issubclass(kind, (tuple, list, collections.deque)):
+        return kind, *(_held(each, depth - 1) for each in value)
+    if depth and kind is dict:
+        return kind, frozenset((_held(k, depth - 1), _held(v, depth - 1)) for k, v in value.items())
+    if depth and issubclass(kind, (set, frozenset)):
+        return kind, frozenset(_held(each, depth - 1) for each in value)
+    if depth and not is_others(kind.__module__):
+        held = read(value, "__dict__")
+        slots = {n: read(value, n) for k in kind.__mro__ for n in slots_of(k)}
+        return kind, _held({**(held if type(held) is dict else {}), **slots}, depth)
+    return kind

@@ -1,0 +1,255 @@
+"""Derivatives of a program that no look traces: fewer results, fewer arguments, under a vmap.
+
+Each body sends a cotangent that is equal along ``data`` through a bwd that clips, only in the
+derivative that the program asks for. The site was switched, with another gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core import versions
+from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+from shardrules.hooks import shard_map
+
+pytestmark = versions.where(versions.types_values)
+
+X = np.linspace(0.5, 2, 32, dtype=np.float32).reshape(8, 4)
+W = np.linspace(0.3, 1, 4, dtype=np.float32)
+
+
+def clipped(g):
+    return jnp.clip(g, -0.1, 0.1)
+
+
+def op_of(fwd, bwd, **options):
+    op = jax.custom_vjp(lambda *args: fwd(*args)[0])
+    op.defvjp(fwd, bwd, **options)
+    return op
+
+
+clip = op_of(lambda w: (w * 1.0, None), lambda _, g: (clipped(g),))
+
+
+def halved(v):
+    """Loop without a derivative in reverse mode."""
+    return jax.lax.while_loop(lambda c: jnp.sum(c) > 1, lambda c: c / 2, v)
+
+
+def beside_a_loop(mapped):
+    f = mapped(lambda x, w: (x * clip(w), halved(w)), (P("data"), P()))
+
+    def loss(w):
+        y, metric = f(X, w)
+        return jnp.sum(y**2), metric
+
+    return jax.grad(loss, has_aux=True)(W)[0]
+
+
+def with_a_metric(mapped):
+    f = mapped(lambda x, w: (x * clip(w), halved(w)), (P("data"), P()))
+
+    def loss(w):
+        y, metric = f(X, w)
+        return jnp.sum(y**2) + 0 * jnp.sum(jax.lax.stop_gradient(metric))
+
+    return jax.grad(loss)(W)
+
+
+def without_a_result(mapped):
+    def bwd(_, g):
+        if not isinstance(g[1], SymbolicZero):
+            raise NotImplementedError("no gradient of the second result")
+        return (clipped(g[0]),)
+
+    op = op_of(lambda w: ((w.value * 2.0, jnp.sum(w.value)), None), bwd, symbolic_zeros=True)
+    op.fun = lambda w: (w * 2.0, jnp.sum(w))
+    f = mapped(lambda x, w: (x * op(w)[0], op(w)[1]), (P("data"), P()))
+    return jax.grad(lambda w: jnp.sum(f(X, w)[0] ** 2))(W)
+
+
+def by_a_pair(mapped):
+    def fwd(w, v):
+        if not (w.perturbed and v.perturbed):
+            raise NotImplementedError("no gradient of one alone")
+        return w.value * v.value, (w.value, v.value)
+
+    op = op_of(fwd, lambda r, g: (clipped(g * r[1]), g * r[0]), symbolic_zeros=True)
+    op.fun = lambda w, v: w * v
+    f = mapped(lambda x, w, v, u: x * op(w, v) * jnp.sum(halved(u)), P("data"), 3)
+    return jax.grad(lambda w, v: jnp.sum(f(X, w, v, W) ** 2), (0, 1))(W, W + 1)
+
+
+def twice_by_one(mapped):
+    outer = op_of(lambda w: (w**2, w), lambda w, g: (clip(w) * g * 2,))
+    step = lambda c: (c[0] + 1, c[1] * 3)  # noqa: E731
+    cubed = lambda g: jax.lax.while_loop(lambda c: c[0] < 3, step, (0, g))[1]  # noqa: E731
+    other = op_of(lambda v: (v * 27, None), lambda _, g: (cubed(g),))
+    f = mapped(lambda x, w, v: x * outer(w) * other(v), P("data"), 2)
+    once = jax.grad(lambda w: jnp.sum(f(X, w, W + 1) ** 2))
+    return jax.grad(lambda w: jnp.sum(jnp.sin(once(w))))(W)
+
+
+def under_vmap(mapped):
+    @jax.custom_batching.custom_vmap
+    def op(w):
+        return w * 1.0
+
+    op.def_vmap(lambda size, in_batched, w: (clip(w), in_batched[0]))
+    f = jax.vmap(mapped(lambda x, w: x * op(w), P("data")), (None, 0))
+    return jax.grad(lambda w: jnp.sum(f(X, jnp.stack([w, 2 * w])) ** 2))(W)
+
+
+def of_one_tangent(mapped):
+    @jax.custom_jvp
+    def op(w, v):
+        return w * v
+
+    def rule(primals, tangents):
+        (w, v), (t, u) = primals, tangents
+        if isinstance(u, SymbolicZero):
+            clips = lambda r, c: clipped(c * r)  # noqa: E731
+            return w * v, linear_call(lambda r, t: t * r, clips, v, t)
+        return w * v, t * v + u * w
+
+    op.defjvp(rule, symbolic_zeros=True)
+    f = mapped(lambda x, w, v: x * op(w, v), P("data"), 2)
+    return jax.grad(lambda w: jnp.sum(f(X, w, W + 1) ** 2))(W)
+
+
+ASKED = (beside_a_loop, with_a_metric, without_a_result, by_a_pair, twice_by_one, under_vmap)
+
+
+def twice(h):
+    """Differentiate twice a function whose bwd multiplies by ``h(w)``."""
+
+    def asked(mapped):
+        op = op_of(lambda w: (w**2, w), lambda w, g: (g * h(w),))
+        f = mapped(lambda x, w: x * op(w), P("data"))
+        once = jax.grad(lambda w: jnp.sum(jnp.sin(f(X, w) * 1.3)))
+        return jax.grad(lambda w: jnp.sum(jnp.sin(once(w))))(W)
+
+    asked.__name__ = h.__name__
+    return asked
+
+
+def linear_and_clipped(t):
+    return linear_call(lambda r, t: t, lambda r, c: clipped(c), (), t)
+
+
+def rounded(w):
+    return jnp.cos(w.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def solved(w):
+    matrix = jnp.diag(jnp.array([1.0, 2.0, 5.0, 9.0])) + 0.3
+    return jax.scipy.sparse.linalg.cg(lambda v: matrix @ v, w, maxiter=1)[0]
+
+
+def by_defjvps(w):
+    op = jax.custom_jvp(lambda w: w * 1.0)
+    op.defjvps(lambda t, ans, w: linear_and_clipped(t))
+    return op(w)
+
+
+def by_a_root(w):
+    solve = lambda g, y: linear_and_clipped(y) / g(jnp.ones_like(y))  # noqa: E731
+    return jax.lax.custom_root(lambda z: z * z - w, w * 0 + 1, lambda f, z: jnp.sqrt(w), solve)
+
+
+ASKED = (*ASKED, of_one_tangent, *map(twice, (rounded, solved, by_defjvps, by_a_root)))
+
+
+def gradient_of(asked, mesh):
+    sites = []
+
+    def mapped(body, out_specs, replicated=1):
+        in_specs = (P("data"), *[P()] * replicated)
+        return shard_map(body, mesh, in_specs, out_specs, check=False)
+
+    def gradient():
+        return jax.tree_util.tree_map(np.asarray, jax.jit(lambda: asked(mapped))())
+
+    off = gradient()
+    with shardrules.install(unchecked="check") as handle:
+        on = gradient()
+        sites = handle.unchecked()
+    return off, on, sites
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.__name__)
+def test_a_derivative_that_no_look_traces_leaves_its_site(asked, cpu_mesh):
+    off, on, sites = gradient_of(asked, cpu_mesh)
+    jax.tree_util.tree_map(np.testing.assert_array_equal, off, on)
+    assert sites and not any(site.switched for site in sites)
+
+
+def without_rules(mapped):
+    f = mapped(lambda x, w: (x * w, halved(w)), (P("data"), P()))
+    return jax.grad(lambda w: jnp.sum(f(X, w)[0] ** 2))(W)
+
+
+def with_a_rule_in_the_loop(mapped):
+    def step(carried):
+        count, h = carried
+        return count + 1, jnp.tanh(h * clip(jnp.sum(h)))
+
+    def body(x, w):
+        return x * w, jax.lax.while_loop(lambda c: c[0] < 3, step, (0, w))[1]
+
+    f = mapped(body, (P("data"), P()))
+    return jax.grad(lambda w: jnp.sum(f(X, w)[0] ** 2))(W)
+
+
+@pytest.mark.parametrize("asked", [without_rules, with_a_rule_in_the_loop])
+def test_what_only_jax_differentiates_is_switched(asked, cpu_mesh):
+    off, on, sites = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-5)
+    assert [site.switched for site in sites] == [True]
+
+
+def algorithm(name):
+    def body(x, w):
+        matrix = jnp.eye(4) + 0.123
+        asked = getattr(jax.lax.DotAlgorithmPreset, name)
+        turned = lambda g: jax.lax.dot(g[None], matrix, precision=asked)[0]  # noqa: E731
+        return x * op_of(lambda w: (w * 1.0, None), lambda _, g: (turned(g),))(w)
+
+    return body
+
+
+@pytest.mark.parametrize("name", ["BF16_BF16_F32", "TF32_TF32_F32", "BF16_BF16_F32_X3"])
+def test_a_dot_whose_algorithm_rounds_is_left(name, cpu_mesh):
+    def reason(name):
+        with shardrules.install(unchecked="check") as handle:
+            f = shard_map(algorithm(name), cpu_mesh, (P("data"), P()), P("data"), check=False)
+            jax.eval_shape(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), 1), X[:, :4], W)
+            (site,) = handle.unchecked()
+        return site.reason
+
+    # Over data, four devices: one fourth of a whole cotangent rounds as the whole one does, but
+    # each device's own share doesn't.
+    assert reason(name).endswith("rounds a cotangent")
+    assert reason("F32_F32_F32") == ""
+
+
+def test_a_primitive_is_not_known_by_its_name(cpu_mesh, fresh_registry):
+    """It clips, and is called as one of JAX's is; its rule says nothing of that."""
+    own = Primitive("roll")
+    own.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(own, mlir.lower_fun(clipped, multiple_results=False))
+
+    def asked(mapped):
+        op = op_of(lambda w: (w * 1.0, None), lambda _, g: (own.bind(g),))
+        f = mapped(lambda x, w: x * op(w), P("data"))
+        return jax.grad(lambda w: jnp.sum(f(X, w) ** 2))(W)
+
+    shardrules.register("roll", shardrules.no_communication)
+    off, on, sites = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert [site.switched for site in sites] == [False]

@@ -59,7 +59,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "clipped by its norm": lambda g: g * jnp.minimum(1, LIMIT / (1e-6 + jnp.sqrt(jnp.sum(g * g)))),
     "normalised": lambda g: g / (0.1 + jnp.max(jnp.abs(g))),
     "squared": lambda g: g * g,
-    "positive": jax.nn.relu,
+    "positive": lambda g: jnp.maximum(g, 0),
     "rounded": lambda g: jax.lax.reduce_precision(g, exponent_bits=4, mantissa_bits=2),
     "rounded by a cast": lambda g: g.astype(jnp.float8_e5m2).astype(g.dtype),
     "filled": lambda g: g.at[np.array([0, 9])].get(mode="fill", fill_value=0.5)[1] + g,

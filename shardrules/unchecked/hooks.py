@@ -271,14 +271,14 @@ class _Unchecked:
         before = tuple(retrace.sums(called if undifferentiated else first))
         ran: set[Any] = set()  # the bwds that were looked at
         first_on: Any = None  # the derivative of order 1
-        doubts: list[str] = []
+        reasons: list[str] = []
         with retrace.unseen(kept):
             on = forward = self._trace_on(args, None, casts)
             is_steady = off.is_steady & (kept.put_back() == off.changed)
             for derivative in off.derivatives if forward.error is None else ():
                 then = self._trace_on(args, derivative, casts)
                 is_steady &= kept.put_back() == derivative.changed
-                doubts += then.notes.doubts
+                reasons += then.notes.reasons_to_leave
                 if then.closed is not None:
                     was, now = map(retrace.constants, (derivative.closed, then.closed))
                     is_steady &= not now.has_other(was)
@@ -288,10 +288,10 @@ class _Unchecked:
                     break
                 ran |= then.notes.rules
                 if derivative.order > 1 and self._rules().new(then.closed, first_on, ran):
-                    doubts.append("its derivatives of order 3 are taken by rules of their own")
+                    reasons.append("its derivatives of order 3 are taken by rules of their own")
                 first_on = then.closed
         if not is_steady:
-            doubts.append(UNSTEADY)
+            reasons.append(UNSTEADY)
         culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
 
@@ -314,7 +314,9 @@ class _Unchecked:
             after=None if on.closed is None else tuple(retrace.sums(on.closed)),
             declared=tuple(dict.fromkeys(on.notes.declared)),
             annotations=tuple(dict.fromkeys(on.notes.annotations)),
-            doubts=tuple(dict.fromkeys([*self._doubts(called, forward.closed), *doubts])),
+            reasons_to_leave=tuple(
+                dict.fromkeys([*self._compared(called, forward.closed), *reasons])
+            ),
             holds_another=_count(called, "shard_map") > 1,
             **refused(self.site),
         )
@@ -331,7 +333,7 @@ class _Unchecked:
         ]
         return [call, *inner]
 
-    def _doubts(self, off: Any, on: Any) -> Iterator[str]:
+    def _compared(self, off: Any, on: Any) -> Iterator[str]:
         """Yield reasons why values or gradients may differ with the check on."""
         import jax
 

@@ -102,7 +102,7 @@ def _verdict(calls: Sequence[UncheckedCall]) -> str:
         BLIND: any(call.error.startswith(UNSEEN) for call in calls),
         LIMIT: any(call.error for call in calls),
         GRADIENTS: any(call.takes_gradients for call in calls),
-        CHANGES: any(call.doubts for call in calls),
+        CHANGES: any(call.reasons_to_leave for call in calls),
         MORE: measured and after > before,
     }
     return next((obstacle for obstacle, is_there in obstacles.items() if is_there), SWITCH)
@@ -186,16 +186,16 @@ def _details(row: SiteRow) -> list[str]:
             "you remove check_vma=False)"
         )
     lines += [f"  {text}" for text in dict.fromkeys(a for c in calls for a in c.annotations)]
-    doubts = dict.fromkeys(doubt for call in calls for doubt in call.doubts)
+    reasons = dict.fromkeys(reason for call in calls for reason in call.reasons_to_leave)
     if any(call.takes_gradients for call in calls):
         # Where something else stands in the way, the operations were not compared.
-        same = row.verdict == GRADIENTS and COMPUTES_ELSE not in doubts
+        same = row.verdict == GRADIENTS and COMPUTES_ELSE not in reasons
         lines += _GRADIENTS_REMAIN if same else _GRADIENTS_CHANGE
-        doubts.pop(COMPUTES_ELSE, None)  # the lines above say what
-    lines += [f"  {doubt}" for doubt in doubts]
-    if UNSTEADY in doubts:
+        reasons.pop(COMPUTES_ELSE, None)  # the lines above say what
+    lines += [f"  {reason}" for reason in reasons]
+    if UNSTEADY in reasons:
         lines.append("  (change it outside of the body, and pass its value as an argument)")
-    if doubts.keys() - {UNSTEADY}:
+    if reasons.keys() - {UNSTEADY}:
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  only its values were compared, since nothing can differentiate it: {why}")

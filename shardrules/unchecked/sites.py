@@ -61,7 +61,8 @@ class UncheckedCall:
     after: tuple[retrace.Sum, ...] | None = None
     declared: tuple[str, ...] = ()  # the places of the rules that match its kernels by name
     annotations: tuple[str, ...] = ()  # a sentence for each output annotation that is wrong
-    doubts: tuple[str, ...] = ()  # why values or gradients may differ with the check on
+    # why values or gradients may differ with the check on
+    reasons_to_leave: tuple[str, ...] = ()
     holds_another: bool = False  # whether its body holds another shard_map
 
 
@@ -105,8 +106,8 @@ def why_left(call: UncheckedCall) -> str:
         return _first_sentences(call.error)
     if call.takes_gradients:
         return "its body takes gradients, which may change"
-    if call.doubts:
-        return call.doubts[0]
+    if call.reasons_to_leave:
+        return call.reasons_to_leave[0]
     if call.holds_another:
         # JAX up to 0.12 can't lower the derivative of some of these with the check on.
         return "its body holds another shard_map"

@@ -183,7 +183,7 @@ def _split(sizes: tuple[int, ...], dimension: int, count: int) -> str:
 # -- a part of what is gathered -------------------------------------------------------------------
 
 
-def one_part(site: Site) -> Hint | None:
+def gather_read_in_part(site: Site) -> Hint | None:
     entry, size = site.entry, site.collective.group_size
     if site.collective.kind != "all-gather" or size < 2 or not site.whole:
         return None
@@ -243,7 +243,7 @@ ROWS = {
         ),
     ),
     "one part": Kind(
-        one_part,
+        gather_read_in_part,
         looks_like=(
             "an all-gather of which each device reads only one shard, or its own slice of every "
             "shard"

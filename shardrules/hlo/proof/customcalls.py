@@ -198,7 +198,7 @@ class CallEffects(NamedTuple):
     effects: tuple[axistypes.Effect, ...] | None  # one for each output; None: see ``blocker``
     support: hs.Support | None  # the evidence for the effects
     mesh: dict[str, int] | None  # the tag's mesh
-    blocker: Any  # an hs.Blocker if effects is None or holds an unknown effect
+    blocker: Any  # the hs.Blocker of a result whose effect, or its mesh, isn't known
 
 
 class _CustomCall:

@@ -34,7 +34,7 @@ from shardrules.door.protocols import Aval, Eqn, Jaxpr, Primitive, Var
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.lost_axes import hijax_object, is_typed_by_hand, typed_alike
+from shardrules.hooks.types.join_law import hijax_object, is_typed_by_hand, typed_alike
 from shardrules.jaxprs.rewrite import Rewrite, cast_atoms
 from shardrules.jaxprs.walk import gradient_sums
 from shardrules.registry.axistypes import AxisType, show_axes

@@ -142,7 +142,7 @@ def prove(opaque: OpaqueCall, state: State, primitive: str, params: Any, operand
             opaque.registration = Registration(opaque.call.name, no_communication, where, "audited")
 
 
-def confirm(
+def check_declaration(
     opaque: OpaqueCall,
     state: State,
     primitive: str,
@@ -203,8 +203,8 @@ def confirm(
 def is_doubtful(opaque: OpaqueCall, state: State) -> bool:
     """Return whether a declaration says that the outputs are invariant over more than the inputs.
 
-    ``confirm`` then runs at each bind: a wrong one gives a custom_vjp other cotangents, of which
-    JAX's errors and ours would speak before.
+    ``check_declaration`` then runs at each bind. A wrong declaration gives a custom_vjp other
+    cotangents, and without this check an error about those would come first.
     """
     return bool(_joined(opaque, state))
 

@@ -20,7 +20,7 @@ from shardrules.jaxprs.walk import equations
 from shardrules.paths import is_library
 
 
-class Doubts:
+class WholeCotangents:
     """A run of a bwd, and the cotangents that it returned."""
 
     def __init__(self, bwd: Bwd, cotangents: Any):
@@ -29,7 +29,7 @@ class Doubts:
         self.state = bwd.hooks.state
         self.cotangents = cotangents
 
-    def doubt(self) -> str:
+    def why_different(self) -> str:
         """Say why gradients may differ from those with the check off; empty if they are equal."""
         # With the check off, each device passes on its own share of the cotangent of a replicated
         # value, and shard_map adds up the shares at its inputs. With the check on, all devices pass

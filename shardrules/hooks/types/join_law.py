@@ -1,7 +1,7 @@
-"""Primitives whose results lose mesh axes: JAX's own, and hijax primitives.
+"""The default law: a result varies at least as the join of the operands.
 
-The law for JAX's own: what they return varies at least as all that they take. The rows of
-``laws.py`` say who may drop axes, who adds them, and why.
+It types JAX's own primitives, and a hijax primitive is held to it. The rows of ``laws.py`` say
+which primitive may drop axes, which adds them, and why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardrules.hooks.types.type_notes import TypeNoteHooks
 from shardrules.registry.axistypes import show_axes
 
 
-class LostAxesHooks(Hooks):
+class JoinLawHooks(Hooks):
     """Hooks on JAX's own primitives, and on a shard_map inside another."""
 
     laws = ("join", "called")

@@ -148,8 +148,8 @@ class Account:
         for field in fields:
             if field not in names:
                 raise ShardrulesError(
-                    f"{field!r} is no field of an account's entries; there are {', '.join(names)}"
-                    + near(str(field), names),
+                    f"{field!r} is not a field of an account's entries; the fields are "
+                    f"{', '.join(names)}" + near(str(field), names),
                     field=field,
                 )
         totals: dict[tuple[Any, ...], Totals] = {}
@@ -278,7 +278,7 @@ class Selector(NamedTuple):
         for axis in sorted((self.axes or frozenset()) - set(mesh or ())):
             if mesh:  # without a mesh, no name is known to be wrong
                 raise ShardrulesError(
-                    f"{text!r} names the axis {axis!r}, and the mesh has "
+                    f"{text!r} names the axis {axis!r}, but the mesh has "
                     f"{', '.join(mesh)}{near(axis, mesh)}",
                     key=text,
                 )

@@ -396,9 +396,10 @@ class Registry:
         if first != function:
             raise RegistrationError(
                 f"the rule {entry.rule!r} for {entry.name!r} (at {entry.where}) makes outputs "
-                f"invariant, and two different functions have that name:\n  {first}\n"
-                f"  {function}\ndeclare the one that is meant, as 'module:name' or by decorating "
-                "its def",
+                "invariant, but two different functions have that name:\n"
+                f"  {first}\n"
+                f"  {function}\n"
+                "declare the one that is meant, as 'module:name' or by decorating its def",
                 name=entry.name,
                 places=(first, function),
             )

@@ -32,13 +32,14 @@ _NOTE = (
 )
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
-    "runs at all sites, shared by bytes among the operands of one collective, blank if it ran in "
-    "fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
-    "exposed: the part of it with nothing else on that device; bandwidth: wire bytes over that time"
+    "runs at all sites, shared by bytes among the operands of one collective, blank if it ran "
+    "in fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
+    "exposed: the part of it during which that device ran nothing else; bandwidth: wire bytes "
+    "over that time"
 )
 _NOT_COMPILED = (
-    "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
-    "other bytes (pass the file that ends in after_optimizations.txt)"
+    "not compiled: XLA has not fused or scheduled this text; the compiled program may move and "
+    "avoid other bytes (pass the file that ends in after_optimizations.txt)"
 )
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
@@ -218,7 +219,7 @@ class Content:
         noun = "other finding" if isinstance(group[0], Finding) else "other"
         along = f", together with {counted(others, noun)}" if others > 0 else ""
         why = worth.at_most and self.why_at_most
-        why = f"; how much exactly can't be said here: {why}" if why else ""
+        why = f"; shardrules can't tell exactly how much: {why}" if why else ""
         more = f", for {counted(-worth.round_trips, 'round trip')} more"
         more = more if worth.round_trips < 0 else ""
         return f"{most}{' and '.join(parts)}{self._share(worth)}{more}{along}{why}"

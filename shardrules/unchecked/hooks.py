@@ -43,12 +43,11 @@ from shardrules.unchecked.sites import (
 
 _CHECKS = ("check_vma", "check_rep")
 # "AbstractRef.update() got an unexpected keyword argument" up to JAX 0.12.0, in the backward pass.
-_REFS_MAPPED = "JAX maps no refs by vmap's spmd_axis_name where the check is on"
+_REFS_MAPPED = "with the check on, JAX can't map refs by vmap's spmd_axis_name"
 _INSTEAD = (
-    "shardrules: rather than switch the check off, after which JAX takes one device's value for "
-    "all and says nothing where they differ: {}; name the axes in that spec, or reduce the value "
-    "over them before it is returned (jax.lax.pmean, psum). shardrules.explain shows where it "
-    "varies"
+    "shardrules: don't switch the check off, since JAX would then take one device's value for "
+    "all, even where they differ: {}; name the axes in that spec, or reduce the value over "
+    "them before it is returned (jax.lax.pmean, psum). shardrules.explain shows where it varies"
 )
 
 
@@ -203,7 +202,7 @@ class _Unchecked:
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]
         why = min(reasons, key=lambda reason: reason.startswith("waits for"), default="")
         for inner_call in inner:
-            left = why and f"inside of line {self.site.line}, which is left"
+            left = why and f"inside of line {self.site.line}, which runs as written"
             self._note((inner_call.site, key), inner_call.site.decided(left))
         before, after = (
             None if sums is None else retrace.sent_bytes(sums) for sums in (call.before, call.after)

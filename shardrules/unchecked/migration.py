@@ -44,27 +44,28 @@ SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, BLIND
 )
 _SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
-    "  with the check on, the gradient of a replicated value is summed over the mesh axes already: "
-    "differentiate with respect to shardrules.vary(w, 'data'), naming each axis of the psum or "
-    "pmean that follows, which keeps each device's own gradient; or return the pmean of the loss "
-    "from the function that is differentiated, and leave out what averages its gradients "
-    "afterwards: the pmean of whole ones, the division by an axis size of sharded ones (to leave "
-    "the pmean out alone gives the sum, not the mean)",
-    "  a psum inside of what is differentiated passes its cotangent on as it is; with the check "
-    "off it sums the cotangents of the devices: compare the values of a step before and after",
+    "  with the check on, the gradient of a replicated value is already summed over the mesh "
+    "axes. Either differentiate with respect to shardrules.vary(w, 'data'), naming each axis "
+    "of the psum or pmean that follows, which keeps each device's own gradient; or return the "
+    "pmean of the loss from the function that is differentiated, and remove what averages its "
+    "gradients afterwards: the pmean of whole ones, the division by an axis size of sharded "
+    "ones (removing only the pmean gives the sum, not the mean)",
+    "  a psum inside of the differentiated function passes its cotangent on unchanged; with "
+    "the check off it sums the cotangents of the devices: compare the values of a step before "
+    "and after",
 )
 _GRADIENTS_REMAIN = (
-    "  with the check on, its body holds the same operations, sums among them: switch it on by "
-    "hand, with shardrules.install() where the program starts, and compare the values of a step "
-    "before and after",
+    "  with the check on, its body holds the same operations, including the same sums: switch "
+    "it on by hand, with shardrules.install() where the program starts, and compare the values "
+    "of a step before and after",
 )
 _WHOLE_COTANGENTS = (
-    "  with the check on, a bwd or a transpose gets the cotangent summed over the devices, where "
-    "it gets one device's share now. If it is linear in the cotangent (twice as much in gives "
+    "  with the check on, a bwd or a transpose gets the cotangent summed over the devices "
+    "instead of one device's share. If it is linear in the cotangent (twice as much in gives "
     "twice as much out), the gradient is the same: switch it on by hand, with "
-    "shardrules.install() where the program starts, and compare the gradients of a step. If not, "
-    "as where it clips, leave the check off, or call the function with shardrules.vary(x, axes), "
-    "which keeps each device's share"
+    "shardrules.install() where the program starts, and compare the gradients of a step. If "
+    "not, as where it clips, leave the check off, or call the function with shardrules.vary(x, "
+    "axes), which keeps each device's share"
 )
 
 
@@ -145,7 +146,7 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
         shown.append((more, sum(off for _, off, _ in rest), sum(on for *_, on in rest)))
     shown.append(("all programs", sum(before.values()), sum(after.values())))
     cells = [(name, size(off), _less(off, on)) for name, off, on in shown]
-    same = "the patch saves no bytes here: what is gained is that JAX checks these shard_maps"
+    same = "the patch saves no bytes here; the gain is that JAX checks these shard_maps"
     return [
         table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
         "",
@@ -175,14 +176,14 @@ def _details(row: SiteRow) -> list[str]:
         lines += [f"    {line}" for line in missing.lines]
     for output in dict.fromkeys(o for call in calls for o in call.outputs):
         lines.append(
-            f"  out_specs{output.path} is {output.spec}, and it varies over {output.axes}: "
+            f"  out_specs{output.path} is {output.spec}, but it varies over {output.axes}: "
             "name the axes in its spec, or reduce it over them (jax.lax.psum, pmean)"
         )
     for error in dict.fromkeys(c.error for c in calls if c.error and not c.outputs):
         lines += [f"  {line}" for line in error.splitlines()]
     if row.verdict == LIMIT:
         lines.append(
-            "  (a change that this asks for is right with the check on alone: make it when "
+            "  (the change that this asks for is right only with the check on: make it when "
             "you remove check_vma=False)"
         )
     lines += [f"  {text}" for text in dict.fromkeys(a for c in calls for a in c.annotations)]

@@ -128,7 +128,7 @@ def _first_sentences(error: str) -> str:
 
 def varies(output: retrace.TracedOutput) -> str:
     """Say over which axes an output varies that its spec doesn't name."""
-    return f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
+    return f"out_specs{output.path} is {output.spec}, but it varies over {output.axes}"
 
 
 def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:
@@ -138,5 +138,5 @@ def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> st
         for count in (retrace.sent_bytes, retrace.summed_bytes):
             if count(on) > count(off):
                 where = " in a while loop" if loops else ""
-                return f"its all-reduces would move {count(on)} B{where} where {count(off)} B move"
+                return f"its all-reduces would move {count(on)} B{where} instead of {count(off)} B"
     return ""

@@ -72,7 +72,7 @@ def test_the_report_s_five_ways(compiled):
         (8000, False),
         (8000, False),
         (1000, False),
-        "<compiled> holds no loop; its loops: none (unrolled, or inside of a kernel)",
+        "<compiled> holds no loop; its loops: none (unrolled, or inside a kernel)",
     ]
 
 

@@ -349,9 +349,9 @@ def test_a_sum_that_must_stay_in_one_branch_is_refused(cpu_mesh):
     with sr.install(), pytest.raises(AxisError) as error:
         jax.make_jaxpr(gradient(over_rows(in_one, rounding(), cpu_mesh)))(X, W)
     assert re.fullmatch(
-        r"the predicate of a cond or switch varies over \{data\}, so that devices along them run "
+        r"the predicate of a cond or switch varies over \{data\}, so devices along them run "
         r"different branches, and a bwd sums over \{data\} \(at .*test_control.py:\d+\), which not "
-        r"all of them reach: the others would wait for good. Make the predicate the same on all "
+        r"all of them reach: those that do would wait forever. Make the predicate the same on all "
         r"devices, with jax.lax.pmax over \('data',\), or return this device's share from bwd, "
         r"without that sum \(the hooks sum it after the branches\).",
         str(error.value),

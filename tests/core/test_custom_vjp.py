@@ -227,7 +227,7 @@ def test_vmap_over_a_mesh_axis_sums_the_gradient_of_what_is_not_mapped(cpu_mesh,
 # To JAX 0.5.3 what a mapped axis makes vary is refused, and cond has a rule for few; 0.8.3's psum
 # can't be mapped (axis_index_groups).
 NOT_MAPPED = (
-    "came to vary after shard_map's casts were put in",
+    "came to vary over that after shard_map's casts were put in",
     "requires argument replication types to match",
     "No replication rule for cond",
     "axis_index_groups",

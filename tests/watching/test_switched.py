@@ -169,7 +169,7 @@ def test_under_other_settings_than_then_a_saving_is_at_most(mesh):
     content = watched(lambda: kernels.step(mesh, check=False), *kernels.arguments(), around=around)
     saves = said(content)[0]["saves"]
     assert saves.startswith("at most ")
-    assert saves.endswith("here: a mesh or a setting of JAX that was active then is no longer")
+    assert saves.endswith("how much: a mesh or a setting of JAX that was active then no longer is")
 
 
 @pytest.mark.parametrize("value, same", [(None, True), (False, True), (True, False), ("x", False)])

@@ -106,8 +106,8 @@ def _over_shards(site: Site) -> Hint | None:
     if not site.in_shard_map:
         change = "reduce the sharded array itself, without a constraint that replicates it"
     advice = (
-        f"its result is only reduced over what it gathered: {change}, and a device sends {sent} B "
-        f"where it sends {entry.wire_bytes} B{note}"
+        f"its result is only reduced over what it gathered: {change}, and a device sends "
+        f"{sent} B instead of {entry.wire_bytes} B{note}"
     )
     return site.smaller(advice, after, sent)
 
@@ -147,7 +147,7 @@ def _to_one_number(site: Site) -> Hint | None:
     note = " (equal up to rounding)" if name == "add" else ""
     advice = (
         f"its result is only reduced to one number: {change}, and a device sends "
-        f"{sent if site is first else 0} B where it sends {entry.wire_bytes} B{note}"
+        f"{sent if site is first else 0} B instead of {entry.wire_bytes} B{note}"
     )
     return site.smaller(advice, after, sent) if site is first else site.hint(advice)
 

@@ -89,10 +89,10 @@ def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
         for spec in between
     )
     advice = (
-        f"XLA gathers all of {array}{f' of {made}' if made else ''} to bring it from {start} to "
-        f"{end}, and each device keeps a slice (an involuntary full rematerialization): by way of "
-        f"{' and '.join(map(written, between))} it sends {way.sent} B where it sends {sent} B. "
-        f"Before the constraint to {end} write {lines}"
+        f"XLA gathers all of {array}{f' of {made}' if made else ''} to bring it from {start} "
+        f"to {end}, and each device keeps a slice (an involuntary full rematerialization): by "
+        f"way of {' and '.join(map(written, between))} it sends {way.sent} B instead of {sent} "
+        f"B. Before the constraint to {end} write {lines}"
     )
     left, trips = way.sent, way.round_trips
     for number, site in enumerate(gathers):
@@ -103,7 +103,9 @@ def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
         yield (
             site,
             site.hint(
-                advice if not number else f"goes with the gather at {gathers[0].where}: {lines}",
+                advice
+                if not number
+                else f"goes away with the gather at {gathers[0].where}: {lines}",
                 bytes_after=site.in_all(part * site.entry.bytes // site.entry.wire_bytes),
                 trips_after=site.in_all(share),
                 sent_after=site.in_all(part),

@@ -146,20 +146,21 @@ def only_a_slice(site: Site) -> Hint | None:
             change = "a reduce-scatter instead of it (jax.lax.psum_scatter of the same operand)"
     elif entry.phase != "forward":
         change = (
-            "where it is the gradient of an array that the shard_map takes whole, give it that "
-            "array sharded, by its in_specs, and jax.lax.all_gather it inside, whose gradient"
+            "where it is the gradient of an array that the shard_map takes whole, pass that "
+            "array sharded, by its in_specs, and jax.lax.all_gather it inside: the gradient of "
+            "that"
         )
     if _was_scattered(site):
         if site.result.element_count % (size * _LANES):
             return None
-        what = "XLA for TPU made it, and a slice of its result, of a jax.lax.psum_scatter"
+        what = "XLA for TPU made it, and a slice of its result, from a jax.lax.psum_scatter"
         change = (
             f"with the shards first and in rows of {_LANES}, p = jnp.moveaxis(x.reshape("
             f"{_split(site.result.dimensions, dimension, size)}), {dimension}, 0), "
             f"jax.lax.psum_scatter(p.reshape(-1, {_LANES}), {site.over}, scatter_dimension=0, "
             "tiled=True).reshape(p.shape[1:]) stays one, and"
         )
-    advice = f"{what}: {change} sends {sent} B where it sends {entry.wire_bytes} B"
+    advice = f"{what}: {change} sends {sent} B instead of {entry.wire_bytes} B"
     return site.smaller(advice, entry.bytes, sent)
 
 
@@ -222,8 +223,8 @@ def gather_read_in_part(site: Site) -> Hint | None:
             " (XLA's partitioner gathered it: give both sides one layout, or write a shard_map)"
         )
     advice = (
-        f"each device reads only 1/{size} of the result, {change}, and sends {sent} B of "
-        f"{entry.wire_bytes} B"
+        f"each device reads only 1/{size} of the result, {change}, and sends {sent} B instead "
+        f"of {entry.wire_bytes} B"
     )
     if not sent:
         return site.hint(advice)

@@ -70,12 +70,12 @@ class WholeCotangents:
             state.warned.add(key)
             names = ", ".join(map(repr, over))
             warning = WholeCotangentWarning(
-                f"the bwd {self.parts.name!r} is not known to be linear in the cotangent that it "
-                f"gets, which is the sum over {{{names}}} of the devices' cotangents: what it "
-                "computes, it computes of that sum, and not of each device's share. If each "
-                "device's own is meant, as with the check off, cast the argument where the "
-                "function is called, "
-                f"f(shardrules.vary(x, {names})); if the sum is meant, ignore this.",
+                f"the bwd {self.parts.name!r} is not known to be linear in the cotangent that "
+                f"it receives, which is the sum over {{{names}}} of the devices' cotangents, "
+                "so its result may differ from the sum of what it returns for each device's "
+                "share. If you want each device's share, as with the check off, cast the "
+                f"argument where the function is called, f(shardrules.vary(x, {names})); if "
+                "you want the sum, ignore this.",
                 axes=frozenset(over),
             )
             file, _, line = at.rpartition(":")

@@ -229,17 +229,17 @@ class HijaxHooks(Hooks):
                     names = ", ".join(map(repr, sorted(lost)))
                     raise AxisError(
                         f"JAX's {name} was traced with values that are invariant over "
-                        f"{show_axes(lost)}, and is run on ones that vary: its result would be "
-                        "typed invariant. Cast what it is traced with before: "
+                        f"{show_axes(lost)}, but is run on ones that vary: its result would be "
+                        "typed invariant. Cast the values that it is traced with first: "
                         f"shardrules.vary(x, {names}).",
                         axes=lost,
                     )
                 raise AxisError(
                     f"result {i} of the hijax primitive {name!r} is typed invariant over "
-                    f"{show_axes(lost)}, by its out_aval or abstract_eval, and varies over them "
-                    "where it is expanded: out_specs would be taken that are wrong, and gradients "
-                    f"summed. Give it the type of what varies as it does: jax.typeof(x) of an "
-                    "operand of its shape, say.",
+                    f"{show_axes(lost)} by its out_aval or abstract_eval, but varies over them "
+                    "where it is expanded: JAX would accept wrong out_specs, and sum "
+                    "gradients. Give it the type of a value that varies as it does, such as "
+                    "jax.typeof(x) of an operand of its shape.",
                     axes=lost,
                 )
 

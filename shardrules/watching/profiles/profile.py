@@ -305,5 +305,5 @@ def _texts(
             texts.setdefault(kept[program], text)
     seen.merge(kept)
     if lacking and texts:
-        notes.append(f"ran, and is not judged: {', '.join(sorted(lacking))}; {_NO_HLO}")
+        notes.append(f"ran, but was not judged: {', '.join(sorted(lacking))}; {_NO_HLO}")
     return texts

@@ -363,9 +363,9 @@ def test_a_kernel_that_writes_a_ref_holds_it_to_its_rule(cpu_mesh, hooks, op, na
     assert text.startswith(f"what {name} kernel 'copy' (defined at {__file__}:")
     assert text.endswith(
         " stores, by the rule no_communication, is varying over {data}, but the ref that it is "
-        "written to (shape (2, 4)) is invariant, and so would be what is read from it "
-        "afterwards. A ref keeps the type of its first value: make it from one that varies over "
-        "{data} too, jax.new_ref(shardrules.vary(x, 'data'))."
+        "written to (shape (2, 4)) is invariant, and reads from it would be typed so too. A "
+        "ref keeps the type of its first value: make it from one that varies over {data} too, "
+        "jax.new_ref(shardrules.vary(x, 'data'))."
     )
 
 

@@ -164,7 +164,7 @@ class Account:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether needed all-reduces are a tenth of what a program sends, or more."""
+        """Return whether needed all-reduces are a tenth of what a program sends, or more."""
         needed = self.by("kind", "verdict").get(("all-reduce", "needed"))
         return needed is not None and needed.wire_bytes >= self.total.wire_bytes / 10
 

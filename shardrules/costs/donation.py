@@ -86,6 +86,10 @@ def _places(shape: hlo.Shape, place: tuple[int, ...] = ()) -> Iterator[tuple[int
         yield from _places(element, (*place, number))
 
 
+def _numbered(shape: hlo.Shape) -> dict[tuple[int, ...], int]:
+    return {place: number for number, place in enumerate(_places(shape))}
+
+
 def read(
     module: hlo.Module,
     arguments: Sequence[ArgumentBuffer] | None = None,
@@ -146,9 +150,7 @@ def _table(
     module: hlo.Module, inputs: hlo.Shape, output: hlo.Shape
 ) -> tuple[dict[int, int], set[int]]:
     """Read which leaf of the outputs has the memory of which input, and the donated inputs."""
-    in_places, out_places = (
-        {place: n for n, place in enumerate(_places(shape))} for shape in (inputs, output)
-    )
+    in_places, out_places = map(_numbered, (inputs, output))
     aliased: dict[int, int] = {}
     donors: set[int] = set()
     try:

@@ -220,6 +220,6 @@ class Hooks:
 
     @property
     def acts(self) -> bool:
-        """Whether the hooks follow types here."""
+        """Return whether the hooks follow types here."""
         # The check is off inside kernels: testing it first keeps their tracing cheap.
         return self.door.checking() and self.state.active

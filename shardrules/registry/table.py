@@ -150,7 +150,7 @@ class Registry:
 
     @property
     def version(self) -> int:
-        """A count that grows with every change."""
+        """Return a count that grows with every change."""
         return self._version
 
     # Declaring.
@@ -303,7 +303,7 @@ class Registry:
 
     @property
     def overlays(self) -> tuple[Overlay, ...]:
-        """This thread's scopes, outermost first."""
+        """Return this thread's scopes, outermost first."""
         return self._local.overlays
 
     @contextlib.contextmanager

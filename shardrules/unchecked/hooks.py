@@ -251,7 +251,7 @@ class _Unchecked:
         return _Off(called, changed, derivatives, why, is_steady)
 
     def _has_rules(self, closed: ClosedJaxpr) -> bool:
-        """Whether a program holds custom rules, by which its derivative is taken."""
+        """Return whether a program holds custom rules, by which its derivative is taken."""
         from shardrules.hooks.cotangents.summed_shares import has_rule  # it imports jax
 
         return any(has_rule(self.door, eqn) for eqn in equations(opened(closed)))
@@ -382,13 +382,13 @@ class _Off(NamedTuple):
 
     @property
     def changing(self) -> tuple[bool, ...]:
-        """Which traces changed Python state, and whether they do so again."""
+        """Return which traces changed Python state, and whether they do so again."""
         derivatives = (bool(derivative.changed) for derivative in self.derivatives)
         return self.is_steady, bool(self.changed), *derivatives
 
     @property
     def programs(self) -> list[ClosedJaxpr]:
-        """The program and its derivatives, which hold what bwds compute."""
+        """Return the program and its derivatives, which hold what bwds compute."""
         return [self.called, *(derivative.closed for derivative in self.derivatives)]
 
     def fingerprint(self) -> str:
@@ -396,7 +396,7 @@ class _Off(NamedTuple):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def holds_refs(self, kind: type) -> bool:
-        """Whether a program makes or uses refs outside of kernels."""
+        """Return whether a program makes or uses refs outside of kernels."""
         inside = (eqn for program in self.programs for eqn in equations(opened(program)))
         return any(isinstance(v.aval, kind) for eqn in inside for v in (*eqn.invars, *eqn.outvars))
 

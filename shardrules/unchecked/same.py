@@ -132,7 +132,7 @@ def _gradients(f: Callable[..., Any], args: tuple[Any, ...], ulps: int = 0) -> l
 
 
 def _is_rest(a: Any, b: Any, gradients: Any) -> bool:
-    """Whether a gradient is no larger than the rounding of the largest of them."""
+    """Return whether a gradient is no larger than the rounding of the largest of them."""
     arrays = isinstance(a, jax.Array) and isinstance(b, jax.Array)
     if not arrays or not isinstance(gradients, list):
         return False
@@ -170,7 +170,7 @@ def _differs(a: Any, b: Any) -> str:
 
 
 def _by_device(array: Any) -> bool:
-    """Whether devices hold different data for one part of an array."""
+    """Return whether devices hold different data for one part of an array."""
     parts: dict[str, Any] = {}
     return any(
         not np.array_equal(parts.setdefault(str(s.index), np.asarray(s.data)), s.data, True)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import raising
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 import shardrules as sr
 from core import kernels, versions
@@ -425,9 +426,8 @@ SCALES = {
 def test_what_a_bwd_communicates_in_one_branch_is_refused(name, cpu_mesh):
     """Not a sum that could stand after the branches; it would wait for good, too."""
     sr.register("copy_kernel", sr.all_gather("data"), replace=True)
-    with sr.install(), pytest.raises(AxisError, match=f"a bwd communicates .{name}") as error:
+    with sr.install(), raises(AxisError, axes={"data"}):
         jax.make_jaxpr(gradient(over_rows(in_one, quantizing(SCALES[name]), cpu_mesh)))(X, W)
-    assert error.value.axes == {"data"}
 
 
 @versions.where(versions.types_values)

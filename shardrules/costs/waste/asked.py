@@ -45,8 +45,10 @@ def _alone(program: Program) -> dict[str, bool]:
     others = {s.computation.name for s in program.sites if not _is_predicate(s)}
 
     def called(name: str) -> set[str]:
-        computation = computations[name]
-        return {c for p in computation.calling for c in computation.instructions[p].calls}
+        names: set[str] = set()
+        for position in computations[name].calling:
+            names.update(computations[name].instructions[position].calls)
+        return names
 
     alone: dict[str, bool] = {}
     for computation in computations.values():

@@ -55,12 +55,12 @@ def _is_combined(site: Site) -> bool:
     """Return whether the counts meet other data, whose sharding they may have to have."""
     # XLA then gathers the numbers again, also of a mask that each device holds whole.
     made = walk.reached([site.node], lambda node: [] if node.opcode in _READ_BY else node.takers)
-    return any(
-        not (operand in made or is_constant(operand))
-        for node in made
-        if node.opcode in _TOGETHER
-        for operand in node.operands
-    )
+    for node in made:
+        if node.opcode in _TOGETHER:
+            for operand in node.operands:
+                if not (operand in made or is_constant(operand)):
+                    return True
+    return False
 
 
 def _widened(site: Site) -> _Narrower | None:

@@ -243,7 +243,8 @@ def _are_apart(program: Program) -> bool:
     reduced = [s.node for s in program.sites if s.needed]
     if len({node.home.name for node in reduced}) > 1:
         return False  # what a loop reduces may be in a gradient behind it
-    behind = walk.reached([t for n in reduced for t in n.takers], lambda node: node.takers)
+    takers = itertools.chain.from_iterable(node.takers for node in reduced)
+    behind = walk.reached(takers, lambda node: node.takers)
     return not any(s.node in behind for s in program.sites if s.is_gradient)
 
 

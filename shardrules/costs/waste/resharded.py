@@ -68,8 +68,11 @@ def find(site: Site) -> Hint | None:
 
 
 def _all(program: Program) -> dict[Site, Hint]:
-    chains = (_chain(site) for site in program.sites if _is_constraint(site))
-    return {site: hint for chain in chains if chain for site, hint in _hints(chain)}
+    found: dict[Site, Hint] = {}
+    for first in filter(_is_constraint, program.sites):
+        if chain := _chain(first):
+            found.update(_hints(chain))
+    return found
 
 
 def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
@@ -226,7 +229,7 @@ def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) 
         if spec in done or way.round_trips > _MOST_STEPS:
             continue
         done.add(spec)
-        shard = array.bytes // math.prod(mesh[axis] for axes in spec for axis in axes)
+        shard = array.bytes // math.prod(mesh[axis] for axis in itertools.chain(*spec))
         for after, kind, devices in _steps(mesh, spec, among):
             counts = (math.prod(mesh[axis] for axis in axes) for axes in after)
             if any(size % count for size, count in zip(array.dimensions, counts)):
@@ -248,7 +251,8 @@ def _steps(
     mesh: dict[str, int], spec: _Spec, among: Sequence[int]
 ) -> Iterator[tuple[_Spec, str, int]]:
     """Yield what a slice, or one collective of a kind and a group's size, makes of a sharding."""
-    free = [axis for axis in mesh if all(axis not in axes for axes in spec)]
+    used = {*itertools.chain(*spec)}
+    free = [axis for axis in mesh if axis not in used]
     for d, axes in enumerate(spec):
         if d not in among:
             continue

@@ -27,11 +27,11 @@ class _Part(NamedTuple):
 
     def follows(self, groups: Sequence[Sequence[int]]) -> bool:
         """Return whether each device's slice is at its own place in its group."""
-        return all(
-            self.starts[device] == place * self.size
-            for group in groups
-            for place, device in enumerate(group)
-        )
+        for group in groups:
+            for place, device in enumerate(group):
+                if self.starts[device] != place * self.size:
+                    return False
+        return True
 
     def along(self, result: hlo.Shape) -> int | None:
         """Return the dimension of the result that is sliced; None if it is no whole one."""
@@ -168,11 +168,11 @@ def _was_scattered(site: Site) -> bool:
     """Return whether the source asks for a reduce-scatter; the names of what it adds by say it."""
     # A sum between TPU slices is a send, which applies none.
     module = site.program.module
-    return any(
-        module.metadata(i).op_name.rpartition("/")[2] == "reduce_scatter"
-        for name in site.instruction.calls
-        for i in module.computations[name].instructions
-    )
+    for name in site.instruction.calls:
+        for instruction in module.computations[name].instructions:
+            if module.metadata(instruction).op_name.rpartition("/")[2] == "reduce_scatter":
+                return True
+    return False
 
 
 def _split(sizes: tuple[int, ...], dimension: int, count: int) -> str:

@@ -25,17 +25,17 @@ class Cotangent:
 
     @property
     def missing(self) -> frozenset[str]:
-        """The axes over which its primal varies and it does not."""
+        """Return the axes over which its primal varies and it does not."""
         return self.want.varying - self.have.axes
 
     @property
     def extra(self) -> frozenset[str]:
-        """The axes over which it varies and its primal does not."""
+        """Return the axes over which it varies and its primal does not."""
         return self.have.varying - self.want.varying - self.partial
 
     @property
     def partial(self) -> frozenset[str]:
-        """The axes over which its primal is reduced, so that a partial sum is expected."""
+        """Return the axes over which its primal is reduced, so that a partial sum is expected."""
         return self.have.varying & self.want.unreduced
 
 

@@ -84,7 +84,7 @@ class WholeCotangents:
 
     @property
     def _live(self) -> list[frozenset[str]]:
-        """The axes over which each cotangent that arrives and is not zero varies."""
+        """Return the axes over which each cotangent that arrives and is not zero varies."""
         leaves = jax.tree_util.tree_leaves(self.bwd.args[-1])
         return [
             axes_of(type_)
@@ -94,7 +94,7 @@ class WholeCotangents:
 
     @property
     def _several(self) -> list[str]:
-        """The mesh axes along which there are several devices."""
+        """Return the mesh axes along which there are several devices."""
         return [axis for axis in sorted(self.bwd.mesh_axes) if size_of(frozenset((axis,))) != 1]
 
     @functools.cached_property

@@ -239,7 +239,7 @@ class SetHooks(Hooks):
     def _leaves(
         self, primitive: Primitive, original: Callable[..., Any], opaque: OpaqueCall
     ) -> bool:
-        """Whether JAX's table decides: outside our scopes, or by a user's own entry for Pallas."""
+        """Return whether JAX's table decides: outside our scopes, or by a user's entry."""
         if not opaque.active(self.state):
             return True
         return (

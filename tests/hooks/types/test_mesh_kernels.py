@@ -394,9 +394,8 @@ def test_a_bwd_in_refs_is_one_devices_share_by_its_kernels_rule(cpu_mesh, declar
         assert psums_in_its_gradient(through_refs(copy), cpu_mesh) == 1
     for rule in (sr.all_gather, sr.per_device, sr.all_reduce):
         body = rule("data")(lambda x, o: copy(x, o))
-        with raises(errors.CotangentError, problem="undecided") as caught:
+        with raises(errors.CotangentError, problem="undecided"):
             psums_in_its_gradient(through_refs(body), cpu_mesh)
-        assert f"{rule.__name__}('data'" in str(caught.value)
     its_own = sr.rules({"copy": lambda ctx: [ctx.union] * ctx.output_count})
     with its_own, pytest.raises(errors.CotangentError, match="does not say what it communicates"):
         psums_in_its_gradient(through_refs(copy), cpu_mesh)

@@ -127,7 +127,7 @@ def test_exit_codes_of_verify(tmp_path):
         (
             ["verify", "--profile=.", "--out-shardings={replicated}"],
             "",
-            "--out-shardings is about a FILE",
+            "--out-shardings describes a FILE",
         ),
         (["diff", UVW], "", "shardrules: the following arguments are required: B"),
         (["diff", "-", "-"], "", "shardrules: only one of the two programs can be read from stdin"),

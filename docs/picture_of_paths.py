@@ -81,7 +81,7 @@ PATHS = {
             (
                 "followed",
                 ["each opcode refines what its", "operands are equal over"],
-                "proof/replication.py",
+                "proof/handlers.py",
             ),
             ("looped", ["loops to a fixpoint; branches", "by their predicate"], "proof/control.py"),
             (

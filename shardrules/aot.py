@@ -46,7 +46,7 @@ def tpu(topology_name: str) -> tuple[Any, ...]:
     """
     if not re.fullmatch(r"\w+:\d+(x\d+)*", topology_name.strip()):
         raise AotError(
-            f"{topology_name!r} is no TPU topology; one looks like 'v5e:2x4' or 'v5p:2x2x2'",
+            f"{topology_name!r} is not a TPU topology; write one such as 'v5e:2x4' or 'v5p:2x2x2'",
             topology=topology_name,
         )
     _require("tpu")
@@ -77,8 +77,8 @@ def gpu(name: str, device_count: int, *, stubs: bool = False) -> tuple[Any, ...]
         path = pathlib.Path(name)
     if not path.is_file():
         raise AotError(
-            f"no description of a GPU called {name!r}; there is one of "
-            f"{', '.join(gpu_names())}, or pass the path of a file with XLA's",
+            f"no description of a GPU called {name!r}; choose one of {', '.join(gpu_names())}, "
+            "or pass the path of a file with XLA's description",
             name=name,
         )
     device_count = int(device_count)
@@ -128,7 +128,8 @@ def missing_plugin(platform: str) -> str | None:
     """
     if platform not in ("tpu", "gpu"):
         raise AotError(
-            f"{platform!r} is no platform whose compiler runs without it; pass 'tpu' or 'gpu'",
+            f"{platform!r} is not a platform whose compiler runs without its devices; pass "
+            "'tpu' or 'gpu'",
             platform=platform,
         )
     if platform == "tpu":
@@ -144,7 +145,7 @@ def _jax_version() -> str:
         return importlib.metadata.version("jax")
     except importlib.metadata.PackageNotFoundError:
         raise AotError(
-            f"JAX is not installed, and its version says which compilers fit; first {_PIP} jax",
+            f"JAX is not installed, and the compilers must match its version; first run {_PIP} jax",
             command=f"{_PIP} jax",
         ) from None
 

@@ -379,15 +379,17 @@ def lower(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             says,
         ):
             raise NotInstalledError(
-                "the program runs a kernel inside shard_map with the check on, and the hooks of "
-                "shardrules are not installed; call shardrules.install() before tracing it.\n"
+                "the program runs a kernel inside shard_map with the check on, but the hooks "
+                "of shardrules are not installed; call shardrules.install() before tracing "
+                "it.\n"
                 f"JAX says: {first}"
             ) from error
         if re.search(r"check_(?:vma|rep)=False", says):
             raise NotInstalledError(
-                "shard_map's check refuses the program, and the hooks of shardrules are not "
+                "shard_map's check refuses the program, but the hooks of shardrules are not "
                 "installed; before you switch the check off, as JAX's text says, call "
-                f"shardrules.install() and trace it again.\nJAX says: {says}"
+                "shardrules.install() and trace it again.\n"
+                f"JAX says: {says}"
             ) from error
         raise
 

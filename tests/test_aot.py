@@ -35,8 +35,8 @@ def test_a_missing_compiler_is_an_error_with_the_command(bare):
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: aot.tpu("v5e"), "one looks like 'v5e:2x4'"),
-        (lambda: aot.gpu("H1000", 8), "there is one of a100, b200, h100, h200"),
+        (lambda: aot.tpu("v5e"), "write one such as 'v5e:2x4'"),
+        (lambda: aot.gpu("H1000", 8), "choose one of a100, b200, h100, h200"),
         (lambda: aot.gpu("h100", 12), "give 1 to 8, or a multiple of 8"),
         (lambda: aot.missing_plugin("cuda"), "pass 'tpu' or 'gpu'"),
     ],

@@ -127,7 +127,7 @@ def test_exit_codes_of_verify(tmp_path):
         (
             ["verify", "--profile=.", "--out-shardings={replicated}"],
             "",
-            "--out-shardings is about a FILE",
+            "--out-shardings describes a FILE",
         ),
         (["diff", UVW], "", "shardrules: the following arguments are required: B"),
         (["diff", "-", "-"], "", "shardrules: only one of the two programs can be read from stdin"),
@@ -291,7 +291,7 @@ def test_a_rule_that_matches_nothing_says_so(tmp_path):
     done = run("verify", "-", "--import=our_rules", stdin=kernel_module(), cwd=tmp_path)
     assert "--import=our_rules matches no kernel; did you mean 'mine'?" in done.stderr
     done = run("verify", UVW, MESH, "--rule=k=no_communication")
-    assert "matches no kernel; no kernel is without a rule" in done.stderr
+    assert "matches no kernel; every kernel has a rule" in done.stderr
 
 
 def test_a_rule_by_op_name_is_not_for_kernels_that_have_a_name():
@@ -741,5 +741,5 @@ def test_the_format_follows_the_suffix_of_the_file(tmp_path, monkeypatch, file, 
 
 def test_a_suffix_that_a_command_does_not_write_is_refused(tmp_path, capsys):
     assert command_line.main(["profile", str(tmp_path), "--output", str(tmp_path / "r.html")]) == 2
-    assert "looks like html, and this command writes text, json" in capsys.readouterr().err
+    assert "looks like html, but this command writes text, json" in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()

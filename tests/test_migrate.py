@@ -96,7 +96,7 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     (step,) = [line for line in lines if line.startswith("jit_step ")]
     now, then = (int(cell.split()[0]) for cell in step.split("|")[1:])
     assert then and now - then == 128  # other sums in it are one or two, by JAX's version
-    assert "out_specs is P(), and it varies over data:" in done.stderr
+    assert "out_specs is P(), but it varies over data:" in done.stderr
     assert "train.py:40 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-2]
     patch = (tmp_path / "on.patch").read_text()
     assert patch.count("\n-") - patch.count("\n--") == 1 and "+shardrules.install(" in patch
@@ -157,8 +157,8 @@ def test_a_flag_behind_the_script_is_pointed_out(tmp_path):
     done = run(tmp_path, "-m", "shardrules", "migrate", "-m", "train", "--once", "--own=1")
     assert "'--once', '--own=1'" in done.stdout
     assert done.stderr.startswith(
-        "shardrules: --once behind -m train went to the script; as a flag of shardrules it stands "
-        "before: shardrules migrate --once ... -m train\n"
+        "shardrules: --once behind -m train went to the script; put a flag of shardrules "
+        "before it: shardrules migrate --once ... -m train\n"
     )
 
 

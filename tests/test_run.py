@@ -85,8 +85,8 @@ def test_a_script_runs_as_python_runs_it(tmp_path, what):
     plain = run("script.py", what, "--format", "--", "-x", cwd=tmp_path, before=())
     assert done.stdout == plain.stdout and "__main__" in done.stdout
     word = (
-        "shardrules: --format behind script.py went to the script; as a flag of shardrules it "
-        "stands before: shardrules run --format ... script.py\n"
+        "shardrules: --format behind script.py went to the script; put a flag of shardrules "
+        "before it: shardrules run --format ... script.py\n"
         "shardrules: the script compiled no program with JAX; nothing was judged\n"
     )
     # From Python 3.12 a fork beside JAX's threads is warned of, with the process's number.
@@ -120,7 +120,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path):
         (["-m", "no_such_module"], "can't find the module no_such_module"),
         (["-m", "no.such.module"], "can't find the module no.such.module: No module named 'no'"),
         (["bad.py"], "bad.py is not a Python script: "),
-        (["a b.ipynb"], "a b.ipynb is a notebook, and a script is run here: write it as one by"),
+        (["a b.ipynb"], "a b.ipynb is a notebook, not a script: convert it with"),
         (["--format", "pdf", "bad.py"], "argument --format: invalid choice: 'pdf'"),
         (["--allow", "all-reduce(model)", "good.py"], "gives no reason"),
         (["--allow", "everything: reason", "good.py"], "'everything' names no collectives"),

@@ -80,7 +80,7 @@ def load(path: pathlib.Path) -> Budget:
     content = _read(path)
     if content.get("version") != VERSION:
         version = content.get("version")
-        raise _fail(path, f"version is {version!r}, and this shardrules reads {VERSION}")
+        raise _fail(path, f"version is {version!r}, but this shardrules reads {VERSION}")
     head = {k: value for k, value in content.items() if k not in ("collective", "allow")}
     _check(path, "the head", head, {"version": int, "level": str, "mesh": str})
     budget = Budget(head["level"], head["mesh"], {}, _allowances(path, content))
@@ -137,10 +137,10 @@ def _allowances(path: pathlib.Path, content: dict[str, Any]) -> dict[str, str]:
 def _check(path: pathlib.Path, where: str, table: dict[str, Any], types: dict[str, type]) -> None:
     for key, value in table.items():
         if key not in types:
-            raise _fail(path, f"{where}: {key!r} is not among {', '.join(types)}")
+            raise _fail(path, f"{where}: {key!r} is not one of {', '.join(types)}")
         if type(value) is not types[key] or (isinstance(value, int) and value < 0):
             wanted = "text" if types[key] is str else "a count"
-            raise _fail(path, f"{where}: {key!r} is {value!r}, and not {wanted}")
+            raise _fail(path, f"{where}: {key!r} is {value!r}, not {wanted}")
     for key in types:
         if key not in table:
             raise _fail(path, f"{where}: {key!r} is missing")

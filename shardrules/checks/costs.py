@@ -159,7 +159,7 @@ def assert_no_host_transfers(
     for what in allow or ():
         allowed = [t for t in every if what == t.name or stands_at(t, what)]
         if not allowed:
-            raise ShardrulesError(f"allow={what!r} matches no transfer any more; remove it")
+            raise ShardrulesError(f"allow={what!r} no longer matches a transfer; remove it")
         bad = [t for t in bad if t not in allowed]
     if bad:
         raise CostAssertionError(
@@ -226,8 +226,8 @@ def assert_no_large_constants(
             for c in large
         ]
         if _is_pmap(module, source):
-            lines.append("  a jax.pmap stands in the program, with its own copy for each device")
-        lines.append("  to do: pass them as arguments, with the sharding that they shall have")
+            lines.append("  the program contains a jax.pmap, which holds a copy for each device")
+        lines.append("  to do: pass them as arguments, with the sharding that they should have")
         raise CostAssertionError("\n".join(lines), constants=tuple(large))
     return every
 
@@ -265,7 +265,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
     wanted = expect if isinstance(expect, Mapping) else {"": expect}
     if not wanted or not all(isinstance(path, str) for path in wanted):
         raise ShardrulesError(
-            f"expect={shown(expect)} expects nothing of any output; pass a PartitionSpec or a "
+            f"expect={shown(expect)} says nothing about any output; pass a PartitionSpec or a "
             "sharding for all of them, or a mapping from paths, {\"[0]['w']\": P('data')}",
             expect=expect,
         )
@@ -292,9 +292,10 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
             )
     if lines != [title]:
         lines.append(
-            "  a jax.pmap stands under this jit: use jax.shard_map, whose out_specs say it"
+            "  this jit contains a jax.pmap: use jax.shard_map, whose out_specs give the sharding"
             if _is_pmap(module, source)
-            else "  to do: give out_shardings= to jax.jit, or the axis in out_specs of shard_map"
+            else "  to do: pass out_shardings= to jax.jit, or name the axis in the out_specs "
+            "of shard_map"
         )
         raise CostAssertionError("\n".join(lines), outputs=tuple(outputs))
     return {output.path: output.sharding for output in outputs}
@@ -359,7 +360,7 @@ def assert_loop(
     every = launches.read(module, platform)
     chosen = [loop for loop in every if at is None or stands_at(loop, at)]
     if not chosen:
-        shown = "; ".join(loop.source for loop in every) or "none (unrolled, or inside of a kernel)"
+        shown = "; ".join(loop.source for loop in every) or ("none (unrolled, or inside a kernel)")
         raise ShardrulesError(
             f"{source.name} holds no loop{f' at {at}' if at else ''}; its loops: {shown}", at=at
         )
@@ -395,7 +396,7 @@ def _launches(loop: launches.Loop, most: int | None) -> list[str]:
     if most is None or (loop.launches is not None and loop.launches <= most):
         return []
     if loop.launches is None:
-        return ["its launches are not known: a loop of unknown length stands inside of it"]
+        return ["its launches are not known: it contains a loop of unknown length"]
     kinds = ", ".join(f"{n} {kind}" for kind, n in loop.kinds)
     graphs = f"; {loop.graphs} of them graphs of many kernels" if loop.graphs else ""
     return [

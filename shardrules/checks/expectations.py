@@ -119,7 +119,7 @@ def platform_name(name: Any) -> str:
     if given not in _NAMES:
         near = accounts.near(given, PLATFORMS)
         raise ShardrulesError(
-            f"platform={name!r} is none of {', '.join(PLATFORMS)}{near}", platform=name
+            f"platform={name!r} is not one of {', '.join(PLATFORMS)}{near}", platform=name
         )
     return _NAMES[given]
 
@@ -152,5 +152,5 @@ def pick(expect: Any, platform: str | None) -> Expected:
         why = "the text does not say which of these it is for; pass platform="
         why = f"the program is for {platform}" if platform else why
         shown = ", ".join(each)
-        raise ShardrulesError(f"expectations are given for {shown}, and {why}", platform=platform)
+        raise ShardrulesError(f"expectations are given for {shown}, but {why}", platform=platform)
     return pick(each[platform], platform)

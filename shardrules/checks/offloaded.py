@@ -92,8 +92,8 @@ def _traced(
         if names is None:
             return []
         raise ShardrulesError(
-            "names are read from the trace, and a compiled program has none; pass the function "
-            "with its arguments"
+            "names are read from the trace, which a compiled program does not have; pass the "
+            "function with its arguments"
         )
     args, kwargs = programs.called_with(program, args, kwargs)
     try:
@@ -137,9 +137,9 @@ def _advice(value: NamedValue) -> str:
     if value.status in _ADVICE:
         return _ADVICE[value.status]
     output = (
-        "; it is its block's output, and what the backward pass reads is the next block's input: "
-        f"put x = checkpoint_name(x, {value.name!r}) on the first line of the block instead of the "
-        "last"
+        "; it is the output of its block, but the backward pass reads the input of the next "
+        f"block: put x = checkpoint_name(x, {value.name!r}) on the first line of the block "
+        "instead of the last"
     )
     return (
         "no backward pass of a jax.checkpoint reads it, so there is nothing to save, and no policy "

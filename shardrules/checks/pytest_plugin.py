@@ -29,13 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--shardrules-output",
         metavar="FILE",
-        help="the same as --shardrules, written to this file; the terminal shows a line of it",
+        help="the same as --shardrules, written to this file; the terminal shows one line",
     )
     group.addoption(
         "--shardrules-check",
         action="store_true",
-        help="run shard_maps that say check_vma=False with their check on where that is equal; a "
-        "table lists which",
+        help="run each shard_map that says check_vma=False with its check on where the results "
+        "are equal; a table lists them",
     )
     group.addoption(
         "--update-budgets",

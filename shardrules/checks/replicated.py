@@ -151,12 +151,14 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
     if not differences:
         kinds = sorted({type(leaf).__name__ for _, leaf in leaves}) or ["nothing"]
         raise ShardrulesError(
-            f"check_replicated_inputs compares the shards of jax.Arrays and was given none "
+            "check_replicated_inputs compares the shards of jax.Arrays but was given none "
             f"({', '.join(kinds)}); call it outside of jit, on what jax.device_put returned",
             kinds=kinds,
         )
     if wrong := tuple(filter(None, differences)):
-        title = "arrays differ between devices on which their shardings call them the same:"
+        title = (
+            "arrays differ between devices on which they are equal according to their shardings:"
+        )
         raise ReplicationAssertionError("\n".join([title, *wrong]), leaves=wrong)
 
 

@@ -101,7 +101,9 @@ def check_rule(
             theirs = not isinstance(error, ShardrulesError)
             none = not str(error) or re.search("differentiat|autodiff|JVP", str(error))
             if gradients and theirs and none:
-                error.add_note("check_rule compares gradients; an op without takes gradients=False")
+                error.add_note(
+                    "check_rule compares gradients; for an op that has none, pass gradients=False"
+                )
             raise
 
 
@@ -172,10 +174,10 @@ class _RuledOp:
                 if axis not in varying and not same.all():
                     raise RuleCheckError(
                         f"output {number} is declared invariant over {axis!r}, but "
-                        f"{(~same).sum()} of {same.size} devices hold other bits than the first "
-                        "along that axis; the rule says that it varies over "
-                        f"{{{', '.join(sorted(varying))}}} only. Declare what the op does, such as "
-                        f"shardrules.per_device({axis!r}).",
+                        f"{(~same).sum()} of {same.size} devices hold different bits from the "
+                        "first along that axis; the rule says that it varies over "
+                        f"{{{', '.join(sorted(varying))}}} only. Declare what the op does, "
+                        f"such as shardrules.per_device({axis!r}).",
                         output=number,
                         axis=axis,
                     )
@@ -220,7 +222,7 @@ class _RuledOp:
             except RuleCheckError as error:
                 if not drops:
                     raise
-                warnings.warn(f"right with the check on only: {error}", stacklevel=4)
+                warnings.warn(f"right only with the check on: {error}", stacklevel=4)
 
     def _block_by_block(self, shapes: Any) -> Callable[..., Any]:
         """Return the op as a function of the global arrays that runs on one block after another."""
@@ -238,9 +240,9 @@ class _RuledOp:
                     out = self._op(*[a[places[device]] for a, places in zip(arguments, inputs)])
                 except NameError as error:
                     raise ShardrulesError(
-                        f"the op names mesh axes ({error}), so it can't run on one device; pass "
-                        "check_rule(..., reference=f), f being the same function of the global "
-                        "arrays",
+                        f"the op names mesh axes ({error}), so it can't run on one device; "
+                        "pass check_rule(..., reference=f), where f is the same function of "
+                        "the global arrays",
                         op=self._op,
                     ) from error
                 for number, block in enumerate(jax.tree_util.tree_leaves(out)):
@@ -418,11 +420,11 @@ def check_well_formed(
         differ = (a.view(np.uint8) != b.view(np.uint8)).sum()
         if differ:
             raise ill_formed(
-                f"it reads memory before anything is written there, and result {number} of the op "
-                "(its gradients after its outputs) depends on what that memory holds: filled with "
-                f"NaN, and with zeros, it gives other bits in {differ} of {a.nbytes} bytes\n"
-                "Initialise scratch and outputs on every path, in the first step of the grid that "
-                "sees them.",
+                f"it reads memory before anything is written there, and result {number} of the "
+                "op (gradients count after outputs) depends on what that memory holds: if it "
+                f"is filled with NaN instead of zeros, {differ} of {a.nbytes} bytes differ\n"
+                "Initialise scratch and outputs on every path, in the first step of the grid "
+                "that sees them.",
                 result=number,
             )
 

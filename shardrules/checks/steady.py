@@ -148,8 +148,8 @@ class SteadyState(watching.Listener):
         if self._warm and arrays:
             what = f"an operation ({name})" if is_jax_s else name
             raise SteadyStateError(
-                f"{what}{_line()} is called with values of the host, each of which is copied to "
-                "the device:"
+                f"{what}{_line()} is called with host values, each of which is copied to the "
+                "device:"
                 + "".join(f"\n  {a.path}: {_host_type(a)}" for a in arrays)
                 + "\n  to do: jax.device_put them, before the loop if they don't change",
                 problem="host values",
@@ -178,8 +178,9 @@ class SteadyState(watching.Listener):
         else:
             changes = min((_changes(old, arguments) for old in before), key=len)
             why = "".join(f"\n  {line}" for line in changes) or (
-                "\n  none of its arguments changed: a static argument did, or a value that it "
-                "closes over, or it is another function (jax.jit inside the loop)"
+                "\n"
+                "  none of its arguments changed: a static argument or a value that it closes "
+                "over did, or it is another function (jax.jit inside the loop)"
             )
         raise SteadyStateError(
             f"{name} is compiled inside steady_state{_line()}:{why}", problem="compiled", name=name
@@ -213,7 +214,7 @@ class SteadyState(watching.Listener):
             why = _why_kept(arguments, executable)
             lines = [f"\n  {arguments[n].path}, {_type(arguments[n])}: {why[n]}" for n in kept]
             raise SteadyStateError(
-                f"{name} did not take the memory of what was donated:" + "".join(lines),
+                f"{name} did not reuse the memory of its donated arguments:" + "".join(lines),
                 problem="kept",
                 paths=tuple(arguments[n].path for n in kept),
             )
@@ -230,7 +231,7 @@ def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
     words = {
         "pruned": "pruned, since the program never reads it\n    to do: "
         + donation.ADVICE["unused"],
-        "aliased": "the program writes an output there, and this backend could not",
+        "aliased": "the program asks to write an output there, but this backend could not",
     }
     return [
         words.get(leaf.status) or f"{leaf.reason}\n    to do: {donation.ADVICE.get(leaf.cause)}"
@@ -257,7 +258,7 @@ def _changes(old: list[watching.Argument], new: list[watching.Argument]) -> list
     if before != after:
         came = [path for path in after if path not in before]
         went = [path for path in before if path not in after]
-        return [f"the arguments' tree changed: {', '.join(came)} came, {', '.join(went)} went"]
+        return [f"the arguments' tree changed: {', '.join(came)} came, and {', '.join(went)} went"]
     changes = []
     for a, b in zip(old, new):
         for field in _FIELDS:

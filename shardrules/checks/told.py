@@ -41,7 +41,8 @@ def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
     placements, module = compiled.placements(source.compiled), source.module()
     if programs.matching(module, placements.parameters()) is None:
         raise ShardrulesError(
-            f"the shardings of {source.name} are unknown, or not those of its text's parameters",
+            f"the shardings of {source.name} are unknown, or don't match the parameters of its "
+            "text",
             program=program,
         )
     flags: list[str] = []
@@ -80,7 +81,8 @@ def _slices(order: list[tuple[int, int]], name: str) -> int:
         alone = alone and len({*slices}) == 1
     if not alone or len(places) > 1:
         raise ShardrulesError(
-            f"the mesh of {name} does not take one slice after the other, in the same order of "
-            "devices, and no flag says another order; judge the jax.stages.Compiled"
+            f"the mesh of {name} does not take one slice after the other, each in the same "
+            "order of devices, and no flag can give another order; judge the "
+            "jax.stages.Compiled"
         )
     return len(numbers)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from shardrules.report.several import Several
 
 _PROCESSES = (
-    "of multiprocessing, and what a process compiles itself is not in this report; to see it, "
-    "write `with shardrules.watch() as seen:` in the function that the process runs, and "
-    "print(seen) at its end"
+    "of multiprocessing, and this report lacks the programs that such a process compiles; to "
+    "see them, write `with shardrules.watch() as seen:` in the function that the process runs, "
+    "and print(seen) at its end"
 )
 
 
@@ -85,8 +85,8 @@ def behind(target: Script, ours: Collection[str], command: str) -> str:
     if target.spec is not None:
         script = f"-m {target.spec.name.removesuffix('.__main__')}"
     return (
-        f"{', '.join(unknown)} behind {script} went to the script; as a flag of shardrules it "
-        f"stands before: shardrules {command} {' '.join(unknown)} ... {script}"
+        f"{', '.join(unknown)} behind {script} went to the script; put a flag of shardrules "
+        f"before it: shardrules {command} {' '.join(unknown)} ... {script}"
     )
 
 

@@ -46,11 +46,11 @@ def _of_profiles(given: tuple[str, str], arguments: argparse.Namespace) -> tuple
     for name in given:
         if not profile.is_profile(name):
             raise ShardrulesError(
-                f"{name} is not a profile, and the other one is; give two profiles"
+                f"{name} is not a profile, but the other one is; give two profiles"
             )
     if arguments.format not in compared.WRITERS:
         raise ShardrulesError(
-            f"profiles are compared as {', '.join(compared.WRITERS)}, not as {arguments.format}"
+            f"profiles can be compared as {', '.join(compared.WRITERS)}, not as {arguments.format}"
         )
     registry = rules.Rules(arguments)
     comparison = compared.compare(

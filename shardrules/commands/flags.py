@@ -59,7 +59,7 @@ def repeated(metavar: str, help: str, **options: Any) -> dict[str, Any]:
 
 
 def format_of(choices: Any, help: str) -> dict[str, Any]:
-    help += "; without it --output's suffix decides, else it is text"
+    help += "; by default, --output's suffix decides, or it is text"
     return once(None, help, choices=list(choices), default="text")
 
 
@@ -71,8 +71,8 @@ def settle_format(arguments: argparse.Namespace, choices: Sequence[str]) -> None
         return
     if wanted not in choices:
         raise ShardrulesError(
-            f"--output {file} looks like {wanted}, and this command writes {', '.join(choices)}; "
-            "name another file, or give --format"
+            f"--output {file} looks like {wanted}, but this command writes "
+            f"{', '.join(choices)}; name another file, or give --format"
         )
     arguments.format = wanted
 
@@ -127,7 +127,7 @@ def _shardings(text: str) -> list[str]:
 
 
 JUDGING: Arguments = {
-    "--strict": switch("accept proofs alone: verdicts that rest on declared rules are findings"),
+    "--strict": switch("accept only proofs: verdicts that rest on declared rules are findings"),
     "--allow": repeated(
         "'FINDING: REASON'",
         "a known finding and why it stays, 'redundant all-reduce(model) at model.py: issue 12'",
@@ -145,9 +145,9 @@ REPORT: Arguments = {
         choices=list(TARGETS),
     ),
     "--cheapest": switch(
-        "each needed all-reduce that would move fewer bytes at another place is a finding; "
-        "without this flag only one in a loop that a single one outside of the loop replaces, "
-        "above 1%% of the program's bytes"
+        "every needed all-reduce that would move fewer bytes at another place is a finding; by "
+        "default, only one that a single all-reduce outside of its loop replaces, if it moves "
+        "more than 1%% of the program's bytes"
     ),
     **JUDGING,
 }
@@ -158,7 +158,7 @@ RULES: Arguments = {
     "--rule": repeated(
         "NAME=RULE",
         "the rule of a kernel, 'flash*=no_communication' or 'ring=all_gather(model)'; where "
-        "the text has no name of a kernel, NAME is its op_name, a pattern of it, or the scope "
+        "the text does not name the kernel, NAME is its op_name, a pattern of it, or the scope "
         "nearest to the call",
     ),
 }
@@ -178,13 +178,13 @@ READING: Arguments = {
     ),
     "--parameters": once(
         "FILE",
-        "another text of the program that says it, such as the *before_optimizations.txt of its "
-        "dump; where that stands beside FILE it is read by itself",
+        "another text of the program that says it, such as the *before_optimizations.txt of "
+        "its dump, which is read without this flag where it is beside FILE",
     ),
     "--slices": once(
         "N",
-        "how many TPU slices the program runs on, whose text is that of one, where the mesh takes "
-        "one after the other, and the devices of each in the same order",
+        "how many TPU slices the program runs on, for the text of one slice, if the mesh takes "
+        "the slices one after the other, and the devices of each in the same order",
         type=_slices,
     ),
     "--out-shardings": once(
@@ -195,7 +195,7 @@ READING: Arguments = {
         dest="outputs",
     ),
     **RULES,
-    "--output": once("FILE", "write the report there instead of to stdout"),
+    "--output": once("FILE", "write the report to this file instead of stdout"),
 }
 SCRIPT: Arguments = {
     "-m": {"dest": "module", "nargs": argparse.REMAINDER, "help": "run a module"},

@@ -31,9 +31,11 @@ USAGE = flags.SCRIPT_USAGE
 ARGUMENTS: flags.Arguments = {
     **flags.RULES,
     "--diff": flags.once(
-        "FILE", "write a patch there (patch -p1 < FILE) that switches on what can be; - is stdout"
+        "FILE",
+        "write a patch to this file that switches on every check that can be (patch "
+        "-p1 < FILE); - is stdout",
     ),
-    "--output": flags.once("FILE", "write the table there instead of to stderr; - is stdout"),
+    "--output": flags.once("FILE", "write the table to this file instead of stderr; - is stdout"),
     "--once": flags.switch("do not run the script a second time with the patch: no site is tried"),
     **flags.SCRIPT,
 }

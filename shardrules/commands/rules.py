@@ -119,7 +119,7 @@ class Rules:
 def unmatched(flag: str, name: str, kernels: Sequence[str]) -> str:
     """Return the message for a flag that matched no kernel, with the kernels without a rule."""
     without = f"without a rule: {few(kernels, 6)}"
-    without = without if kernels else "no kernel is without a rule"
+    without = without if kernels else "every kernel has a rule"
     return f"{flag} matches no kernel{_near(name, kernels)}; {without}"
 
 

@@ -54,22 +54,24 @@ USAGE = flags.SCRIPT_USAGE
 ARGUMENTS: flags.Arguments = {
     **flags.REPORT,
     **flags.RULES,
-    "--output": flags.once("FILE", "write the report there instead of to stderr; - is stdout"),
+    "--output": flags.once("FILE", "write the report to this file instead of stderr; - is stdout"),
     "--check": flags.switch(
         "install the hooks when JAX is imported; shard_maps that say check_vma=False run with "
         "their check on where values and gradients are equal and no more bytes move; a table "
-        "tells which"
+        "lists them"
     ),
     "--install": flags.switch(
         "install the hooks when JAX is imported, as shardrules.install() in the script would"
     ),
-    "--keep": flags.once("DIR", "write the HLO of each program there, for verify, report and diff"),
+    "--keep": flags.once(
+        "DIR", "write the HLO of each program to this folder, for verify, report and diff"
+    ),
     "--profile": flags.once(
         "STEPS",
-        "record that many steps with jax.profiler once the script has warmed up, and say what "
-        "each collective took; a step is what jax.profiler.StepTraceAnnotation marks, else a call "
-        "of the first program with collectives that is called again. The script must run 3 more: "
-        "two warm it up, and the second one may compile anew",
+        "record that many steps with jax.profiler once the script has warmed up, and report "
+        "the time that each collective took; a step is what jax.profiler.StepTraceAnnotation "
+        "marks, else a call of the first program with collectives that is called again. The "
+        "script must run 3 more: two warm it up, and the second one may compile anew",
         type=_count,
     ),
     **flags.SCRIPT,

@@ -63,16 +63,16 @@ def find(arguments: argparse.Namespace) -> Script:
     if given.endswith(".ipynb"):
         name = shlex.quote(given.removesuffix(".ipynb") + ".py")
         raise ShardrulesError(
-            f"{given} is a notebook, and a script is run here: write it as one by `jupyter "
-            f"nbconvert --to script {shlex.quote(given)}` and run {name}; or, in the notebook, put "
-            "`with shardrules.watch() as seen:` around what compiles, and `seen` in the cell's "
-            "last line, which shows the report"
+            f"{given} is a notebook, not a script: convert it with `jupyter nbconvert --to "
+            f"script {shlex.quote(given)}` and run {name}; or, in the notebook, put `with "
+            "shardrules.watch() as seen:` around the code that compiles, and `seen` in the "
+            "cell's last line, which shows the report"
         )
     try:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
     except OSError as error:
-        hint = "; a flag of shardrules stands before the script" if given.startswith("-") else ""
+        hint = "; put a flag of shardrules before the script" if given.startswith("-") else ""
         raise ShardrulesError(f"can't read the script {given}: {error.strerror}{hint}") from error
     except (SyntaxError, ValueError) as error:  # up to Python 3.11.3, null bytes raise ValueError
         raise ShardrulesError(f"{path} is not a Python script: {error}") from error

@@ -82,7 +82,7 @@ def _of_profile(arguments: argparse.Namespace, options: dict[str, Any]) -> Profi
     }
     for flag, name in about.items():
         if getattr(arguments, name) is not None:
-            raise ShardrulesError(f"--{flag} is about a FILE; with --profile, name that FILE too")
+            raise ShardrulesError(f"--{flag} describes a FILE; with --profile, name that FILE too")
     measured = profile.read(
         arguments.profile,
         mesh=arguments.mesh,

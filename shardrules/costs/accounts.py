@@ -148,8 +148,8 @@ class Account:
         for field in fields:
             if field not in names:
                 raise ShardrulesError(
-                    f"{field!r} is no field of an account's entries; there are {', '.join(names)}"
-                    + near(str(field), names),
+                    f"{field!r} is not a field of an account's entries; the fields are "
+                    f"{', '.join(names)}" + near(str(field), names),
                     field=field,
                 )
         totals: dict[tuple[Any, ...], Totals] = {}
@@ -164,7 +164,7 @@ class Account:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether needed all-reduces are a tenth of what a program sends, or more."""
+        """Return whether needed all-reduces are a tenth of what a program sends, or more."""
         needed = self.by("kind", "verdict").get(("all-reduce", "needed"))
         return needed is not None and needed.wire_bytes >= self.total.wire_bytes / 10
 
@@ -278,7 +278,7 @@ class Selector(NamedTuple):
         for axis in sorted((self.axes or frozenset()) - set(mesh or ())):
             if mesh:  # without a mesh, no name is known to be wrong
                 raise ShardrulesError(
-                    f"{text!r} names the axis {axis!r}, and the mesh has "
+                    f"{text!r} names the axis {axis!r}, but the mesh has "
                     f"{', '.join(mesh)}{near(axis, mesh)}",
                     key=text,
                 )

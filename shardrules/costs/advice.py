@@ -23,10 +23,10 @@ _OWN_GRADIENT = re.compile(r"(?:(?!transpose\().)*?(?:shard_map|pmap\b[^/]*)/.*t
 # With the check on, the transpose of a cast, or what a bwd sums.
 _CAST = re.compile(r".*transpose\(jvp\([^/]*\)\)/psum_invariant")
 _OUTSIDE = (
-    "take the gradient outside of the shard_map, jax.grad of the shard_map of the loss, which "
-    "divides by itself. (The body takes gradients itself, so that switching the check on changes "
-    "them: with it those of whole arrays come summed over their axes already, and a pmean after "
-    "that keeps the sum; `shardrules migrate SCRIPT` says what to change)"
+    "take the gradient outside of the shard_map: jax.grad of the shard_map of the loss divides "
+    "by itself. (The body takes gradients itself, so switching the check on changes them: the "
+    "gradients of whole arrays are then already summed over their axes, and a pmean of them "
+    "leaves the sum as it is; `shardrules migrate SCRIPT` says what to change)"
 )
 
 
@@ -60,9 +60,9 @@ def _of_cast(verdict: hlo.Verdict) -> str:
         return ""
     over = " and ".join(_equal_axes(verdict)) or "the devices"
     return (
-        "; if the line writes no psum, this is the transpose of a cast: a value that is the same "
-        f"over {over} meets one that differs. Combine them after that one's psum or pmean, and "
-        "nothing is cast"
+        "; if that line has no psum, this is the transpose of a cast: a value that is the same "
+        f"over {over} is combined with one that differs. Combine them after the psum or pmean "
+        "of the one that differs, and nothing is cast"
     )
 
 
@@ -111,9 +111,9 @@ def of_averages(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
     # First, and not as an afterthought to dropping it: the gradients are wrong.
     return (
         "if it averages gradients that the body takes itself, they come out "
-        f"{collective.group_size} times too large: with the check on they are the sum over the "
-        f"devices already, which a mean leaves as it is; divide them by {collective.group_size} in "
-        "its place. Else "
+        f"{collective.group_size} times too large: with the check on they are already the sum "
+        "over the devices, and a mean leaves it as it is; divide them by "
+        f"{collective.group_size} instead. Otherwise "
     )
 
 
@@ -175,10 +175,11 @@ def too_large(verdict: hlo.Verdict, times: int) -> str:
     axes = _equal_axes(verdict)
     over = repr(axes[0] if len(axes) == 1 else tuple(axes))
     return (
-        f"over {' and '.join(axes)}, this sums {times} equal values, as the transpose of a psum "
-        f"does without the check: the gradient of an array that is sharded over {over} is {times} "
-        f"times that of the loss, unless it or the loss is divided by {times}. Divide it, "
-        f"g / {times}, and average that of a whole array, jax.lax.pmean(g, {over}); or {_OUTSIDE}"
+        f"over {' and '.join(axes)}, this sums {times} equal values, as the transpose of a "
+        f"psum does with the check off: the gradient of an array that is sharded over {over} "
+        f"is {times} times that of the loss, unless it or the loss is divided by {times}. "
+        f"Divide that gradient, g / {times}, and average the gradient of a whole array, "
+        f"jax.lax.pmean(g, {over}); or {_OUTSIDE}"
     )
 
 
@@ -202,25 +203,28 @@ def _instead(verdict: hlo.Verdict) -> str:
     if collective.kind in ("collective-permute", "collective-broadcast"):
         if collective.in_place:
             return (
-                "replace it by jax.lax.dynamic_update_slice with each device's own slice, on the "
-                "devices to which it brings one"
+                "replace it by jax.lax.dynamic_update_slice with each device's own slice, on "
+                "the devices that receive one"
             )
         return (
             same
             if collective.connections.reaches_all
-            else "replace it by jnp.where(reached, x, 0), with reached true on the devices to "
-            "which it brings data: they get what they hold already, and the others get zeros"
+            else "replace it by jnp.where(reached, x, 0), with reached true on the devices "
+            "that receive data: they already hold it, and the others get zeros"
         )
     if collective.kind == "all-gather":
-        return f"{own}, put together {count} times along dimension {collective.dimension}"
+        return f"{own}, repeated {count} times along dimension {collective.dimension}"
     if collective.kind == "all-to-all":
-        return f"{own}: the piece that is its own of it, {count} times in a row"
+        return f"{own}: its own piece of it, {count} times in a row"
     if collective.kind == "reduce-scatter":
-        return f"{own}: the piece that is its own of it{_factor(collective.reduction, count)}"
+        return f"{own}: its own piece of it{_factor(collective.reduction, count)}"
     if collective.reduction in _IDEMPOTENT or count == 1:
         return same
     if collective.reduction == "add":
-        return f"{own} (a sum of {count} equal ones is {count} times one, and their mean is one)"
+        return (
+            f"{own} (the sum of {count} equal values is {count} times that value, and their "
+            "mean is that value)"
+        )
     return f"{own}: reduce {count} copies of it"
 
 
@@ -233,15 +237,15 @@ def _narrowed(verdict: hlo.Verdict) -> str:
     over = over or f"over one device of each {copies} that hold the same"
     if collective.kind == "all-gather":
         return (
-            f"run it {over}, and where the whole result is needed repeat each shard on the device "
+            f"run it {over}; where the whole result is needed, repeat each shard on the device "
             f"({along} hold the same)"
         )
     factor = _factor(collective.reduction, copies)
     if collective.kind == "reduce-scatter":
         place = f"its own place along {equal}" if equal else "its own place among the equal ones"
         return (
-            f"of the operand, keep on each device the pieces of the devices at {place}, and run "
-            f"that {over}{factor} ({along} hold the same)"
+            "on each device, keep the pieces of the operand that belong to the devices at "
+            f"{place}, and run it on those {over}{factor} ({along} hold the same)"
         )
     return f"run it {over}{factor} ({along} hold the same)"
 
@@ -278,9 +282,13 @@ def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
         name = calls[0].where.partition(" (")[0]
         rule = shlex.quote(f"--rule={name}=no_communication")
         return (
-            "trace the program after shardrules.install(), with a rule for the kernel: "
-            "its custom call then says in the compiled text what it does"
-            + (f"; for this text the commands take {rule}, if that is so" if name else "")
+            "trace the program after shardrules.install(), with a rule for the kernel: the "
+            "compiled text of its custom call then says what it does"
+            + (
+                f"; for this text, pass {rule} to the command if that is true of the kernel"
+                if name
+                else ""
+            )
         )
     if any("no sharding" in b.what for b in verdict.blockers):
         return (
@@ -291,8 +299,8 @@ def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
         )
     if any("slices=" in b.what for b in verdict.blockers):
         return (
-            "give the jax.stages.Compiled, which says in which order the mesh takes the slices; "
-            "for its text, --slices 2 if it takes one after the other"
+            "give the jax.stages.Compiled, which says in which order the mesh takes the "
+            "slices; for its text, pass --slices 2 if it takes one after the other"
         )
     return ""
 

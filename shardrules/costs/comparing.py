@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from shardrules.costs.accounts import Entry, Totals
 
@@ -53,17 +53,17 @@ def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, s
     # Two paths are one file if their ends agree in more parts than those of any other two paths
     # that either is in, or if all of their collectives are the same and no other file's are.
     before, after = tuple(before), tuple(after)
-    files = [sorted({e.file for e in entries if e.file}) for entries in (before, after)]
-    names = {file: relative_file(file, ".") for some in files for file in some}
-    left = [[f for f in mine if f not in theirs] for mine, theirs in (files, files[::-1])]
-    ends = {(a, b): _common_end(a, b) for a in left[0] for b in left[1]}
+    mine, theirs = map(_files, (before, after))
+    names = {file: relative_file(file, ".") for file in (*mine, *theirs)}
+    left = [_without(mine, theirs), _without(theirs, mine)]
+    ends = {pair: _common_end(*pair) for pair in itertools.product(*left)}
     for length in sorted({len(end) for end in ends.values()} - {0}, reverse=True):
         near = [pair for pair, end in ends.items() if len(end) == length]
-        times = collections.Counter(file for pair in near for file in pair)
+        times = collections.Counter(itertools.chain.from_iterable(near))
         for pair in near:
             if times[pair[0]] == times[pair[1]] == 1:
                 names |= dict.fromkeys(pair, "/".join(ends[pair]))
-                left = [[f for f in some if f not in pair] for some in left]
+                left = [_without(some, pair) for some in left]
         ends = {pair: end for pair, end in ends.items() if not times.keys() & set(pair)}
     renamed = [_by_collectives(*side) for side in zip(left, (before, after))]
     for collectives in renamed[0].keys() & renamed[1].keys():
@@ -71,6 +71,14 @@ def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, s
         if len(old) == len(new) == 1:
             names[old[0]] = names[new[0]]
     return names
+
+
+def _files(entries: Iterable[Entry]) -> list[str]:
+    return sorted({entry.file for entry in entries if entry.file})
+
+
+def _without(files: Iterable[str], others: Collection[str]) -> list[str]:
+    return [file for file in files if file not in others]
 
 
 def _by_collectives(files: Iterable[str], entries: Iterable[Entry]) -> dict[object, list[str]]:

@@ -33,7 +33,7 @@ ADVICE = {
     "unused": "stop passing it, or don't donate it: its memory is freed with the last reference",
     "twice": "pass a copy (jnp.copy), or drop one of the two",
     "not donated": "name it in donate_argnums or donate_argnames of jax.jit",
-    "unknown": "don't donate it, or return it as it came",
+    "unknown": "don't donate it, or return it unchanged",
 }
 
 
@@ -84,6 +84,10 @@ def _places(shape: hlo.Shape, place: tuple[int, ...] = ()) -> Iterator[tuple[int
         yield place
     for number, element in enumerate(shape.elements or ()):
         yield from _places(element, (*place, number))
+
+
+def _numbered(shape: hlo.Shape) -> dict[tuple[int, ...], int]:
+    return {place: number for number, place in enumerate(_places(shape))}
 
 
 def read(
@@ -146,9 +150,7 @@ def _table(
     module: hlo.Module, inputs: hlo.Shape, output: hlo.Shape
 ) -> tuple[dict[int, int], set[int]]:
     """Read which leaf of the outputs has the memory of which input, and the donated inputs."""
-    in_places, out_places = (
-        {place: n for n, place in enumerate(_places(shape))} for shape in (inputs, output)
-    )
+    in_places, out_places = map(_numbered, (inputs, output))
     aliased: dict[int, int] = {}
     donors: set[int] = set()
     try:
@@ -158,7 +160,8 @@ def _table(
             donors.add(in_places[int(number), *_index(inner)])
     except KeyError as error:
         raise HloError(
-            f"the module's alias table names {error.args[0]}, which is no parameter or output of it"
+            f"the module's alias table names {error.args[0]}, which is not a parameter or "
+            "output of it"
         ) from None
     return aliased, donors
 
@@ -235,17 +238,19 @@ def _why(
     def differs(n: int) -> tuple[str, str] | None:
         output, result = outputs[n], named[n]
         alike = output[:2] == shape[:2]
-        sharded = f"is sharded as {result.sharding}, it as {argument.sharding}"
+        sharded = f"is sharded as {result.sharding}, the argument as {argument.sharding}"
         if alike and n in taken:
-            return "taken", f"has its shape and the memory of {taken[n]}"
+            return "taken", f"has its shape, but reuses the memory of {taken[n]}"
         if alike:
             if output.layout != shape.layout:
-                return "layout", f"lies in memory as {{{output.layout}}}, it as {{{shape.layout}}}"
+                return "layout", (
+                    f"lies in memory as {{{output.layout}}}, the argument as {{{shape.layout}}}"
+                )
             # In one notation, both specs or both HLO's.
             mine, its = argument.sharding, result.sharding
             if mine != its and mine[:1] and mine[:1] == its[:1]:
                 return "sharding", sharded
-            return "unknown", "has its shape, and XLA wrote it elsewhere all the same"
+            return "unknown", "has its shape, but XLA wrote it elsewhere"
         if result.shape and result.shape == argument.shape:
             ratio = shape.element_count // max(1, output.element_count)
             return _of_shardings(sharded, output, ratio)
@@ -258,10 +263,10 @@ def _why(
         # Text gives the shapes on each device alone.
         ratio, inverse = _parts(shape, output, device_count), _parts(output, shape, device_count)
         if ratio > 1:
-            text = f"is {output} on each device, 1/{ratio} of it"
+            text = f"is {output} on each device, 1/{ratio} of its size"
             return _of_shardings(f"{text}: if it is the same array, it is sharded", output, ratio)
         if inverse > 1:
-            text = f"is {output} on each device, {inverse} times it"
+            text = f"is {output} on each device, {inverse} times its size"
             return "sharding", f"{text}: if it is the same array, it is sharded less"
         return None
 
@@ -271,7 +276,11 @@ def _why(
         order = ("layout", "unknown", "taken", "dtype", "shape", "split", "sharding")
     near = [(n, why) for n in range(len(outputs)) if (why := differs(n)) is not None]
     if not near:
-        return "", "no output", f"no output is {shape}, nor that in another dtype or shape"
+        return (
+            "",
+            "no output",
+            (f"no output is {shape}, and none differs from it only in its dtype or shape"),
+        )
     # An output of the same name in another dtype says more than an unrelated one that is taken.
     n, (cause, text) = max(near, key=lambda pair: (*rank(pair[0]), -order.index(pair[1][0])))
     return named[n].path, cause, f"output {named[n].path} {text}"

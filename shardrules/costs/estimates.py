@@ -80,7 +80,7 @@ def target(name: str) -> Target:
         from shardrules.costs import accounts
 
         raise ShardrulesError(
-            f"target={name!r} is none of {', '.join(TARGETS)}"
+            f"target={name!r} is not one of {', '.join(TARGETS)}"
             + accounts.near(str(name).lower(), TARGETS),
             target=name,
         )

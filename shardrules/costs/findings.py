@@ -63,9 +63,10 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
                 continue
             kind = "declared"
             change = (
-                f"it rests on a declaration for {', '.join(dict.fromkeys(s.what for s in weak))}, "
-                "and strict takes proofs alone: let the audit prove the kernel (what needs no "
-                "registration is proven), or allow it with a reason"
+                "it rests on a declaration for "
+                f"{', '.join(dict.fromkeys(s.what for s in weak))}, and strict accepts only "
+                "proofs: let the audit prove the kernel (it has proven each kernel that needs "
+                "no registration), or allow this with a reason"
             )
         times = multiplied.times(verdict)
         change = change or (too_large(verdict, times) if times > 1 else advice(verdict))

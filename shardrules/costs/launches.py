@@ -171,7 +171,7 @@ def _unknown(
     changing = [str(elements[number]) for number in read if after[number] != number]
     if changing:
         return "its condition reads what each trip computes: " + ", ".join(changing)
-    return "its condition reads nothing of its carry"
+    return "its condition does not read its carry"
 
 
 def _element(computation: hlo.Computation, position: int) -> int | None:

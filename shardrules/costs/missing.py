@@ -24,8 +24,8 @@ _EQUALIZE = ("all-reduce", "all-gather", "collective-broadcast")
 # Without the check, the transpose of a psum is a psum: a loss with one in it has gradients that are
 # too large by the number of devices, which pmean takes back.
 _WHICH = (
-    "jax.lax.pmean; jax.lax.psum only if the loss that is differentiated sums up the device's own "
-    "part alone, with no psum in it"
+    "jax.lax.pmean; jax.lax.psum only if the differentiated loss is a sum over the device's "
+    "own part, with no psum in it"
 )
 _LINES = 4  # source lines that are named
 
@@ -161,10 +161,10 @@ def advice(of: outputs.Unreduced) -> str:
     what = "gradients" if many else "gradient"
     if of.is_summed_before:
         return (
-            f"the forward pass sums over {quoted} what the {what}"
-            f"{_at(' at' if of.sources else '', of.sources)} {'are' if many else 'is'} made of, as "
-            "a tensor-parallel layer does: a psum is missing inside of its backward pass, and "
-            "one at the end would hide that. Let shard_map put it in: trace the step with the "
+            f"the forward pass sums over {quoted} what the "
+            f"{what}{_at(' at' if of.sources else '', of.sources)} {'are' if many else 'is'} "
+            "made of, as a tensor-parallel layer does: its backward pass lacks a psum, and one "
+            "at the end would hide that. Let shard_map insert it: trace the step with the "
             "check on, under shardrules.install() (shardrules migrate SCRIPT says what else "
             "changes there), and compare its gradients with those of one device"
         )

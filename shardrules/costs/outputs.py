@@ -62,7 +62,7 @@ class Unequal:
         if not self.carried:
             return self.reason
         return (
-            f"{self.reason}; it is written into the memory of {self.carried}, so that the devices' "
+            f"{self.reason}; it is written into the memory of {self.carried}, so the devices' "
             "copies drift apart from step to step"
         )
 
@@ -108,19 +108,20 @@ def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Une
     shown = " ".join("{" + ",".join(map(str, g)) + "}" for g in broken.groups[:_SHOWN])
     over = f"equal on devices {shown}"
     advice = (
-        "reduce it before it is returned, or give it the out_specs (a pmap's out_axes) that it has"
+        "reduce it before it is returned, or declare in out_specs (a pmap's out_axes) how it "
+        "is sharded"
     )
     if broken.axes:
         over = f"replicated over {{{', '.join(broken.axes)}}}"
         advice = (
             f"reduce over {', '.join(map(repr, broken.axes))} what differs in it before it is "
-            "returned (jax.lax.pmean of a mean, jax.lax.psum of a sum; of a weight the gradient, "
-            "not the weight), or name the axes in its out_specs"
+            "returned (jax.lax.pmean for a mean, jax.lax.psum for a sum; for a weight, reduce "
+            "its gradient, not the weight), or name the axes in its out_specs"
         )
     reason = broken.reason
     if broken.differs:
         along = f" over {', '.join(broken.axes)}" if broken.axes else " on these devices"
-        reason += f", and no reduction{along} stands on the way"
+        reason += f", and there is no reduction{along} on the way"
     if output.blockers:
         names = [b.kernel for b in output.blockers if b.kernel]
         advice = "pass the jax.stages.Compiled, or give its arguments shardings"

@@ -123,12 +123,13 @@ def argument(module: hlo.Module, collective: hlo.Collective, arguments: Collecti
 def callers(
     module: hlo.Module, called: hlo.Computation
 ) -> list[tuple[hlo.Computation, hlo.Instruction]]:
-    return [
-        (computation, computation.instructions[position])
-        for computation in module.computations.values()
-        for position in computation.calling
-        if called.name in computation.instructions[position].calls
-    ]
+    found: list[tuple[hlo.Computation, hlo.Instruction]] = []
+    for computation in module.computations.values():
+        for position in computation.calling:
+            instruction = computation.instructions[position]
+            if called.name in instruction.calls:
+                found.append((computation, instruction))
+    return found
 
 
 def reached(start: Iterable[_T], follow: Callable[[_T], Iterable[_T]]) -> set[_T]:

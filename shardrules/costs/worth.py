@@ -116,15 +116,16 @@ class Ledger:
         self.measured = measured
         self.switched = switched or {}
         self.seconds = [0.0] * len(self.entries)
-        """Of one run of each, which shares the latency of the collective that it is a part of."""
+        # Of one run of each, which shares the latency of the collective that it is a part of.
         parts: dict[tuple[str, str], list[int]] = {}
         for entry in self.entries:
             collective = entry.judged.collective
             parts.setdefault((collective.computation, collective.name), []).append(entry.number)
-        self._parts = {n: numbers for numbers in parts.values() for n in numbers}
+        self._parts: dict[int, list[int]] = {}
         for numbers in parts.values():
+            self._parts.update(dict.fromkeys(numbers, numbers))
             if on is None:
-                break
+                continue
             entries = [self.entries[n] for n in numbers]
             each = [estimates.transfer(e.judged, e.wire_bytes, on) for e in entries]
             whole = max(sum(each), estimates.latency(entries[0].judged.collective, on))

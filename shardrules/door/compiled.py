@@ -333,15 +333,15 @@ class Placed(NamedTuple):
         spec = getattr(wanted, "spec", wanted)
         if isinstance(spec, jax.sharding.PartitionSpec) and len(spec) > self.rank:
             raise ShardrulesError(
-                f"output {self.path or '(all of it)'} has {self.rank} dimensions, and {spec} names "
-                f"{len(spec)}; give each output its own, expect={{{self.path!r}: P()}}",
+                f"output {self.path or '(all of it)'} has {self.rank} dimensions, but {spec} "
+                f"names {len(spec)}; give each output its own, expect={{{self.path!r}: P()}}",
                 expect=wanted,
             )
         if isinstance(wanted, jax.sharding.PartitionSpec):
             if self.mesh is None:
                 raise ShardrulesError(
-                    f"{wanted} needs a mesh, and the program's shardings hold none, or several; "
-                    "pass NamedSharding(mesh, spec)"
+                    f"{wanted} needs a mesh, but the program's shardings hold none, or "
+                    "several; pass NamedSharding(mesh, spec)"
                 )
             try:
                 wanted = jax.sharding.NamedSharding(self.mesh, wanted)
@@ -351,7 +351,7 @@ class Placed(NamedTuple):
                 ) from None
         if not isinstance(wanted, jax.sharding.Sharding):
             raise ShardrulesError(
-                f"{wanted!r} is no sharding; give a PartitionSpec such as P('data'), or a "
+                f"{wanted!r} is not a sharding; give a PartitionSpec such as P('data'), or a "
                 "jax.sharding.Sharding"
             )
         if self.own.is_equivalent_to(wanted, self.rank):

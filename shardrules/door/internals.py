@@ -238,7 +238,7 @@ class Door:
 
     @functools.cached_property
     def primitives(self) -> Primitives:
-        """From each primitive to the part of JAX that defines it, and its name."""
+        """Return the part of JAX that defines each primitive, and its name there."""
         return Primitives(self.Primitive)
 
     def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:

@@ -55,7 +55,7 @@ def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[str], str]]:
         _, race, rest = text.partition(_RACE)
         if not race and not any(state.races_found for state in states):
             return ""
-        return (race + rest).strip()[:1000] or "JAX says no more of it"
+        return (race + rest).strip()[:1000] or "JAX does not say more about it"
 
     module.RaceDetectionState = recording
     try:

@@ -146,8 +146,8 @@ def install(
         in_force = now.casts if now.active else None
         if in_force is not None and casts not in (None, in_force):
             warnings.warn(
-                f"install(casts={casts!r}) takes the place of install(casts={in_force!r}), which "
-                "is still in force; say it once, in the application",
+                f"install(casts={casts!r}) replaces install(casts={in_force!r}), which is "
+                "still active; call install once, in the application",
                 stacklevel=3,
             )
         casts = casts or in_force or "cheapest"

@@ -80,6 +80,7 @@ class Notes:
     declared: list[str] = dataclasses.field(default_factory=list)
     # each annotation of an output that its kernel contradicts, as a sentence
     annotations: list[str] = dataclasses.field(default_factory=list)
-    doubts: list[str] = dataclasses.field(default_factory=list)  # why gradients may be others
+    # why values or gradients may differ with the check on
+    reasons_to_leave: list[str] = dataclasses.field(default_factory=list)
     rules: set[Any] = dataclasses.field(default_factory=set)  # the bwds that ran
     unchecked: list[Any] = dataclasses.field(default_factory=list)  # unchecked shard_maps

@@ -17,7 +17,7 @@ from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.control import ControlHooks
 from shardrules.hooks.types.funnel import Funnel
 from shardrules.hooks.types.identities import RedundantCastHooks
-from shardrules.hooks.types.lost_axes import HijaxHooks, LostAxesHooks
+from shardrules.hooks.types.join_law import HijaxHooks, JoinLawHooks
 from shardrules.hooks.types.refs import RefHooks
 from shardrules.hooks.types.type_notes import TypeNoteHooks
 from shardrules.unchecked.hooks import UncheckedHooks
@@ -30,7 +30,7 @@ TYPES: tuple[type[Hooks], ...] = (  # JAX 0.6 and newer: avals carry axis types
     PallasHooks,
     CustomVjpHooks,
     ForwardHooks,
-    LostAxesHooks,
+    JoinLawHooks,
     HijaxHooks,
     PrimitiveHooks,
     RedundantCastHooks,

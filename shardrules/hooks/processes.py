@@ -51,7 +51,7 @@ def assert_same_rules(*, timeout_s: float = 60.0) -> None:
     """
     if not 0 < timeout_s < math.inf:
         raise ShardrulesError(
-            f"assert_same_rules(timeout_s={timeout_s!r}): it is a number of seconds, above zero",
+            f"assert_same_rules(timeout_s={timeout_s!r}): pass a number of seconds above zero",
             timeout_s=timeout_s,
         )
     import jax

@@ -96,11 +96,11 @@ class State:
     def outlived(self, what: str, **data: Any) -> ShardrulesError:
         """Return the error for a program that was traced under the hooks and runs without them."""
         return ShardrulesError(
-            f"{what} was traced in shard_map under shardrules' hooks and is run after they were "
-            "taken back (by handle.uninstall(), or at the end of `with shardrules.install()`); "
-            "without them JAX can't type its kernels. Differentiate, lower and compile it while "
-            "they are installed (an application installs them once, for good), or trace it anew "
-            "without them.",
+            f"{what} was traced in shard_map under shardrules' hooks and is run after they "
+            "were taken back (by handle.uninstall(), or at the end of `with "
+            "shardrules.install()`); without them JAX can't type its kernels. Differentiate, "
+            "lower and compile it while they are installed (an application installs them once, "
+            "for good), or trace it again without them.",
             **data,
         )
 
@@ -220,6 +220,6 @@ class Hooks:
 
     @property
     def acts(self) -> bool:
-        """Whether the hooks follow types here."""
+        """Return whether the hooks follow types here."""
         # The check is off inside kernels: testing it first keeps their tracing cheap.
         return self.door.checking() and self.state.active

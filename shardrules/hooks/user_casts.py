@@ -32,10 +32,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # The lines that need no warning: their call cast something, or the warning was given.
 _settled: set[str] = set()
 
-_OUTSIDE = "no shard_map is around it. Call it in the function that jax.shard_map maps"
+_OUTSIDE = "it is not inside of a shard_map. Call it in the function that jax.shard_map maps"
 _WHY = {
-    "outside": f"{_OUTSIDE}; under jax.jit with shardings, jax.lax.with_sharding_constraint is "
-    "what places an array",
+    "outside": f"{_OUTSIDE}; under jax.jit with shardings, jax.lax.with_sharding_constraint "
+    "places an array",
     "unchecked": "the check of this shard_map is off. Drop check_vma=False, or drop the call",
     "varying": "its arrays vary over these axes already. Drop the call",
 }
@@ -217,8 +217,10 @@ def checking_claims() -> Iterator[Claims]:
             f"  at {where}, over {show_axes(axes)}" for where, axes in sorted(claims.wrong)
         )
         raise CotangentError(
-            "already_summed was given a cotangent that differs between devices, so it is no full "
-            f"sum:\n{places}\nreturn jax.lax.psum(ct, axes) there instead",
+            "already_summed was given a cotangent that differs between devices, so it is not a "
+            "full sum:\n"
+            f"{places}\n"
+            "return jax.lax.psum(ct, axes) there instead",
             places=tuple(sorted(claims.wrong)),
         )
 

@@ -221,7 +221,7 @@ class RuleContext:
 
     @property
     def union(self) -> AxisType:
-        """The type that varies over all axes over which inputs vary (U in the rule table)."""
+        """Return the type that varies over all axes over which inputs vary (U in the table)."""
         return AxisType(frozenset().union(*(t.varying for t in self.inputs)))
 
 

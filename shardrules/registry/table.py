@@ -150,7 +150,7 @@ class Registry:
 
     @property
     def version(self) -> int:
-        """A count that grows with every change."""
+        """Return a count that grows with every change."""
         return self._version
 
     # Declaring.
@@ -303,7 +303,7 @@ class Registry:
 
     @property
     def overlays(self) -> tuple[Overlay, ...]:
-        """This thread's scopes, outermost first."""
+        """Return this thread's scopes, outermost first."""
         return self._local.overlays
 
     @contextlib.contextmanager
@@ -396,9 +396,10 @@ class Registry:
         if first != function:
             raise RegistrationError(
                 f"the rule {entry.rule!r} for {entry.name!r} (at {entry.where}) makes outputs "
-                f"invariant, and two different functions have that name:\n  {first}\n"
-                f"  {function}\ndeclare the one that is meant, as 'module:name' or by decorating "
-                "its def",
+                "invariant, but two different functions have that name:\n"
+                f"  {first}\n"
+                f"  {function}\n"
+                "declare the one that is meant, as 'module:name' or by decorating its def",
                 name=entry.name,
                 places=(first, function),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -32,13 +33,14 @@ _NOTE = (
 )
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
-    "runs at all sites, shared by bytes among the operands of one collective, blank if it ran in "
-    "fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
-    "exposed: the part of it with nothing else on that device; bandwidth: wire bytes over that time"
+    "runs at all sites, shared by bytes among the operands of one collective, blank if it ran "
+    "in fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
+    "exposed: the part of it during which that device ran nothing else; bandwidth: wire bytes "
+    "over that time"
 )
 _NOT_COMPILED = (
-    "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
-    "other bytes (pass the file that ends in after_optimizations.txt)"
+    "not compiled: XLA has not fused or scheduled this text; the compiled program may move and "
+    "avoid other bytes (pass the file that ends in after_optimizations.txt)"
 )
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
@@ -218,7 +220,7 @@ class Content:
         noun = "other finding" if isinstance(group[0], Finding) else "other"
         along = f", together with {counted(others, noun)}" if others > 0 else ""
         why = worth.at_most and self.why_at_most
-        why = f"; how much exactly can't be said here: {why}" if why else ""
+        why = f"; shardrules can't tell exactly how much: {why}" if why else ""
         more = f", for {counted(-worth.round_trips, 'round trip')} more"
         more = more if worth.round_trips < 0 else ""
         return f"{most}{' and '.join(parts)}{self._share(worth)}{more}{along}{why}"
@@ -379,18 +381,17 @@ class Content:
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
-        todo = [
-            items.of_output(same[0], TODO, items.advice_on(same), [o.name for o in same[1:]])
-            for same in alike(self.unequal, items.lacking)
-        ]
+        todo: list[Item] = []
+        for same in alike(self.unequal, items.lacking):
+            others = [output.name for output in same[1:]]
+            todo.append(items.of_output(same[0], TODO, items.advice_on(same), others))
         stays = [
             items.of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed
         ]
-        allowed = [
-            item(same, reason=pairs[0][1])
-            for pairs in alike(self.allowed, lambda pair: pair[1])
-            for same in findings.alike(finding for finding, _ in pairs)
-        ]
+        allowed: list[Item] = []
+        for pairs in alike(self.allowed, lambda pair: pair[1]):
+            for group in findings.alike(finding for finding, _ in pairs):
+                allowed.append(item(group, reason=pairs[0][1]))
         return filled(
             Block(_UNEQUAL, items=tuple(todo)),
             Block(f"{_UNEQUAL}, allowed", items=tuple(stays)),
@@ -415,7 +416,8 @@ class Content:
         described = tuple(self.item(*same) for same in shown)
         if not folded:
             return Block(title, items=described)
-        names = [f"{g[0].kind} {items.place(g)}" for n in folded for g in ranked[n][0]]
+        below = itertools.chain.from_iterable(ranked[n][0] for n in folded)
+        names = [f"{group[0].kind} {items.place(group)}" for group in below]
         saved = sum(ranked[n][1].bytes for n in folded)
         part = f"{size(saved)}, {percent(saved, self.ledger.total.bytes)}"
         rest = (
@@ -485,7 +487,8 @@ def content(
         worth = ledger.worth(change)
         return -ledger.exposed_seconds([change]), -worth.seconds, -worth.bytes
 
-    left = [hint for hint in all_hints if all(hint is not finding.hint for finding in costly)]
+    in_findings = {id(finding.hint) for finding in costly}
+    left = [hint for hint in all_hints if id(hint) not in in_findings]
     return Content(
         title or judgement.module.name,
         judgement,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -77,7 +78,7 @@ def words(advice: str) -> str:
 
 
 def flat(groups: Iterable[Group]) -> list[Finding | Hint]:
-    return [one for group in groups for one in group]
+    return [*itertools.chain.from_iterable(groups)]
 
 
 def place(group: Group) -> str:

@@ -16,7 +16,7 @@ def names(code: types.CodeType) -> set[str]:
 
 
 def draws(code: types.CodeType, module: types.ModuleType) -> bool:
-    """Whether code that uses a module may draw from the generators of Python or NumPy."""
+    """Return whether code that uses a module may draw from the generators of Python or NumPy."""
     if module.__name__ in ("random", "numpy.random"):
         return True
     if module.__name__ != "numpy" or "random" not in names(code):
@@ -27,7 +27,7 @@ def draws(code: types.CodeType, module: types.ModuleType) -> bool:
 
 
 def draws_from_jax(code: types.CodeType, variables: dict[str, Any]) -> bool:
-    """Whether each ``random`` in code is jax.random, whose keys are the program's own."""
+    """Return whether each ``random`` in code is jax.random, whose keys are the program's own."""
 
     def is_jax_s(value: Any) -> bool:
         name = value.__name__ if issubclass(type(value), types.ModuleType) else ""

@@ -45,12 +45,11 @@ from shardrules.unchecked.unseen import unseen
 
 _CHECKS = ("check_vma", "check_rep")
 # "AbstractRef.update() got an unexpected keyword argument" up to JAX 0.12.0, in the backward pass.
-_REFS_MAPPED = "JAX maps no refs by vmap's spmd_axis_name where the check is on"
+_REFS_MAPPED = "with the check on, JAX can't map refs by vmap's spmd_axis_name"
 _INSTEAD = (
-    "shardrules: rather than switch the check off, after which JAX takes one device's value for "
-    "all and says nothing where they differ: {}; name the axes in that spec, or reduce the value "
-    "over them before it is returned (jax.lax.pmean, psum). shardrules.explain shows where it "
-    "varies"
+    "shardrules: don't switch the check off, since JAX would then take one device's value for "
+    "all, even where they differ: {}; name the axes in that spec, or reduce the value over "
+    "them before it is returned (jax.lax.pmean, psum). shardrules.explain shows where it varies"
 )
 
 
@@ -205,7 +204,7 @@ class _Unchecked:
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]
         why = min(reasons, key=lambda reason: reason.startswith("waits for"), default="")
         for inner_call in inner:
-            left = why and f"inside of line {self.site.line}, which is left"
+            left = why and f"inside of line {self.site.line}, which runs as written"
             self._note((inner_call.site, key), inner_call.site.decided(left))
         before, after = (
             None if sums is None else retrace.sent_bytes(sums) for sums in (call.before, call.after)
@@ -254,7 +253,7 @@ class _Unchecked:
         return _Off(called, changed, derivatives, why, is_steady)
 
     def _has_rules(self, closed: ClosedJaxpr) -> bool:
-        """Whether a program holds custom rules, by which its derivative is taken."""
+        """Return whether a program holds custom rules, by which its derivative is taken."""
         from shardrules.hooks.cotangents.summed_shares import has_rule  # it imports jax
 
         def visit(eqn: Eqn, around: None, inside: Inside[None, None]) -> Iterator[None]:
@@ -285,14 +284,14 @@ class _Unchecked:
         before = tuple(retrace.sums(called if undifferentiated else first))
         ran: set[Any] = set()  # the bwds that were looked at
         last_on: Any = None
-        doubts: list[str] = []
+        reasons: list[str] = []
         with unseen(kept):
             on = forward = self._trace_on(args, None, casts)
             is_steady = off.is_steady & (kept.put_back() == off.changed)
             for derivative in off.derivatives if forward.error is None else ():
                 then = self._trace_on(args, derivative, casts)
                 is_steady &= kept.put_back() == derivative.changed
-                doubts += then.notes.doubts
+                reasons += then.notes.reasons_to_leave
                 if then.closed is not None:
                     was, now = map(retrace.constants, (derivative.closed, then.closed))
                     is_steady &= not now.has_other(was)
@@ -305,15 +304,15 @@ class _Unchecked:
                 last_on = then.closed
                 if derivative.is_last and self._rules().new(last_on, before_on, ran):
                     order = derivative.order + 1
-                    doubts.append(
+                    reasons.append(
                         f"its derivatives of order {order} are taken by rules of their own"
                     )
         # Another derivative may exist: of fewer results, say, of which a bwd makes something else.
         if undifferentiated and retrace.floats(args) and self._has_rules(called):
-            doubts.append(f"its derivative rules can't be looked at: {undifferentiated}")
-        doubts += self._by_arguments(off)
+            reasons.append(f"its derivative rules can't be looked at: {undifferentiated}")
+        reasons += self._by_arguments(off)
         if not is_steady:
-            doubts.append(UNSTEADY)
+            reasons.append(UNSTEADY)
         culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
 
@@ -336,7 +335,9 @@ class _Unchecked:
             after=None if on.closed is None else tuple(retrace.sums(on.closed)),
             declared=tuple(dict.fromkeys(on.notes.declared)),
             annotations=tuple(dict.fromkeys(on.notes.annotations)),
-            doubts=tuple(dict.fromkeys([*self._doubts(called, forward.closed), *doubts])),
+            reasons_to_leave=tuple(
+                dict.fromkeys([*self._compared(called, forward.closed), *reasons])
+            ),
             holds_another=_count(called, "shard_map") > 1,
             **refused(self.site),
         )
@@ -353,7 +354,7 @@ class _Unchecked:
         ]
         return [call, *inner]
 
-    def _doubts(self, off: Any, on: Any) -> Iterator[str]:
+    def _compared(self, off: Any, on: Any) -> Iterator[str]:
         """Yield reasons why values or gradients may differ with the check on."""
         import jax
 
@@ -404,13 +405,13 @@ class _Off(NamedTuple):
 
     @property
     def changing(self) -> tuple[bool, ...]:
-        """Which traces changed Python state, and whether they do so again."""
+        """Return which traces changed Python state, and whether they do so again."""
         derivatives = (bool(derivative.changed) for derivative in self.derivatives)
         return self.is_steady, bool(self.changed), *derivatives
 
     @property
     def programs(self) -> list[ClosedJaxpr]:
-        """The program and its derivatives, which hold what bwds compute."""
+        """Return the program and its derivatives, which hold what bwds compute."""
         return [self.called, *(derivative.closed for derivative in self.derivatives)]
 
     def fingerprint(self) -> str:
@@ -418,7 +419,7 @@ class _Off(NamedTuple):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def holds_refs(self, kind: type) -> bool:
-        """Whether a program makes or uses refs outside of kernels."""
+        """Return whether a program makes or uses refs outside of kernels."""
         inside = (eqn for program in self.programs for eqn in equations(opened(program)))
         return any(isinstance(v.aval, kind) for eqn in inside for v in (*eqn.invars, *eqn.outvars))
 

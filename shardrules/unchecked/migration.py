@@ -44,27 +44,28 @@ SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, BLIND
 )
 _SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
-    "  with the check on, the gradient of a replicated value is summed over the mesh axes already: "
-    "differentiate with respect to shardrules.vary(w, 'data'), naming each axis of the psum or "
-    "pmean that follows, which keeps each device's own gradient; or return the pmean of the loss "
-    "from the function that is differentiated, and leave out what averages its gradients "
-    "afterwards: the pmean of whole ones, the division by an axis size of sharded ones (to leave "
-    "the pmean out alone gives the sum, not the mean)",
-    "  a psum inside of what is differentiated passes its cotangent on as it is; with the check "
-    "off it sums the cotangents of the devices: compare the values of a step before and after",
+    "  with the check on, the gradient of a replicated value is already summed over the mesh "
+    "axes. Either differentiate with respect to shardrules.vary(w, 'data'), naming each axis "
+    "of the psum or pmean that follows, which keeps each device's own gradient; or return the "
+    "pmean of the loss from the function that is differentiated, and remove what averages its "
+    "gradients afterwards: the pmean of whole ones, the division by an axis size of sharded "
+    "ones (removing only the pmean gives the sum, not the mean)",
+    "  a psum inside of the differentiated function passes its cotangent on unchanged; with "
+    "the check off it sums the cotangents of the devices: compare the values of a step before "
+    "and after",
 )
 _GRADIENTS_REMAIN = (
-    "  with the check on, its body holds the same operations, sums among them: switch it on by "
-    "hand, with shardrules.install() where the program starts, and compare the values of a step "
-    "before and after",
+    "  with the check on, its body holds the same operations, including the same sums: switch "
+    "it on by hand, with shardrules.install() where the program starts, and compare the values "
+    "of a step before and after",
 )
 _WHOLE_COTANGENTS = (
-    "  with the check on, a bwd or a transpose gets the cotangent summed over the devices, where "
-    "it gets one device's share now. If it is linear in the cotangent (twice as much in gives "
+    "  with the check on, a bwd or a transpose gets the cotangent summed over the devices "
+    "instead of one device's share. If it is linear in the cotangent (twice as much in gives "
     "twice as much out), the gradient is the same: switch it on by hand, with "
-    "shardrules.install() where the program starts, and compare the gradients of a step. If not, "
-    "as where it clips, leave the check off, or call the function with shardrules.vary(x, axes), "
-    "which keeps each device's share"
+    "shardrules.install() where the program starts, and compare the gradients of a step. If "
+    "not, as where it clips, leave the check off, or call the function with shardrules.vary(x, "
+    "axes), which keeps each device's share"
 )
 
 
@@ -102,7 +103,7 @@ def _verdict(calls: Sequence[UncheckedCall]) -> str:
         BLIND: any(call.error.startswith(UNSEEN) for call in calls),
         LIMIT: any(call.error for call in calls),
         GRADIENTS: any(call.takes_gradients for call in calls),
-        CHANGES: any(call.doubts for call in calls),
+        CHANGES: any(call.reasons_to_leave for call in calls),
         MORE: measured and after > before,
     }
     return next((obstacle for obstacle, is_there in obstacles.items() if is_there), SWITCH)
@@ -145,7 +146,7 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
         shown.append((more, sum(off for _, off, _ in rest), sum(on for *_, on in rest)))
     shown.append(("all programs", sum(before.values()), sum(after.values())))
     cells = [(name, size(off), _less(off, on)) for name, off, on in shown]
-    same = "the patch saves no bytes here: what is gained is that JAX checks these shard_maps"
+    same = "the patch saves no bytes here; the gain is that JAX checks these shard_maps"
     return [
         table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
         "",
@@ -175,27 +176,27 @@ def _details(row: SiteRow) -> list[str]:
         lines += [f"    {line}" for line in missing.lines]
     for output in dict.fromkeys(o for call in calls for o in call.outputs):
         lines.append(
-            f"  out_specs{output.path} is {output.spec}, and it varies over {output.axes}: "
+            f"  out_specs{output.path} is {output.spec}, but it varies over {output.axes}: "
             "name the axes in its spec, or reduce it over them (jax.lax.psum, pmean)"
         )
     for error in dict.fromkeys(c.error for c in calls if c.error and not c.outputs):
         lines += [f"  {line}" for line in error.splitlines()]
     if row.verdict == LIMIT:
         lines.append(
-            "  (a change that this asks for is right with the check on alone: make it when "
+            "  (the change that this asks for is right only with the check on: make it when "
             "you remove check_vma=False)"
         )
     lines += [f"  {text}" for text in dict.fromkeys(a for c in calls for a in c.annotations)]
-    doubts = dict.fromkeys(doubt for call in calls for doubt in call.doubts)
+    reasons = dict.fromkeys(reason for call in calls for reason in call.reasons_to_leave)
     if any(call.takes_gradients for call in calls):
         # Where something else stands in the way, the operations were not compared.
-        same = row.verdict == GRADIENTS and COMPUTES_ELSE not in doubts
+        same = row.verdict == GRADIENTS and COMPUTES_ELSE not in reasons
         lines += _GRADIENTS_REMAIN if same else _GRADIENTS_CHANGE
-        doubts.pop(COMPUTES_ELSE, None)  # the lines above say what
-    lines += [f"  {doubt}" for doubt in doubts]
-    if UNSTEADY in doubts:
+        reasons.pop(COMPUTES_ELSE, None)  # the lines above say what
+    lines += [f"  {reason}" for reason in reasons]
+    if UNSTEADY in reasons:
         lines.append("  (change it outside of the body, and pass its value as an argument)")
-    if doubts.keys() - {UNSTEADY}:
+    if reasons.keys() - {UNSTEADY}:
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  only its values were compared, since nothing can differentiate it: {why}")

@@ -291,7 +291,7 @@ _LOCAL = _thread._local  # of the program's; the hooks keep their own in state.p
 
 
 def _alone() -> bool:
-    """Whether no other thread of Python's runs."""
+    """Return whether no other thread of Python's runs."""
     # A thread that Python didn't start is listed once it has asked for its name (a callback that
     # logs, in a thread of XLA's); to Python 3.11 it stays listed.
     dummy: Any = getattr(threading, "_DummyThread", ())
@@ -307,6 +307,6 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _is_stuck(kind: type) -> bool:
-    """Whether an object of this type is an iterator or a queue; files are read on."""
+    """Return whether an object of this type is an iterator or a queue; files are read on."""
     iterators = collections.abc.Iterator, queue.SimpleQueue, queue.Queue
     return issubclass(kind, iterators) and not hasattr(kind, "fileno")

@@ -228,7 +228,7 @@ def constants(closed: ClosedJaxpr) -> Constants:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two scalars are equal in the dtype of either: JAX converts one after its cast."""
+    """Return whether scalars are equal in the dtype of either: JAX converts one after its cast."""
     import ml_dtypes  # noqa: F401  # its dtypes have names
     import numpy as np
 

@@ -52,8 +52,8 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
     failed = [g for g in gradients if isinstance(g, str)]
     if len(failed) == 1:
         raise ShardrulesError(
-            f"the gradient raises {failed[0]} with the check of unchecked shard_maps "
-            f"{'on' if gradients[1] in failed else 'off'} alone",
+            f"the gradient raises {failed[0]} only with the check of unchecked shard_maps "
+            f"{'on' if gradients[1] in failed else 'off'}",
             name="gradient",
         )
     for (path, a), b in zip(
@@ -73,10 +73,10 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
             )
     if not notes.unchecked and (made := _unchecked_count(f, args)):
         raise ShardrulesError(
-            f"nothing was compared: {made} shard_map{'s' * (made > 1)} with the check off in the "
-            "program, made before shardrules was there to see it; make them (jax.shard_map(...), "
+            f"nothing was compared: {made} shard_map{'s' * (made > 1)} with the check off in "
+            "the program, made before shardrules could see it; make them (jax.shard_map(...), "
             "and the jit around it) inside of the function that is passed, or after "
-            "shardrules.install(). What jax.pmap makes is never compared",
+            "shardrules.install(). A jax.pmap is never compared",
             count=made,
         )
     return costliest(notes.unchecked)
@@ -132,7 +132,7 @@ def _gradients(f: Callable[..., Any], args: tuple[Any, ...], ulps: int = 0) -> l
 
 
 def _is_rest(a: Any, b: Any, gradients: Any) -> bool:
-    """Whether a gradient is no larger than the rounding of the largest of them."""
+    """Return whether a gradient is no larger than the rounding of the largest of them."""
     arrays = isinstance(a, jax.Array) and isinstance(b, jax.Array)
     if not arrays or not isinstance(gradients, list):
         return False
@@ -170,7 +170,7 @@ def _differs(a: Any, b: Any) -> str:
 
 
 def _by_device(array: Any) -> bool:
-    """Whether devices hold different data for one part of an array."""
+    """Return whether devices hold different data for one part of an array."""
     parts: dict[str, Any] = {}
     return any(
         not np.array_equal(parts.setdefault(str(s.index), np.asarray(s.data)), s.data, True)

@@ -61,7 +61,8 @@ class UncheckedCall:
     after: tuple[retrace.Sum, ...] | None = None
     declared: tuple[str, ...] = ()  # the places of the rules that match its kernels by name
     annotations: tuple[str, ...] = ()  # a sentence for each output annotation that is wrong
-    doubts: tuple[str, ...] = ()  # why values or gradients may differ with the check on
+    # why values or gradients may differ with the check on
+    reasons_to_leave: tuple[str, ...] = ()
     holds_another: bool = False  # whether its body holds another shard_map
 
 
@@ -105,8 +106,8 @@ def why_left(call: UncheckedCall) -> str:
         return _first_sentences(call.error)
     if call.takes_gradients:
         return "its body takes gradients, which may change"
-    if call.doubts:
-        return call.doubts[0]
+    if call.reasons_to_leave:
+        return call.reasons_to_leave[0]
     if call.holds_another:
         # JAX up to 0.12 can't lower the derivative of some of these with the check on.
         return "its body holds another shard_map"
@@ -127,7 +128,7 @@ def _first_sentences(error: str) -> str:
 
 def varies(output: retrace.TracedOutput) -> str:
     """Say over which axes an output varies that its spec doesn't name."""
-    return f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
+    return f"out_specs{output.path} is {output.spec}, but it varies over {output.axes}"
 
 
 def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:
@@ -137,5 +138,5 @@ def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> st
         for count in (retrace.sent_bytes, retrace.summed_bytes):
             if count(on) > count(off):
                 where = " in a while loop" if loops else ""
-                return f"its all-reduces would move {count(on)} B{where} where {count(off)} B move"
+                return f"its all-reduces would move {count(on)} B{where} instead of {count(off)} B"
     return ""

@@ -44,7 +44,7 @@ def switched(
             with hooks.enter(under):
                 same = stack.enter_context(how.entered())
             if not same:
-                return "a mesh or a setting of JAX that was active then is no longer"
+                return "a mesh or a setting of JAX that was active then no longer is"
             if (kept := Kept(how.function)).why:
                 return kept.why
             base = under if under.active else Scope(True, "varying")

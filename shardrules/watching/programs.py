@@ -428,10 +428,10 @@ def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
     if any(content.worth or content.account.is_reduced for content in on_cpu):
         timed = any(content.timings for content in on_cpu)
         yield (
-            "compiled for CPU: for TPU or GPU, XLA makes reduce-scatters of some all-reduces, and "
-            "merges, moves and drops collectives otherwise, so that there less or more may be "
-            "needed, and saved (`python -m shardrules.aot` prints how to install their compilers "
-            f"here){'; times on CPU say nothing of theirs' * timed}"
+            "compiled for CPU: XLA for TPU or GPU turns some all-reduces into reduce-scatters, "
+            "and merges, moves and drops other collectives, so that less or more may be "
+            "needed, and saved, there (`python -m shardrules.aot` prints how to install their "
+            f"compilers here){'; times on CPU say nothing of theirs' * timed}"
         )
 
 

@@ -219,15 +219,21 @@ def test_the_file_is_toml(folder):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "version is None, and this shardrules reads 1"),
-        (TEXT.replace("version = 1", "version = 2"), "version is 2, and this shardrules reads 1"),
-        (TEXT.replace("sites = 1", "sites = 1.5"), "number 1: 'sites' is 1.5, and not a count"),
-        (TEXT.replace("sites = 1", "sites = -1"), "number 1: 'sites' is -1, and not a count"),
-        (TEXT.replace("sites = 1", "sites = true"), "'sites' is True, and not a count"),
-        (TEXT.replace("[[collective]]", "[[collectives]]"), "the head: 'collectives' is not among"),
-        (TEXT.replace("sites", "site"), "number 1: 'site' is not among what, element_type, source"),
-        (TEXT.replace("sites = 1", 'sites = "1"'), "number 1: 'sites' is '1', and not a count"),
-        (TEXT.replace('"f32"', "32"), "number 1: 'element_type' is 32, and not text"),
+        ("", "version is None, but this shardrules reads 1"),
+        (TEXT.replace("version = 1", "version = 2"), "version is 2, but this shardrules reads 1"),
+        (TEXT.replace("sites = 1", "sites = 1.5"), "number 1: 'sites' is 1.5, not a count"),
+        (TEXT.replace("sites = 1", "sites = -1"), "number 1: 'sites' is -1, not a count"),
+        (TEXT.replace("sites = 1", "sites = true"), "'sites' is True, not a count"),
+        (
+            TEXT.replace("[[collective]]", "[[collectives]]"),
+            "the head: 'collectives' is not one of",
+        ),
+        (
+            TEXT.replace("sites", "site"),
+            "number 1: 'site' is not one of what, element_type, source",
+        ),
+        (TEXT.replace("sites = 1", 'sites = "1"'), "number 1: 'sites' is '1', not a count"),
+        (TEXT.replace('"f32"', "32"), "number 1: 'element_type' is 32, not text"),
         (
             TEXT.replace("(data)", "(model)"),
             "[[collective]] number 2: 'forward all-reduce(model)' at 'model.py' is given twice",

@@ -72,7 +72,7 @@ def test_the_report_s_five_ways(compiled):
         (8000, False),
         (8000, False),
         (1000, False),
-        "<compiled> holds no loop; its loops: none (unrolled, or inside of a kernel)",
+        "<compiled> holds no loop; its loops: none (unrolled, or inside a kernel)",
     ]
 
 
@@ -122,8 +122,9 @@ def test_what_made_a_trip_count_unknown():
 def test_trip_counts():
     f = lambda x: jax.lax.fori_loop(0, 12, lambda _, x: x * 2, x)  # noqa: E731
     assert [loop.trip_count for loop in testing.assert_loop(f, F32, trip_count=12)] == [12]
-    with pytest.raises(CostAssertionError, match="it has 12 trips, expected 13"):
+    with pytest.raises(CostAssertionError) as caught:
         testing.assert_loop(f, F32, trip_count=13)
+    assert [loop.trip_count for loop in caught.value.loops] == [12]
 
 
 def test_what_can_not_be_asked():

@@ -67,8 +67,8 @@ def expects(expect, **options):
         ),
         (
             lambda: no_defensive({"redundant all-reduce(dta)": "issue 12"}),
-            "'redundant all-reduce(dta)' names the axis 'dta', and the mesh has data, model; did "
-            "you mean 'data'?",
+            "'redundant all-reduce(dta)' names the axis 'dta', but the mesh has data, model; "
+            "did you mean 'data'?",
         ),
         (
             lambda: expects({"cuda": {}, "gpu": {}}, platform="gpu"),
@@ -76,15 +76,15 @@ def expects(expect, **options):
         ),
         (
             lambda: expects({"cpu": {}}, platform="gpus"),
-            "platform='gpus' is none of cpu, gpu, tpu; did you mean 'gpu'?",
+            "platform='gpus' is not one of cpu, gpu, tpu; did you mean 'gpu'?",
         ),
         (
             lambda: expects({"cpu": {}, "gpu": {}}, platform="tpu"),
-            "expectations are given for cpu, gpu, and the program is for tpu",
+            "expectations are given for cpu, gpu, but the program is for tpu",
         ),
         (
             lambda: expects({"cpu": {}, "gpu": {"all-reduce(model)": 1}}),
-            "expectations are given for cpu, gpu, and the text does not say which of these it is "
+            "expectations are given for cpu, gpu, but the text does not say which of these it is "
             "for; pass platform=",
         ),
         (
@@ -112,11 +112,12 @@ def expects(expect, **options):
         ),
         (
             lambda: testing.assert_loop(ONE),
-            "<text> holds no loop; its loops: none (unrolled, or inside of a kernel)",
+            "<text> holds no loop; its loops: none (unrolled, or inside a kernel)",
         ),
         (
             lambda: estimates.target("h10"),
-            "target='h10' is none of v5e, v5p, v6e, a100, h100, h200, b200; did you mean 'h100'?",
+            "target='h10' is not one of v5e, v5p, v6e, a100, h100, h200, b200; did you mean "
+            "'h100'?",
         ),
         (
             lambda: shardrules.install(unchecked="on"),
@@ -124,7 +125,7 @@ def expects(expect, **options):
         ),
         (
             lambda: shardrules.assert_same_rules(timeout_s=0),
-            "assert_same_rules(timeout_s=0): it is a number of seconds, above zero",
+            "assert_same_rules(timeout_s=0): pass a number of seconds above zero",
         ),
     ],
 )

@@ -57,10 +57,10 @@ def test_naming_the_block_s_output_does_nothing_and_is_told(args):
     assert lines[0].startswith("loss does not offload what it should (temporaries: 0 B on the host")
     assert lines[1].startswith("  'residual', float32[32,256,256], not a residual at ")
     assert lines[2] == (
-        "    to do: no backward pass of a jax.checkpoint reads it, so there is nothing to save, and "
-        "no policy acts on it; it is its block's output, and what the backward pass reads is the "
-        "next block's input: put x = checkpoint_name(x, 'residual') on the first line of the block "
-        "instead of the last"
+        "    to do: no backward pass of a jax.checkpoint reads it, so there is nothing to "
+        "save, and no policy acts on it; it is the output of its block, but the backward pass "
+        "reads the input of the next block: put x = checkpoint_name(x, 'residual') on the "
+        "first line of the block instead of the last"
     )
     assert lines[3] == (
         "  0 B are stored in host memory and loaded again, where at least 1 B are expected"
@@ -80,7 +80,7 @@ def test_what_can_not_be_asked():
         testing.assert_offloaded(program, *args, names=["hiden"])
     with raises(ArgumentError, argument="names", value="hidden"):
         testing.assert_offloaded(program, *args, names="hidden")
-    with pytest.raises(ShardrulesError, match="a compiled program has none; pass the function"):
+    with pytest.raises(ShardrulesError, match="a compiled program does not have; pass the"):
         testing.assert_offloaded("HloModule m", names=["hidden"])
 
 

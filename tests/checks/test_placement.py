@@ -31,7 +31,7 @@ def test_an_array_that_is_closed_over(cpu_mesh):
         f"  f32[4,1024], {TABLE.nbytes} B on each of 8 devices, {8 * TABLE.nbytes} B in all",
     ]
     assert lines[2].startswith("    used at ") and "test_placement.py:" in lines[2]
-    assert lines[3:] == ["  to do: pass them as arguments, with the sharding that they shall have"]
+    assert lines[3:] == ["  to do: pass them as arguments, with the sharding that they should have"]
     # Passed, it is none; nor is an array that the program fills by itself.
     passed = lambda x, table: jnp.sin(x @ table) + jnp.zeros((8, 1024))  # noqa: E731
     table = struct(TABLE.shape, cpu_mesh, P())
@@ -53,7 +53,7 @@ def test_outputs_that_are_gathered(cpu_mesh):
     ]
     assert lines[2].startswith("    gathered from 128 B to 512 B on each device at ")
     assert lines[3] == (
-        "  to do: give out_shardings= to jax.jit, or the axis in out_specs of shard_map"
+        "  to do: pass out_shardings= to jax.jit, or name the axis in the out_specs of shard_map"
     )
     found = testing.assert_output_sharding(gathering, x, expect=whole)
     assert found == {"['y']": "P()", "['z']": "P()"}
@@ -77,7 +77,7 @@ def compiled_text(x):
             lambda x: testing.assert_output_sharding(jnp.sin, x, expect={"q": P()}),
         ),
         (
-            r"\(all of it\) has 0 dimensions, and P\('data'.* 1",
+            r"\(all of it\) has 0 dimensions, but P\('data'.* 1",
             lambda x: testing.assert_output_sharding(jnp.sum, x, expect=P("data")),
         ),
         (
@@ -85,7 +85,7 @@ def compiled_text(x):
             lambda x: testing.assert_output_sharding(jnp.sin, x, expect=P("dat")),
         ),
         (
-            "'data' is no sharding; give a PartitionSpec",
+            "'data' is not a sharding; give a PartitionSpec",
             lambda x: testing.assert_output_sharding(jnp.sin, x, expect="data"),
         ),
         (
@@ -105,7 +105,7 @@ def test_what_can_not_be_asked(said, ask, cpu_mesh):
 
 def test_a_pmap_under_a_jit_is_named():
     f = jax.jit(jax.pmap(lambda x: jnp.sin(x @ TABLE)))
-    with pytest.raises(CostAssertionError, match="a jax.pmap stands in the program, with its own"):
+    with pytest.raises(CostAssertionError, match="the program contains a jax.pmap, which"):
         testing.assert_no_large_constants(f, jnp.ones((8, 2, 4)), max_bytes=1000)
 
 

@@ -35,9 +35,9 @@ def test_a_missing_psum_and_wrong_out_specs_are_named(platform):
     assert loss == "  output ['loss'], f32[]: called replicated over {data}, not proven equal"
     assert because.startswith("    because parameter 0")
     assert advice == (
-        "    to do: reduce over 'data' what differs in it before it is returned (jax.lax.pmean of a "
-        "mean, jax.lax.psum of a sum; of a weight the gradient, not the weight), or name the axes "
-        "in its out_specs"
+        "    to do: reduce over 'data' what differs in it before it is returned (jax.lax.pmean "
+        "for a mean, jax.lax.psum for a sum; for a weight, reduce its gradient, not the "
+        "weight), or name the axes in its out_specs"
     )
     assert y.startswith("  output ['y'], f32[2,128]: ")
 
@@ -107,7 +107,7 @@ def test_text_needs_the_outputs_shardings():
     assert output == (
         "  the output, f32[8]: called equal on devices {0,1,2,3,4,5,6,7}, not proven equal"
     )
-    assert advice.startswith("    to do: reduce it before it is returned, or give it the out_specs")
+    assert advice.startswith("    to do: reduce it before it is returned, or declare in out_specs")
     with raises(errors.HloError, module="test"):
         testing.assert_outputs_replicated(text, output_shardings=["{replicated}"] * 2)
     with raises(errors.ShardrulesError, sharding="{devices=[3]<=[3]}"):
@@ -194,9 +194,9 @@ def test_shards_that_differ_are_named(cpu_mesh, spec, devices, axes, classes):
         testing.check_replicated_inputs({"ok": array(cpu_mesh, spec)}, {"w": [bad]})
     text = str(caught.value)
     assert text.startswith(
-        "arrays differ between devices on which their shardings call them the "
-        f"same:\n  argument 1['w'][0], float32[4, 4]: called replicated over "
-        f"{{{axes}}}, sharding NamedSharding("
+        "arrays differ between devices on which they are equal according to their shardings:\n"
+        f"  argument 1['w'][0], float32[4, 4]: called replicated over {{{axes}}}, sharding "
+        "NamedSharding("
     )
     (leaf,) = caught.value.leaves
     assert leaf.splitlines()[1].startswith(f"    the data of devices {classes} differ; 1 of ")

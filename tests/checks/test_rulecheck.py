@@ -77,9 +77,9 @@ def test_an_output_that_is_not_invariant(cpu_mesh):
     with pytest.raises(errors.RuleCheckError) as caught:
         testing.check_rule(place_p.bind, cpu_mesh, X, in_specs=P("data"), gradients=False)
     assert str(caught.value) == (
-        "output 0 is declared invariant over 'model', but 4 of 8 devices hold other bits than the "
-        "first along that axis; the rule says that it varies over {data} only. Declare what the "
-        "op does, such as shardrules.per_device('model')."
+        "output 0 is declared invariant over 'model', but 4 of 8 devices hold different bits "
+        "from the first along that axis; the rule says that it varies over {data} only. "
+        "Declare what the op does, such as shardrules.per_device('model')."
     )
     sr.register(place_p, sr.per_device("model"), replace=True)
     testing.check_rule(
@@ -100,8 +100,8 @@ def test_a_dropped_axis_with_the_right_and_a_wrong_bwd(cpu_mesh):
     check = dict(in_specs=P("data"), out_specs=P(), reference=lambda x: x)
     with pytest.warns(
         UserWarning,
-        match="right with the check on only: gradient of argument 0 "
-        "differs between 'check on' and 'check off'",
+        match="right only with the check on: gradient of argument 0 differs between 'check on' "
+        "and 'check off'",
     ):
         testing.check_rule(with_bwd(gather_p.bind, my_slice), cpu_mesh, X, **check)
     wrong = with_bwd(gather_p.bind, lambda g: my_slice(g) * 4)
@@ -117,7 +117,7 @@ def test_a_kernel_that_computes_something_else(cpu_mesh):
     sr.register(sum_p, sr.all_reduce("data"))
     op = with_bwd(sum_p.bind, lambda g: g)
     total = lambda x: x.reshape(4, 2, 4).sum(0)  # noqa: E731
-    with pytest.warns(UserWarning, match="right with the check on only"):
+    with pytest.warns(UserWarning, match="right only with the check on"):
         testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), out_specs=P(), reference=total)
     with raises(errors.RuleCheckError, what="output 0"):
         testing.check_rule(
@@ -166,7 +166,9 @@ def test_an_op_without_a_derivative_is_told_what_to_pass(cpu_mesh):
     op = lambda x: jax.pure_callback(np.square, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # noqa: E731
     with pytest.raises(ValueError, match="callbacks do not support JVP") as caught:
         testing.check_rule(op, cpu_mesh, X, in_specs=P("data"))
-    assert any("an op without takes gradients=False" in note for note in caught.value.__notes__)
+    assert any(
+        "for an op that has none, pass gradients=False" in note for note in caught.value.__notes__
+    )
     testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), gradients=False)
 
 

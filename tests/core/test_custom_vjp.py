@@ -92,9 +92,8 @@ def test_psum_at_the_end_of_bwd_is_not_done_twice(cpu_mesh):
 def test_cotangent_that_may_be_summed_already_is_refused(cpu_mesh):
     """JAX 0.4.35 and 0.5.3 sum it again: four times the gradient, without a word."""
     op = kernels.make_scale(finish=lambda ct: jax.lax.all_gather(ct, "data").sum(0))
-    with raises(errors.CotangentError, problem="undecided", axes={"data"}) as caught:
+    with raises(errors.CotangentError, problem="undecided", axes={"data"}):
         jax.jit(jax.grad(loss_of(op, cpu_mesh), (0, 1))).lower(*arguments(cpu_mesh))
-    assert "bwd holds all_gather over {data}" in str(caught.value)
 
 
 def test_cotangent_through_a_kernel_that_communicates_is_refused(cpu_mesh):
@@ -227,7 +226,7 @@ def test_vmap_over_a_mesh_axis_sums_the_gradient_of_what_is_not_mapped(cpu_mesh,
 # To JAX 0.5.3 what a mapped axis makes vary is refused, and cond has a rule for few; 0.8.3's psum
 # can't be mapped (axis_index_groups).
 NOT_MAPPED = (
-    "came to vary after shard_map's casts were put in",
+    "came to vary over that after shard_map's casts were put in",
     "requires argument replication types to match",
     "No replication rule for cond",
     "axis_index_groups",

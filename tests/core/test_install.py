@@ -370,7 +370,7 @@ def test_a_second_install_keeps_where_casts_stand_unless_it_says_otherwise():
     with sr.install(casts="cheapest"):
         with sr.install():
             assert state().scope.casts == "cheapest"
-        with pytest.warns(UserWarning, match="takes the place of install.casts='cheapest'"):
+        with pytest.warns(UserWarning, match="replaces install.casts='cheapest'"):
             late = sr.install(casts="late")
         with late:
             assert state().scope.casts == "late"

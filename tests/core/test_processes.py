@@ -11,6 +11,7 @@ import sys
 
 import jax
 import pytest
+from raising import raises
 
 import shardrules as sr
 from shardrules import errors
@@ -155,13 +156,13 @@ def test_one_process_has_nothing_to_compare():
 def test_a_timeout_is_a_positive_number(timeout_s):
     with pytest.raises(errors.ShardrulesError) as caught:
         sr.assert_same_rules(timeout_s=timeout_s)
-    assert "timeout_s" in str(caught.value)
+    assert hasattr(caught.value, "timeout_s") or caught.value.argument == "timeout_s"
 
 
 def test_several_processes_without_jax_distributed_are_refused(monkeypatch):
     jax.devices()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(errors.MissingProcessError, match="jax.distributed.initialize"):
+    with raises(errors.MissingProcessError, processes=(0, 1)):
         sr.assert_same_rules()
 
 

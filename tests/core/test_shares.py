@@ -88,13 +88,8 @@ def test_whole_gradient_of_gathered_features_is_not_summed_again(cpu_mesh, name)
     sr.register("copy_kernel", sr.no_communication)
     fwd, bwd, feed = OF_GATHERED[name]
     op = op_of(fwd, bwd)
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, problem="undecided", axes={"data"}):
         gradient(lambda w, x: op(w, feed(x)), cpu_mesh)
-    whole = "shardrules.already_summed(ct, 'data')"
-    if not versions.types_values():
-        whole = "jax.lax.pmean(ct, ('data',))"
-    for form in ("jax.lax.psum(ct, ('data',))", whole):
-        assert form in str(caught.value)
 
 
 def test_residual_that_fwd_gathers_and_saves(cpu_mesh):
@@ -215,9 +210,8 @@ def tensor_parallel(entry, mesh):
 )
 def test_bwd_that_sums_where_nothing_varied(cpu_mesh, entry):
     """Right with the check off; under it x's gradient came twice, silently."""
-    with raises(errors.CotangentError, problem="summed") as caught:
+    with raises(errors.CotangentError, problem="summed"):
         tensor_parallel(entry, cpu_mesh)
-    assert "\n    return (ct,)\n" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +245,8 @@ def repeated(f, between, mesh):
 def test_one_bwd_for_a_varying_and_an_invariant_primal(cpu_mesh):
     """The error's form is right for both of the uses, as it says they are to be written."""
     f = op_of(lambda x: (lax.psum(x, "data"), None), lambda _, g: (lax.psum(g, "data"),))
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, problem="summed") as caught:
         repeated(f, lambda y: y, cpu_mesh)
-    assert "f(f(x))" in str(caught.value)
     f = op_of(lambda x: (lax.psum(x, "data"), None), lambda _, g: (g,))
     if versions.types_values():
         form = "f(shardrules.vary(x, 'data'))"

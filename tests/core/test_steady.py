@@ -157,7 +157,7 @@ def test_reads_by_the_host_are_seen_on_cpu(read):
         read(loss(states[0], x))
 
     error = failure(body)
-    assert error.problem == "read" and "jax.device_get" in str(error)
+    assert error.problem == "read"
 
 
 def test_what_is_asked_for_is_no_implicit_transfer():
@@ -173,7 +173,7 @@ def test_values_of_the_host_are_seen():
     error = failure(lambda n: loss({"w": x, "m": x}, np.ones(8, np.float32)))
     assert (error.problem, error.paths) == ("host values", ("x",))
     first, value, *_ = str(error).splitlines()
-    assert re.match("loss at .* is called with values of the host, each of which is copied", first)
+    assert re.match("loss at .* is called with host values, each of which is copied", first)
     assert value == "  x: numpy float32[8]"
     error = failure(lambda n: jnp.array([1.0, 2.0]))  # a copy of its own, and JAX's guard sees it
     assert error.problem in ("host values", "transfer")
@@ -228,7 +228,9 @@ def test_donated_memory_that_stays():
     step(init(), x)
     states = [init() for _ in range(3)]
     message = fails(lambda n: step(states[n], x))
-    assert message.startswith("narrower did not take the memory of what was donated:\n  state['")
+    assert message.startswith(
+        "narrower did not reuse the memory of its donated arguments:\n  state['"
+    )
     assert "is bf16[8]" in message
 
     def unread(state, x):

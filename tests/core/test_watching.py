@@ -44,7 +44,7 @@ def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh, monkeypatch):
     assert [v.collective.axes for v in one.judgement.redundant] == [("model",)]
     assert not seen.clean and [f.kind for f in one.content.findings] == ["redundant"]
     (note,) = seen.judged().notes
-    assert note.startswith("compiled for CPU: for TPU or GPU, XLA makes reduce-scatters of some")
+    assert note.startswith("compiled for CPU: XLA for TPU or GPU turns some all-reduces into")
     for shown in (seen, one):  # in a notebook
         frame = shown._repr_html_()
         assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;') and frame.count("<") == 2

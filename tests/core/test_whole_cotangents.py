@@ -202,10 +202,8 @@ def test_the_cotangent_of_a_mean_is_divided(name, cpu_mesh):
     """Right with the check off; with it on, each device would get all devices' cotangents."""
     forward, backward = AVERAGED[name]
     op = op_of(lambda x: (forward(x), None), lambda _, g: (backward(g),))
-    with raises(errors.CotangentError, problem="averaged") as caught:
+    with raises(errors.CotangentError, problem="averaged"):
         gradient(lambda w, x: op((w * x).sum()), cpu_mesh)
-    why = "; the forward averages that primal, and bwd doesn't divide by the device count, so each"
-    assert why in str(caught.value)
 
 
 def test_a_fused_loss_that_averages(cpu_mesh):

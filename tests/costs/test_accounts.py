@@ -343,8 +343,8 @@ KERNEL = (
     [
         (
             judged(T.DATA, T.OVER_MODEL),
-            "drop it: each device can compute the result from its own "
-            "operand (a sum of 2 equal ones is 2 times one, and their mean is one)",
+            "drop it: each device can compute the result from its own operand (the sum of 2 "
+            "equal values is 2 times that value, and their mean is that value)",
         ),
         (
             judged(T.DATA, T.ALL),
@@ -465,8 +465,9 @@ def test_strict_forbids_verdicts_that_rest_on_unaudited_rules(status, strict, ki
         with pytest.raises(errors.CollectiveAssertionError) as caught:
             testing.assert_no_defensive_psum(text, mesh=T.MESH, strict=True)
         assert found[0].advice == (
-            "it rests on a declaration for 'norm', and strict takes proofs alone: let the audit "
-            "prove the kernel (what needs no registration is proven), or allow it with a reason"
+            "it rests on a declaration for 'norm', and strict accepts only proofs: let the "
+            "audit prove the kernel (it has proven each kernel that needs no registration), or "
+            "allow this with a reason"
         )
         assert f"    to do: {found[0].advice}" in str(caught.value).splitlines()
 

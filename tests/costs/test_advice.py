@@ -46,13 +46,13 @@ ADVICE = {
         SAME,
         lambda x: lax.psum(x, D),
         lambda x: 4 * x,
-        f"{OWN} (a sum of 4 equal ones is 4 times one, and their mean is one)",
+        f"{OWN} (the sum of 4 equal values is 4 times that value, and their mean is that value)",
     ),
     "pmean": (
         SAME,
         lambda x: lax.pmean(x, D),
         lambda x: x,
-        f"{OWN} (a sum of 4 equal ones is 4 times one, and their mean is one)",
+        f"{OWN} (the sum of 4 equal values is 4 times that value, and their mean is that value)",
     ),
     "pmax": (
         SAME,
@@ -64,7 +64,7 @@ ADVICE = {
         SAME,
         lambda x: lax.all_gather(x, D, axis=1, tiled=True),
         lambda x: jnp.concatenate([x] * 4, axis=1),
-        f"{OWN}, put together 4 times along dimension 1",
+        f"{OWN}, repeated 4 times along dimension 1",
     ),
     "all_gather as a psum": (
         SAME,
@@ -75,19 +75,19 @@ ADVICE = {
             D,
         ),
         lambda x: jnp.concatenate([x] * 4),
-        f"{OWN}, put together 4 times along dimension 0",
+        f"{OWN}, repeated 4 times along dimension 0",
     ),
     "all_to_all": (
         SAME,
         lambda x: lax.all_to_all(x, D, 0, 0, tiled=True),
         lambda x: jnp.concatenate([piece(x)] * 4),
-        f"{OWN}: the piece that is its own of it, 4 times in a row",
+        f"{OWN}: its own piece of it, 4 times in a row",
     ),
     "psum_scatter": (
         SAME,
         lambda x: lax.psum_scatter(x, D, tiled=True),
         lambda x: 4 * piece(x),
-        f"{OWN}: the piece that is its own of it; {SUM} 4",
+        f"{OWN}: its own piece of it; {SUM} 4",
     ),
     "ppermute of all": (
         SAME,
@@ -99,8 +99,8 @@ ADVICE = {
         SAME,
         lambda x: lax.ppermute(x, D, ONE),
         lambda x: jnp.where(lax.axis_index(D) > 0, x, 0),
-        "replace it by jnp.where(reached, x, 0), with reached true on the devices to which it "
-        "brings data: they get what they hold already, and the others get zeros",
+        "replace it by jnp.where(reached, x, 0), with reached true on the devices that receive "
+        "data: they already hold it, and the others get zeros",
     ),
     "psum over both": (
         BY_DATA,
@@ -124,7 +124,7 @@ ADVICE = {
         BY_DATA,
         lambda x: lax.all_gather(x, BOTH, tiled=True),
         repeated,
-        "run it over data only, and where the whole result is needed repeat each shard on the "
+        "run it over data only; where the whole result is needed, repeat each shard on the "
         f"device {ALIKE}",
     ),
     **{
@@ -134,8 +134,8 @@ ADVICE = {
             lambda x, order=order: (
                 2 * lax.psum_scatter(pieces_along_model(x, order), D, tiled=True)
             ),
-            "of the operand, keep on each device the pieces of the devices at its own place along "
-            f"model, and run that over data only; {SUM} 2 {ALIKE}",
+            "on each device, keep the pieces of the operand that belong to the devices at its "
+            f"own place along model, and run it on those over data only; {SUM} 2 {ALIKE}",
         )
         for order in (BOTH, BOTH[::-1])
     },
@@ -277,7 +277,7 @@ def test_a_mean_of_gradients_that_are_summed_already(cpu_mesh):
     assert found.advice.startswith(
         "if it averages gradients that the body takes itself, they come "
     )
-    assert "divide them by 4 in its place. Else drop it" in found.advice
+    assert "divide them by 4 instead. Otherwise drop it" in found.advice
     left, followed = checked(cpu_mesh, lambda w, x: jax.grad(square)(w, x) / 4)
     _, right = checked(cpu_mesh, mean)
     assert not left
@@ -292,7 +292,9 @@ def test_a_sum_that_no_line_writes(cpu_mesh):
         return square(w, x) + jnp.tanh(w).mean() * w[0, 0]
 
     (found,), own = checked(cpu_mesh, jax.grad(lambda w, x: lax.pmean(loss(w, x), D)))
-    assert found.advice.endswith("Combine them after that one's psum or pmean, and nothing is cast")
+    assert found.advice.endswith(
+        "Combine them after the psum or pmean of the one that differs, and nothing is cast"
+    )
     left, followed = checked(
         cpu_mesh, jax.grad(lambda w, x: lax.pmean(square(w, x), D) + jnp.tanh(w).mean() * w[0, 0])
     )

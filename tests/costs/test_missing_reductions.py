@@ -38,11 +38,11 @@ BLOCK = """\
 outputs called replicated that are not proven equal:
   differs: output['w'], f32[8,8]: no reduction over {data} of the gradient that goes into it; \
 called replicated over {data}, not proven equal
-    because parameter 1 (x) is sharded over data, and no reduction over data stands on the way; it \
-is written into the memory of w, so that the devices' copies drift apart from step to step
+    because parameter 1 (x) is sharded over data, and there is no reduction over data on the way; it \
+is written into the memory of w, so the devices' copies drift apart from step to step
     to do: reduce the gradient that comes from wrong.py:6 (step.<locals>.<lambda>) over 'data' \
-before it goes into wrong.py:7 (step): jax.lax.pmean; jax.lax.psum only if the loss that is \
-differentiated sums up the device's own part alone, with no psum in it
+before it goes into wrong.py:7 (step): jax.lax.pmean; jax.lax.psum only if the \
+differentiated loss is a sum over the device's own part, with no psum in it
 """
 
 

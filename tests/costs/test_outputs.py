@@ -79,11 +79,12 @@ def test_the_state_that_a_step_carries_is_named_and_why(cpu_mesh):
     (one,) = outputs.find(testing.judge(jax.jit(step, donate_argnums=0), *args))
     assert one.what == "output, f32[128,128]: called replicated over {data}, not proven equal"
     assert one.because == (
-        "parameter 1 (x) is sharded over data, and no reduction over data stands on the way; it "
-        "is written into the memory of w, so that the devices' copies drift apart from step to step"
+        "parameter 1 (x) is sharded over data, and there is no reduction over data on the way; "
+        "it is written into the memory of w, so the devices' copies drift apart from step to "
+        "step"
     )
     assert one.advice.startswith("reduce over 'data' what differs in it before it is returned")
-    assert "of a weight the gradient, not the weight" in one.advice
+    assert "for a weight, reduce its gradient, not the weight" in one.advice
 
 
 def optimized(reduce):
@@ -115,7 +116,7 @@ def test_the_value_that_lacks_a_reduction_is_named(cpu_mesh):
         assert one.missing == "no reduction over {data} of the gradient that goes into it"
         assert one.advice.startswith("reduce the gradient that comes from ")
         assert "test_outputs.py" in one.advice and "over 'data' before it goes into " in one.advice
-        assert "jax.lax.pmean; jax.lax.psum only if the loss that is diff" in one.advice
+        assert "jax.lax.pmean; jax.lax.psum only if the differentiated loss" in one.advice
     # What the advice says, done; and the gradient reduced over the other axis alone.
     assert advised(optimized(lambda g: lax.pmean(g, "data"))) == []
     assert all(one.missing for one in advised(optimized(lambda g: lax.pmean(g, "model"))))

@@ -19,7 +19,7 @@ from shardrules.costs import findings
 
 SPECS = {"scale": P(), "up": P(None, "model"), "down": P("model"), "bias": P()}
 SHAPES = {"scale": (8,), "up": (8, 16), "down": (16, 8), "bias": (8,)}
-CLAIM = "over model, this sums 2 equal values, as the transpose of a psum does without the check"
+CLAIM = "over model, this sums 2 equal values, as the transpose of a psum does with the check off"
 
 
 @functools.cache
@@ -143,7 +143,10 @@ def test_the_factor_is_said_and_the_advice_gives_the_gradient(platform, body, wa
     assert first == ("redundant", "backward all-reduce(model)")
     assert others in ([], [("redundant", "forward all-reduce(model)")])
     said = advice[first]
-    assert said.startswith(CLAIM) and "unless it or the loss is divided by 2. Divide it" in said
+    assert (
+        said.startswith(CLAIM)
+        and "unless it or the loss is divided by 2. Divide that gradient" in said
+    )
     assert "jax.lax.pmean(g, 'model'); or take the gradient outside of the shard_map" in said
     assert "run `shardrules migrate --diff" not in said
     if name == "cpu":

@@ -82,7 +82,7 @@ def test_an_array_that_is_gathered_along_two_dimensions(platform):
     assert [h.round_trips_after for h in found] == [1, 1]
     whole, rest = sorted((h.advice for h in found), key=len, reverse=True)
     assert f"from {written(start)} to {written(end)}" in whole and written(P(MODEL, DATA)) in whole
-    assert rest.startswith("goes with the gather at ")
+    assert rest.startswith("goes away with the gather at ")
 
 
 SQUARE = P(DATA, MODEL)

@@ -183,7 +183,7 @@ ADVICE = {
     "columns_of_each_shard": "jax.lax.all_to_all(x, 'data', 1, 0, tiled=True)",
     "sum_of_a_gather": "reduce on each device and psum that",
     "max_of_a_gather": "reduce on each device and pmax that",
-    "one_hot": "it moves 128 numbers for each index, of which one is not zero",
+    "one_hot": "it moves 128 numbers for each index, and only one of them is not zero",
 }
 
 

@@ -94,9 +94,9 @@ def test_what_is_nested_too_deep_is_unproven_whatever_short_paths_show():
 
 
 def test_what_the_budget_leaves_out_is_unproven(monkeypatch):
-    from shardrules.hlo.proof import replication
+    from shardrules.hlo.proof import handlers
 
-    monkeypatch.setattr(replication, "budget_for", lambda size: 8)
+    monkeypatch.setattr(handlers, "budget_for", lambda size: 8)
     found = inner(
         T.parameter("{replicated}"),
         OTHER,
@@ -117,9 +117,9 @@ def per_device(size, adds):
 
 @pytest.mark.parametrize("size, expected", [(1, "redundant"), (8192, "unproven")])
 def test_large_arrays_take_more_of_the_budget(monkeypatch, size, expected):
-    from shardrules.hlo.proof import replication
+    from shardrules.hlo.proof import handlers
 
-    monkeypatch.setattr(replication, "budget_for", lambda size: 1000)
+    monkeypatch.setattr(handlers, "budget_for", lambda size: 1000)
     found = inner(*per_device(size, 40), T.parameter("{replicated}"), CALL)
     assert found.verdict == expected
     assert ("evaluated too often" in found.reason) == (expected == "unproven")

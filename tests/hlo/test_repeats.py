@@ -114,7 +114,7 @@ def test_a_name_elsewhere_does_not_stand_for_an_operand_without_percent(extra):
 
 def test_unknown_attributes_of_repetitions_are_found():
     module = parsed(*[computation(n, "subtract(", "subtract(") for n in (1, 2)])
-    assert not module.strange
+    assert not module.unknown
     both = [computation(n, f"multiply(%s{n}, %q{n})", f"multiply(%s{n}, %q{n}), invented=1") for n in (1, 2)]  # fmt: skip
     unknown = parsed(*both).unknown
     assert list(unknown.values()) == ["invented", "invented"]

@@ -62,7 +62,7 @@ def test_several_specs_stand_behind_each_other():
     ],
 )
 def test_what_is_no_sharding(text):
-    with pytest.raises(errors.ShardrulesError, match="is no sharding; write P"):
+    with pytest.raises(errors.ShardrulesError, match="is not a sharding; write P"):
         shardings.read_specs(text)
 
 
@@ -70,8 +70,8 @@ def test_what_is_no_sharding(text):
     "text, mesh, rank, message",
     [
         ("P('data')", None, 1, "needs a mesh: pass --mesh data=4,model=2"),
-        ("P('dat')", MESH, 1, "names the axis 'dat', and the mesh has data, model"),
-        ("P('data', None)", MESH, 1, "has 2 dimensions, and the parameter has 1"),
+        ("P('dat')", MESH, 1, "names the axis 'dat', but the mesh has data, model"),
+        ("P('data', None)", MESH, 1, "has 2 dimensions, but the parameter has 1"),
         ("P('data', 'data')", MESH, 2, "names an axis twice"),
     ],
 )
@@ -189,7 +189,7 @@ def test_flags_say_them(tmp_path, capsys):
             ["--in", "P(); P(); P()"],
             "3 shardings were given for the 2 parameters that module 'jit_f' takes",
         ),
-        (["--in", "data"], "--in=data: 'data' is no sharding; write P('data', None)"),
+        (["--in", "data"], "--in=data: 'data' is not a sharding; write P('data', None)"),
         (["--slices", "two"], "--slices=two is not a number of slices; write --slices=2"),
         (["--slices", "0"], "--slices=0 is not a number of slices"),
     ],

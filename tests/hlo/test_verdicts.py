@@ -280,7 +280,7 @@ def test_tags_are_read_quoted_or_not(tags):
 @pytest.mark.parametrize(
     "tags, reason",
     [
-        (QUOTED.format("local;local"), "has a tag whose number of outputs is 2, not 1"),
+        (QUOTED.format("local;local"), "has a tag for 2 outputs, not 1"),
         (QUOTED.format("loca"), "has a tag that can't be read, 'loca'"),
         (
             QUOTED.format("join(batch)"),

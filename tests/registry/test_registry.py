@@ -171,7 +171,7 @@ def test_a_bare_name_that_drops_an_axis_is_for_one_function():
     with pytest.raises(errors.RegistrationError) as caught:
         own.find("kernel", function="b.py:2")
     assert caught.value.name == "kernel" and set(caught.value.places) >= {"a.py:1", "b.py:2"}
-    assert "makes outputs invariant, and two different functions have that name" in str(
+    assert "makes outputs invariant, but two different functions have that name" in str(
         caught.value
     )
 

@@ -12,7 +12,7 @@ import shardrules as sr
 from shardrules.hooks.cotangents.forward import ForwardHooks
 from shardrules.hooks.retyping.replay import ReplayHooks
 from shardrules.hooks.types.funnel import Law
-from shardrules.hooks.types.lost_axes import LostAxesHooks
+from shardrules.hooks.types.join_law import JoinLawHooks
 from sweeps import arguments, collectives, functions, pinned
 
 pytestmark = pytest.mark.one_lane
@@ -109,7 +109,7 @@ def fresh():
 
 
 def test_it_sees_a_primitive_that_forgets(monkeypatch, fresh):
-    monkeypatch.setattr(LostAxesHooks, "law", lambda *args: Law())
+    monkeypatch.setattr(JoinLawHooks, "law", lambda *args: Law())
     cases = named("jax.lax", "lax.reduce", "lax.rng_uniform", "lax.sort_key_val")
     assert set(map(pinned.function, sweep(cases, "value").wrong)) == {
         "lax.sort_key_val",

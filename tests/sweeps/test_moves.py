@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules.hooks import shard_map
-from shardrules.hooks.cotangents import custom_vjp, doubts, linearity, summed_shares
+from shardrules.hooks.cotangents import custom_vjp, linearity, summed_shares, whole_cotangents
 from shardrules.jaxprs.walk import transposed_sums
 from shardrules.unchecked import hooks as unchecked_hooks
 from shardrules.unchecked import python_state
@@ -69,7 +69,7 @@ def a_gather_fills_nothing(monkeypatch):
 
 
 def devices_are_not_asked(monkeypatch):
-    monkeypatch.setattr(doubts.Doubts, "_communicates", lambda *args: False)
+    monkeypatch.setattr(whole_cotangents.WholeCotangents, "_communicates", lambda *args: False)
     monkeypatch.setitem(linearity.ROWS, "pmax", linearity.ROWS["ppermute"])
     monkeypatch.setattr(custom_vjp.CustomVjpHooks, "steps", custom_vjp.CustomVjpHooks.steps[1:])
 

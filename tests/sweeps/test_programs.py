@@ -16,7 +16,7 @@ from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
 from shardrules.hooks.retyping.replay import ReplayHooks
 from shardrules.hooks.types.funnel import Law
-from shardrules.hooks.types.lost_axes import LostAxesHooks
+from shardrules.hooks.types.join_law import JoinLawHooks
 from sweeps import programs
 from sweeps.generator import Block, Program, Step
 
@@ -136,7 +136,7 @@ def lawless(*args, **kwargs):
         (PREDICATE, ReplayHooks, "_decides", undecided),
         (TWICE, Bwd, "check_share", nothing),
         (IDENTITY, Bwd, "_check_sums", nothing),
-        (FORGETS, LostAxesHooks, "law", lawless),
+        (FORGETS, JoinLawHooks, "law", lawless),
     ],
 )
 def test_they_see_a_mechanism_that_is_taken_away(one, owner, name, fault, monkeypatch, request):

@@ -201,8 +201,8 @@ def test_each_call_sums_up_what_one_sum_after_the_loop_would(cpu_mesh, before, a
     calls = STEPS * CALLS
     for hint in found:
         assert hint.kind == "each call"
-        assert f"{calls} calls sum it up" in hint.advice
-        assert f"reduce once after the loop, in what takes it there: {STEPS} all" in hint.advice
+        assert f"{calls} calls add up" in hint.advice
+        assert f"reduce once after the loop, where the total is used: {STEPS} all" in hint.advice
         assert f"instead of {calls}. Each device keeps a whole gradient until then (" in hint.advice
     other, left, then = watched(cpu_mesh, after)
     assert "each call" not in [hint.kind for hint in left]

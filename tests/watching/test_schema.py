@@ -140,7 +140,7 @@ def test_what_another_program_does_on_the_device_covers_a_collective(tmp_path):
     found = shardrules.profile(tmp_path)
     (line,) = found.lines
     assert line.exposed_seconds == pytest.approx(20e-6)
-    assert any("ran, and is not judged: jit_other" in note for note in found.notes)
+    assert any("ran, but was not judged: jit_other" in note for note in found.notes)
 
 
 # --- steps and what is covered ------------------------------------------------------------------

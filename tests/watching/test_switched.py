@@ -169,7 +169,7 @@ def test_under_other_settings_than_then_a_saving_is_at_most(mesh):
     content = watched(lambda: kernels.step(mesh, check=False), *kernels.arguments(), around=around)
     saves = said(content)[0]["saves"]
     assert saves.startswith("at most ")
-    assert saves.endswith("here: a mesh or a setting of JAX that was active then is no longer")
+    assert saves.endswith("how much: a mesh or a setting of JAX that was active then no longer is")
 
 
 @pytest.mark.parametrize("value, same", [(None, True), (False, True), (True, False), ("x", False)])
@@ -186,7 +186,7 @@ def test_of_a_shard_map_that_was_made_before_the_watch_a_saving_is_at_most(mesh)
     step = kernels.step(mesh, check=False)
     saves = said(watched(lambda: step, *kernels.arguments()))[0]["saves"]
     assert saves.startswith("at most ")
-    assert saves.endswith("here: its shard_maps were not made inside of the watch")
+    assert saves.endswith("how much: its shard_maps were not made inside of the watch")
 
 
 def test_a_step_that_advances_an_iterator_is_not_traced_again(mesh):

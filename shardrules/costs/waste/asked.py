@@ -16,10 +16,11 @@ def find(site: Site) -> Hint | None:
         return None
     spec = f"P({site.over})"
     advice = (
-        "jax.vmap of a while loop goes on until each example of all devices is done, and asks on "
-        f"every trip: jax.shard_map(jax.vmap(f), mesh=mesh, in_specs={spec}, out_specs={spec}), "
-        "with the axis at the dimension that vmap maps and P() for what all examples share, lets "
-        "each device stop by itself, and its round trip on every trip goes"
+        "jax.vmap of a while loop runs until the examples of all devices are done, and asks "
+        "the other devices on every trip: jax.shard_map(jax.vmap(f), mesh=mesh, "
+        f"in_specs={spec}, out_specs={spec}), with the axis at the dimension that vmap maps "
+        "and P() for what all examples share, lets each device stop by itself, and saves that "
+        "round trip on every trip"
     )
     return site.hint(advice)
 
@@ -44,8 +45,10 @@ def _alone(program: Program) -> dict[str, bool]:
     others = {s.computation.name for s in program.sites if not _is_predicate(s)}
 
     def called(name: str) -> set[str]:
-        computation = computations[name]
-        return {c for p in computation.calling for c in computation.instructions[p].calls}
+        names: set[str] = set()
+        for position in computations[name].calling:
+            names.update(computations[name].instructions[position].calls)
+        return names
 
     alone: dict[str, bool] = {}
     for computation in computations.values():

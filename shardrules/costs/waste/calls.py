@@ -37,11 +37,11 @@ def find(site: Site) -> Hint | None:
     outs = f"({outs})" if call.shape.is_tuple else outs
     advice = (
         f"XLA can't partition the call that takes it: each device gathers all {rows} rows and "
-        f"computes them, {size - 1} of {size} parts in vain. If no row depends on another, wrap "
-        f"the call, jax.shard_map(shardrules.no_communication(call), mesh=mesh, "
-        f"in_specs=({specs},), out_specs={outs}) after shardrules.install(), or give it a rule by "
-        f"jax.custom_partitioning, and {entry.wire_bytes} B become 0 B where its result stays "
-        "sharded"
+        f"computes them, though its own are 1/{size} of them. If no row depends on another, "
+        "wrap the call, jax.shard_map(shardrules.no_communication(call), mesh=mesh, "
+        f"in_specs=({specs},), out_specs={outs}) after shardrules.install(), or give it a rule "
+        f"by jax.custom_partitioning, and {entry.wire_bytes} B become 0 B where its result "
+        "stays sharded"
     )
     return site.hint(advice)
 

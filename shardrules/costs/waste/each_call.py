@@ -24,10 +24,10 @@ def find(site: Site) -> Hint | None:
     size, sent = site.entry.bytes, site.entry.wire_bytes
     after = f"{first} all-reduce{'s' * (first > 1)}"
     return site.hint(
-        f"each call only adds its result to an argument that it returns, and the next call takes "
-        f"that: {runs} calls sum it up. {_change(site)}, and reduce once after the loop, in what "
-        f"takes it there: {after} instead of {runs}. Each device keeps a whole gradient until then "
-        "(equal up to rounding)",
+        "each call only adds its result to an argument that it returns, and the next call "
+        f"takes that sum: {runs} calls add up. {_change(site)}, and reduce once after the "
+        f"loop, where the total is used: {after} instead of {runs}. Each device keeps a whole "
+        "gradient until then (equal up to rounding)",
         bytes_after=-(-size * first // runs),
         sent_after=-(-sent * first // runs),
         trips_after=0,

@@ -7,6 +7,7 @@ moves the 4 beside the 32, and joins what then lies together.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -61,7 +62,8 @@ def read_as(factors: Factors, before: hlo.Shape, after: hlo.Shape) -> Factors | 
     if not is_same_memory(before, after):
         return None
     # Deal them out to the dimensions, both in the order in which they lie in memory.
-    left = [f for d in reversed(in_memory(before)) for f in reversed(factors[d])]
+    minor_first = (reversed(factors[d]) for d in reversed(in_memory(before)))
+    left = [*itertools.chain.from_iterable(minor_first)]
     dealt: Factors = [[] for _ in after.dimensions]
     for d in in_memory(after):
         size = after.dimensions[d]
@@ -121,6 +123,6 @@ def is_same_memory(before: hlo.Shape, after: hlo.Shape) -> bool:
     # Tiles of other heights have the same rows where one is as wide as the array, and each holds
     # whole ones of the smaller tiles that its rows are packed in.
     packed = [int(rows) for rows in re.findall(r"(?<!\w)\((\d+)", one[3])]
-    if any(int(tile[1]) % rows for tile in (one, other) for rows in packed):
+    if any(int(one[1]) % rows or int(other[1]) % rows for rows in packed):
         return False
     return whole and all(size <= lane for size, lane in zip(rest, lanes))

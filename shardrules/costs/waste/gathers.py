@@ -130,9 +130,14 @@ def _gathers(program: Program) -> dict[Node, Site]:
 
 def _within(site: Site, gather: Site) -> bool:
     """Return whether all that a collective brings comes from the devices of one gathering group."""
-    group = {d: n for n, g in enumerate(gather.collective.groups) for d in g}
-    rows = site.collective.pairs or site.collective.groups
-    return all(len({group.get(d, -1 - d) for d in row}) == 1 for row in rows)
+    group_of: dict[int, int] = {}
+    for number, members in enumerate(gather.collective.groups):
+        group_of.update(dict.fromkeys(members, number))
+    for row in site.collective.pairs or site.collective.groups:
+        groups = {group_of.get(device, -1 - device) for device in row}
+        if len(groups) != 1:
+            return False
+    return True
 
 
 # -- what is gathered again in the backward pass --------------------------------------------------

@@ -55,12 +55,12 @@ def _is_combined(site: Site) -> bool:
     """Return whether the counts meet other data, whose sharding they may have to have."""
     # XLA then gathers the numbers again, also of a mask that each device holds whole.
     made = walk.reached([site.node], lambda node: [] if node.opcode in _READ_BY else node.takers)
-    return any(
-        not (operand in made or is_constant(operand))
-        for node in made
-        if node.opcode in _TOGETHER
-        for operand in node.operands
-    )
+    for node in made:
+        if node.opcode in _TOGETHER:
+            for operand in node.operands:
+                if not (operand in made or is_constant(operand)):
+                    return True
+    return False
 
 
 def _widened(site: Site) -> _Narrower | None:
@@ -114,7 +114,7 @@ def _one_hot(site: Site) -> _Narrower | None:
         return None
     indices = spread.operands[0].shape
     row = dimensions[int(counted)]
-    why = f"it moves {row} numbers for each index, of which one is not zero"
+    why = f"it moves {row} numbers for each index, and only one of them is not zero"
     change = "move the indices, and make the one-hot array of the result"
     return indices, why, change
 
@@ -133,11 +133,11 @@ def _narrowed(site: Site) -> _Narrower | None:
     if any(user.home is not site.computation for user, _ in uses):
         held = "the loop that reads it converts it on each trip"
     elif not site.in_shard_map:
-        held = "the conversion stands behind the constraint that gathers it, or XLA moved it there"
-    why = f"it moves {wide.element_type}, and only {widest.element_type} is read ({held})"
+        held = "the conversion comes after the constraint that gathers it, or XLA moved it there"
+    why = f"it moves {wide.element_type}, but only {widest.element_type} is read ({held})"
     change = (
-        f"convert before it, x.astype({_dtype(widest.element_type)}), and if the compiler moves "
-        "that back, hold it by jax.lax.optimization_barrier"
+        f"convert before it, x.astype({_dtype(widest.element_type)}), and if the compiler "
+        "moves the conversion back, hold it by jax.lax.optimization_barrier"
     )
     return wide._replace(element_type=widest.element_type), why, change
 

@@ -138,8 +138,8 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
         )
     if not site.in_shard_map:
         change = (
-            "XLA's partitioner makes it of a reduction over a sharded dimension: in the body, "
-            f"{WITHIN_SHARDS}, and reduce over that after the loop"
+            "XLA's partitioner makes it from a reduction over a sharded dimension: in the "
+            f"body, {WITHIN_SHARDS}, and reduce over that after the loop"
         )
     if site.is_gradient:
         change = site.own_gradients("a carry", "after the loop")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -140,9 +141,8 @@ class Program:
         if opcode in ("dot", "convolution", "custom-call", "while", "sort", "conditional"):
             return bool(instruction.operands)
         if opcode in ("fusion", "call"):
-            called = [self.module.computations[name] for name in instruction.calls]
-            inner = {i.opcode for computation in called for i in computation.instructions}
-            if inner & {"dot", "convolution", "custom-call"}:
+            inner = (self.module.opcodes[name] for name in instruction.calls)
+            if not {"dot", "convolution", "custom-call"}.isdisjoint(itertools.chain(*inner)):
                 return True
         no_work = opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "constant")
         return not no_work and instruction.shape.bytes >= 2**20

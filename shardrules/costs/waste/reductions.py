@@ -106,8 +106,8 @@ def _over_shards(site: Site) -> Hint | None:
     if not site.in_shard_map:
         change = "reduce the sharded array itself, without a constraint that replicates it"
     advice = (
-        f"its result is only reduced over what it gathered: {change}, and a device sends {sent} B "
-        f"where it sends {entry.wire_bytes} B{note}"
+        f"its result is only reduced over what it gathered: {change}, and a device sends "
+        f"{sent} B instead of {entry.wire_bytes} B{note}"
     )
     return site.smaller(advice, after, sent)
 
@@ -147,7 +147,7 @@ def _to_one_number(site: Site) -> Hint | None:
     note = " (equal up to rounding)" if name == "add" else ""
     advice = (
         f"its result is only reduced to one number: {change}, and a device sends "
-        f"{sent if site is first else 0} B where it sends {entry.wire_bytes} B{note}"
+        f"{sent if site is first else 0} B instead of {entry.wire_bytes} B{note}"
     )
     return site.smaller(advice, after, sent) if site is first else site.hint(advice)
 
@@ -243,7 +243,8 @@ def _are_apart(program: Program) -> bool:
     reduced = [s.node for s in program.sites if s.needed]
     if len({node.home.name for node in reduced}) > 1:
         return False  # what a loop reduces may be in a gradient behind it
-    behind = walk.reached([t for n in reduced for t in n.takers], lambda node: node.takers)
+    takers = itertools.chain.from_iterable(node.takers for node in reduced)
+    behind = walk.reached(takers, lambda node: node.takers)
     return not any(s.node in behind for s in program.sites if s.is_gradient)
 
 

@@ -21,8 +21,8 @@ def find(site: Site) -> Hint | None:
     return site.hint(
         f"XLA sends rows to other devices for x.reshape({steps}, -1, ...), whose steps come "
         "before the sharded rows: if it does not matter which rows a step takes, as for "
-        f"microbatches, x.reshape(-1, {steps}, *x.shape[1:]).swapaxes(0, 1) gives each step rows "
-        f"of each device's own, and {site.entry.bytes} B become 0 B"
+        f"microbatches, x.reshape(-1, {steps}, *x.shape[1:]).swapaxes(0, 1) gives each step "
+        f"rows that each device has already, and {site.entry.bytes} B become 0 B"
     )
 
 

@@ -68,8 +68,11 @@ def find(site: Site) -> Hint | None:
 
 
 def _all(program: Program) -> dict[Site, Hint]:
-    chains = (_chain(site) for site in program.sites if _is_constraint(site))
-    return {site: hint for chain in chains if chain for site, hint in _hints(chain)}
+    found: dict[Site, Hint] = {}
+    for first in filter(_is_constraint, program.sites):
+        if chain := _chain(first):
+            found.update(_hints(chain))
+    return found
 
 
 def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
@@ -89,10 +92,10 @@ def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
         for spec in between
     )
     advice = (
-        f"XLA gathers all of {array}{f' of {made}' if made else ''} to bring it from {start} to "
-        f"{end}, and each device keeps a slice (an involuntary full rematerialization): by way of "
-        f"{' and '.join(map(written, between))} it sends {way.sent} B where it sends {sent} B. "
-        f"Before the constraint to {end} write {lines}"
+        f"XLA gathers all of {array}{f' of {made}' if made else ''} to bring it from {start} "
+        f"to {end}, and each device keeps a slice (an involuntary full rematerialization): by "
+        f"way of {' and '.join(map(written, between))} it sends {way.sent} B instead of {sent} "
+        f"B. Before the constraint to {end} write {lines}"
     )
     left, trips = way.sent, way.round_trips
     for number, site in enumerate(gathers):
@@ -103,7 +106,9 @@ def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
         yield (
             site,
             site.hint(
-                advice if not number else f"goes with the gather at {gathers[0].where}: {lines}",
+                advice
+                if not number
+                else f"goes away with the gather at {gathers[0].where}: {lines}",
                 bytes_after=site.in_all(part * site.entry.bytes // site.entry.wire_bytes),
                 trips_after=site.in_all(share),
                 sent_after=site.in_all(part),
@@ -224,7 +229,7 @@ def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) 
         if spec in done or way.round_trips > _MOST_STEPS:
             continue
         done.add(spec)
-        shard = array.bytes // math.prod(mesh[axis] for axes in spec for axis in axes)
+        shard = array.bytes // math.prod(mesh[axis] for axis in itertools.chain(*spec))
         for after, kind, devices in _steps(mesh, spec, among):
             counts = (math.prod(mesh[axis] for axis in axes) for axes in after)
             if any(size % count for size, count in zip(array.dimensions, counts)):
@@ -246,7 +251,8 @@ def _steps(
     mesh: dict[str, int], spec: _Spec, among: Sequence[int]
 ) -> Iterator[tuple[_Spec, str, int]]:
     """Yield what a slice, or one collective of a kind and a group's size, makes of a sharding."""
-    free = [axis for axis in mesh if all(axis not in axes for axes in spec)]
+    used = {*itertools.chain(*spec)}
+    free = [axis for axis in mesh if axis not in used]
     for d, axes in enumerate(spec):
         if d not in among:
             continue

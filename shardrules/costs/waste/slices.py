@@ -27,11 +27,11 @@ class _Part(NamedTuple):
 
     def follows(self, groups: Sequence[Sequence[int]]) -> bool:
         """Return whether each device's slice is at its own place in its group."""
-        return all(
-            self.starts[device] == place * self.size
-            for group in groups
-            for place, device in enumerate(group)
-        )
+        for group in groups:
+            for place, device in enumerate(group):
+                if self.starts[device] != place * self.size:
+                    return False
+        return True
 
     def along(self, result: hlo.Shape) -> int | None:
         """Return the dimension of the result that is sliced; None if it is no whole one."""
@@ -146,20 +146,21 @@ def only_a_slice(site: Site) -> Hint | None:
             change = "a reduce-scatter instead of it (jax.lax.psum_scatter of the same operand)"
     elif entry.phase != "forward":
         change = (
-            "where it is the gradient of an array that the shard_map takes whole, give it that "
-            "array sharded, by its in_specs, and jax.lax.all_gather it inside, whose gradient"
+            "where it is the gradient of an array that the shard_map takes whole, pass that "
+            "array sharded, by its in_specs, and jax.lax.all_gather it inside: the gradient of "
+            "that"
         )
     if _was_scattered(site):
         if site.result.element_count % (size * _LANES):
             return None
-        what = "XLA for TPU made it, and a slice of its result, of a jax.lax.psum_scatter"
+        what = "XLA for TPU made it, and a slice of its result, from a jax.lax.psum_scatter"
         change = (
             f"with the shards first and in rows of {_LANES}, p = jnp.moveaxis(x.reshape("
             f"{_split(site.result.dimensions, dimension, size)}), {dimension}, 0), "
             f"jax.lax.psum_scatter(p.reshape(-1, {_LANES}), {site.over}, scatter_dimension=0, "
             "tiled=True).reshape(p.shape[1:]) stays one, and"
         )
-    advice = f"{what}: {change} sends {sent} B where it sends {entry.wire_bytes} B"
+    advice = f"{what}: {change} sends {sent} B instead of {entry.wire_bytes} B"
     return site.smaller(advice, entry.bytes, sent)
 
 
@@ -167,11 +168,11 @@ def _was_scattered(site: Site) -> bool:
     """Return whether the source asks for a reduce-scatter; the names of what it adds by say it."""
     # A sum between TPU slices is a send, which applies none.
     module = site.program.module
-    return any(
-        module.metadata(i).op_name.rpartition("/")[2] == "reduce_scatter"
-        for name in site.instruction.calls
-        for i in module.computations[name].instructions
-    )
+    for name in site.instruction.calls:
+        for instruction in module.computations[name].instructions:
+            if module.metadata(instruction).op_name.rpartition("/")[2] == "reduce_scatter":
+                return True
+    return False
 
 
 def _split(sizes: tuple[int, ...], dimension: int, count: int) -> str:
@@ -183,7 +184,7 @@ def _split(sizes: tuple[int, ...], dimension: int, count: int) -> str:
 # -- a part of what is gathered -------------------------------------------------------------------
 
 
-def one_part(site: Site) -> Hint | None:
+def gather_read_in_part(site: Site) -> Hint | None:
     entry, size = site.entry, site.collective.group_size
     if site.collective.kind != "all-gather" or size < 2 or not site.whole:
         return None
@@ -222,8 +223,8 @@ def one_part(site: Site) -> Hint | None:
             " (XLA's partitioner gathered it: give both sides one layout, or write a shard_map)"
         )
     advice = (
-        f"each device reads only 1/{size} of the result, {change}, and sends {sent} B of "
-        f"{entry.wire_bytes} B"
+        f"each device reads only 1/{size} of the result, {change}, and sends {sent} B instead "
+        f"of {entry.wire_bytes} B"
     )
     if not sent:
         return site.hint(advice)
@@ -243,7 +244,7 @@ ROWS = {
         ),
     ),
     "one part": Kind(
-        one_part,
+        gather_read_in_part,
         looks_like=(
             "an all-gather of which each device reads only one shard, or its own slice of every "
             "shard"

@@ -23,7 +23,7 @@ def find(site: Site) -> Hint | None:
     other = site.program.remembered(_pairs).get(site.node)
     if other is None:
         return None
-    what = f"only the all-to-all at {other.where} takes its result, and sends each element back"
+    what = f"only the all-to-all at {other.where} takes its result, and it sends each element back"
     if other.position < site.position:
         what = (
             "it brings each element back to the device that sent it by the all-to-all at "

@@ -90,7 +90,7 @@ class ValueState(NamedTuple):
     # The value depends on the program's constants only, as padding does.
     constant: bool = False
     # Devices differ in this relation only if their values come from different data by steps that
-    # keep data different (see ``EVENING``).
+    # keep data different (see ``EQUALIZING``).
     apart: int = hd.EQUAL
     # Devices are equal in this relation if data moved between them: a later step may compute the
     # same value on both, as the sum over a ring of permutes does.
@@ -128,7 +128,7 @@ class States:
             ValueState(relation, relation, causes, apart=relation if sure else hd.EQUAL)
         )
 
-    def evened(self, state: int) -> int:
+    def maybe_equal(self, state: int) -> int:
         """Make the state of a value that may be equal again, without a proof."""
         fields = self._all[state]
         return state if fields.apart == hd.EQUAL else self.intern(fields._replace(apart=hd.EQUAL))
@@ -222,7 +222,7 @@ _ROUNDS = frozenset(
 )
 _SAME = frozenset("compare divide remainder subtract xor".split())
 _ZERO = frozenset("and divide multiply power".split())
-EVENING = _ROUNDS | _SAME | _ZERO
+EQUALIZING = _ROUNDS | _SAME | _ZERO
 
 _EXTREMES = frozenset("and or maximum minimum".split())
 _FLOAT = re.compile(r"b?f\d|c\d")

@@ -123,9 +123,9 @@ class Values:
             return tuple([self.mapped(part, of) for part in value])
         return value
 
-    def evened(self, value: Value) -> Value:
+    def maybe_equal(self, value: Value) -> Value:
         """Return a value that may be equal again, without a proof."""
-        return self.mapped(value, self.states.evened)
+        return self.mapped(value, self.states.maybe_equal)
 
     def blocked(self, blocker: hs.Blocker | str, operands: Sequence[Value]) -> int:
         blocker = hs.Blocker(blocker) if isinstance(blocker, str) else blocker
@@ -399,7 +399,9 @@ class Values:
         inside = self._cuts(operands[1], shapes[1].element_count)
         if place is None or inside is None:
             state = self.merged(operands[1:])
-            base = [(stop, self.states.evened(s)) for stop, s in base]  # all may be overwritten
+            base = [
+                (stop, self.states.maybe_equal(s)) for stop, s in base
+            ]  # all may be overwritten
             # The position of a loop's write isn't known; a buffer that the loop fills counts as
             # filled.
             filled = [(stop, self.unwritten.get(s, s)) for stop, s in base]

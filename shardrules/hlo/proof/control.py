@@ -249,7 +249,7 @@ def _diverged(values: Values, value: Value, predicate: int) -> Value:
         return value
     if isinstance(value, tuple):
         return tuple([_diverged(values, v, predicate) for v in value])
-    return values.with_state(value, values.states.evened(predicate))
+    return values.with_state(value, values.states.maybe_equal(predicate))
 
 
 def conditional(visit: Visit) -> Value:
@@ -281,7 +281,7 @@ def conditional(visit: Visit) -> Value:
         if numbers is not None:
             return values.choose(Exact(state, np.array(same)[numbers]), options)
         joined = functools.reduce(values.join, options)
-        return values.with_state(joined, values.states.evened(state))
+        return values.with_state(joined, values.states.maybe_equal(state))
 
     tuples = [r for r in results if isinstance(r, tuple)]
     widths = {*map(len, tuples)}

@@ -198,7 +198,7 @@ class CallEffects(NamedTuple):
     effects: tuple[axistypes.Effect, ...] | None  # one for each output; None: see ``blocker``
     support: hs.Support | None  # the evidence for the effects
     mesh: dict[str, int] | None  # the tag's mesh
-    blocker: Any  # an hs.Blocker if effects is None or holds an unknown effect
+    blocker: Any  # the hs.Blocker of a result whose effect, or its mesh, isn't known
 
 
 class _CustomCall:
@@ -248,7 +248,7 @@ def _by_tag(call: _CustomCall) -> CallEffects | None:
     except errors.ShardrulesError:
         return call.unknown(f"has a tag that can't be read, {text!r}", mesh)
     if len(effects) != call.outputs:
-        why = f"has a tag whose number of outputs is {len(effects)}, not {call.outputs}"
+        why = f"has a tag for {len(effects)} outputs, not {call.outputs}"
         return call.unknown(why, mesh)
     axes = {*itertools.chain.from_iterable(e.axes for e in effects)}
     needs = any(e.kind in ("join", "exchange", "typed") for e in effects)
@@ -292,9 +292,7 @@ def _ruled(call: _CustomCall, registration: Registration, name: str) -> CallEffe
             "shardrules installed"
         )
     if len(effects) != call.outputs:
-        return call.unknown(
-            f"has a rule whose number of outputs is {len(effects)}, not {call.outputs}"
-        )
+        return call.unknown(f"has a rule for {len(effects)} outputs, not {call.outputs}")
     detail = f"{axistypes.format_effects(effects)}, {registration.status} at {registration.where}"
     support = hs.Support(name, "rule", registration.status, detail)
     return CallEffects(

@@ -1,7 +1,7 @@
 """The pass: evaluates the instructions of each computation, with a value for each.
 
 Each computation is evaluated once for each distinct set of arguments. A table of handlers (see
-``replication``) says what each opcode does; each is called with a ``Visit``. ``CallGraph`` says
+``handlers``) says what each opcode does; each is called with a ``Visit``. ``CallGraph`` says
 which collectives are in computations that no evaluation follows.
 """
 
@@ -205,9 +205,10 @@ class Record:
 
 
 class Handlers(NamedTuple):
-    # None for a function of its operands at the same places, ``parameter`` for parameters.
+    # None for a deterministic function of the operands (``Values.general`` evaluates it), and
+    # ``parameter`` for parameters, which ``Proof.evaluate`` reads itself.
     by_opcode: Mapping[str, Handler | None]
-    unusual: Handler  # for other opcodes
+    other: Handler  # for opcodes that the table lacks
     unknown: Handler  # for instructions with an unknown attribute
 
 
@@ -293,9 +294,9 @@ class Proof:
         """Return the value of a computation from its summary and the states of its arguments."""
         if isinstance(summary, list):
             return tuple([self._merged(word, arguments) for word in summary])
-        state, refine, evened = 0, self.values.states.refine, self.values.states.evened
+        state, refine, maybe_equal = 0, self.values.states.refine, self.values.states.maybe_equal
         for number in summary:
-            argument = arguments[number] if number >= 0 else evened(arguments[~number])
+            argument = arguments[number] if number >= 0 else maybe_equal(arguments[~number])
             if argument != state:
                 state = refine(state, argument)
         return state
@@ -336,14 +337,14 @@ class Proof:
         values: list[Value] = []
         append, value_of = values.append, values.__getitem__
         refine, general = self.values.states.refine, self.values.general
-        by_opcode, unusual, on_unknown = self.handlers
+        by_opcode, other, on_unknown = self.handlers
         unknown = self.module.unknown
         for position, instruction in enumerate(computation.instructions):
             opcode = instruction.opcode
             try:
                 handler = by_opcode[opcode]
             except KeyError:
-                handler = unusual
+                handler = other
             if unknown and instruction.start in unknown and opcode not in hc.OPCODES:
                 handler = on_unknown
             operands = instruction.operands

@@ -18,7 +18,7 @@ from shardrules.hlo.reader import module as hm
 
 # The parameters whose states a value merges, in order: merging is associative, and a state that
 # comes again adds nothing. ``~number`` stands for a parameter that may be equal again (see
-# ``hs.EVENING``). While a summary is made, an ``Exact`` stands for known numbers.
+# ``hs.EQUALIZING``). While a summary is made, an ``Exact`` stands for known numbers.
 Word = tuple[int, ...]
 _MOST_STEPS = 10_000  # of one summary
 _MOST_DEPTH = 20  # of the calls in it
@@ -61,7 +61,7 @@ def _called(proof: Any, instruction: hm.Instruction, given: list[Any], depth: in
     if type(summary) is not tuple or len(given) < proof.parameter_count(inner):
         return None
     return _joined(
-        [given[number] if number >= 0 else _evened(given[~number]) for number in summary]
+        [given[number] if number >= 0 else _maybe_equal(given[~number]) for number in summary]
     )
 
 
@@ -75,7 +75,7 @@ def _joined(words: list[Word]) -> Word:
     return tuple([number if number in numbers else ~number for number in first])
 
 
-def _evened(word: Word) -> Word:
+def _maybe_equal(word: Word) -> Word:
     return tuple([min(number, ~number) for number in word])
 
 
@@ -96,12 +96,12 @@ def _step(proof: Any, computation: hm.Computation, position: int, given: list[An
     chosen = opcode == "select" and type(given[0]) is Exact
     if len(words) < len(given) and (opcode in RANGED or chosen):
         return None  # numbers say what is taken
-    evens = False
-    if opcode in hs.EVENING:
-        evens = hs.cancels(computation, instruction)
+    equalizes = False
+    if opcode in hs.EQUALIZING:
+        equalizes = hs.cancels(computation, instruction)
     elif instruction.calls and instruction.shape.elements is None:
         called = [proof.module.computations[name].original for name in instruction.calls]
-        evens = any(hs.rounds(c.instructions[c.root].opcode, instruction.shape) for c in called)
+        equalizes = any(hs.rounds(c.instructions[c.root].opcode, instruction.shape) for c in called)
     elif handler is not None:  # it looks at its operands
         return None
-    return _evened(_joined(words)) if evens else _joined(words)
+    return _maybe_equal(_joined(words)) if equalizes else _joined(words)

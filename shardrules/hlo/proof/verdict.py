@@ -19,7 +19,7 @@ from shardrules.hlo.known import pieces, ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Value
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls, inputs, loops, phases, replication, scatters
+from shardrules.hlo.proof import customcalls, handlers, inputs, loops, phases, scatters
 from shardrules.hlo.proof.evaluation import Proof, Record
 from shardrules.hlo.proof.judgement import (
     ASSUMPTIONS,
@@ -103,7 +103,7 @@ def judge(
     try:
         with garbage.uncollected():
             values = inputs.parameter_values(module, states, parameter_shardings)
-            proof = replication.prove(module, registry, values, states, axes)
+            proof = handlers.prove(module, registry, values, states, axes)
             promises = inputs.promises(module, output_shardings)
             judgement = _Judge(module, proof, named).judgement(promises)
             if given_mesh is not None and named is not None:

@@ -361,9 +361,9 @@ def check_order(
             raise errors.HloError(
                 f"the mesh ({shown}) contradicts the program: the groups of {name!r}, "
                 f"{notations.notation(group.rows)}, follow none of its axes, but "
-                f"{','.join(along)} of ({right.replace(',', ', ')}). The order of the axes is that "
-                f"of the devices, the last axis changes fastest: pass --mesh={right} or "
-                f"mesh={dict(order)}, or no mesh if these groups follow no axes "
+                f"{','.join(along)} of ({right.replace(',', ', ')}). The order of the axes is "
+                f"that of the devices, and the last axis changes fastest: pass --mesh={right} "
+                f"or mesh={dict(order)}, or no mesh if these groups follow no axes "
                 "(axis_index_groups).",
                 mesh=dict(mesh.axes),
             )

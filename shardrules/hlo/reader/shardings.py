@@ -37,7 +37,7 @@ def of_other_text(module: Module, other: Module) -> list[str | None]:
     found = [parameter.attribute("sharding") for parameter in theirs]
     why = ""
     if other.name != module.name:
-        why = f"it is of module {other.name!r}"
+        why = f"it is the text of module {other.name!r}"
     elif len(ours) != len(theirs):
         why = f"it has {len(theirs)} parameters, and the program {len(ours)}"
     elif not any(found):
@@ -131,9 +131,9 @@ def as_hlo(text: str, mesh: Mapping[str, int] | None, rank: int) -> str:
         why = (
             "needs a mesh: pass --mesh data=4,model=2"
             if mesh is None
-            else f"names the axis {unknown[0]!r}, and the mesh has {', '.join(mesh)}"
+            else f"names the axis {unknown[0]!r}, but the mesh has {', '.join(mesh)}"
             if unknown
-            else f"has {len(dims)} dimensions, and the parameter has {rank}"
+            else f"has {len(dims)} dimensions, but the parameter has {rank}"
             if len(dims) > rank
             else "names an axis twice"
         )
@@ -158,8 +158,8 @@ def _spec(text: str) -> list[tuple[str, ...]]:
         return [tuple(_axes(part)) for part in getattr(tree, "elts", ())]
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise errors.ShardrulesError(
-            f"{text[:200]!r} is no sharding; write P('data', None), or HLO's {{replicated}} or "
-            "{devices=[8,1]<=[8]}",
+            f"{text[:200]!r} is not a sharding; write P('data', None), or HLO's {{replicated}} "
+            "or {devices=[8,1]<=[8]}",
             spec=text,
         ) from None
 

@@ -43,7 +43,7 @@ class Limits:
 
     @functools.cached_property
     def least_bytes(self) -> int:
-        """A lower bound of the bytes that any labels sum."""
+        """Return a lower bound of the bytes that any labels sum."""
         # The bound adds the maximum flows over one axis after another. Each flow can use only what
         # earlier flows left of a price, since a psum over several axes is paid once. For a single
         # axis the bound is the cost of the cheapest cut.

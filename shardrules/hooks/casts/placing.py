@@ -79,7 +79,7 @@ class CastHooks(Hooks):
             with dataclasses.replace(self.state.here.transpose, shares=shares):
                 return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
         if notes is not None and self.state.scope.unchecked == "on":
-            notes.doubts += shares().doubts()
+            notes.reasons_to_leave += shares().reasons_to_leave()
         cotangents = rest[0] if rest else next(iter(kwargs.values()))
         # Programs that are transposed inside are part of this one: their casts are placed here.
         frame = dataclasses.replace(self.state.here.transpose, placed=True, bwds={}, shares=shares)

@@ -49,7 +49,7 @@ class Bwd:
 
     @functools.cached_property
     def entering(self) -> Sequence[AxisType]:
-        """The axis type of each leaf of the arguments; the cotangents' come last."""
+        """Return the axis type of each leaf of the arguments; the cotangents' come last."""
         return [self._type(leaf) for leaf in jax.tree_util.tree_leaves(self.args)]
 
     @functools.cached_property

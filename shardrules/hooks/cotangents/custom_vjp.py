@@ -22,10 +22,10 @@ from shardrules.door.patching import Patches
 from shardrules.door.protocols import Aval
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.bwd import Bwd
-from shardrules.hooks.cotangents.doubts import Doubts
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.summed_shares import hashable
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path
+from shardrules.hooks.cotangents.whole_cotangents import WholeCotangents
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
 
@@ -136,7 +136,7 @@ class CustomVjpHooks(Hooks):
         """Note a bwd whose cotangents the hooks don't see; raise where casts ask for its sums."""
         why = f"the bwd {self.door.function_name(bwd)!r} {does}, so its gradients can't be compared"
         if (notes := self.state.scope.notes) is not None:
-            notes.doubts.append(why)
+            notes.reasons_to_leave.append(why)
         if self.state.here.transpose.summed is not None:  # casts are being placed around it
             raise UnreadBwd(why)
 
@@ -253,10 +253,12 @@ class CustomVjpHooks(Hooks):
             with frame:
                 cotangents = run.cotangents()
                 if (notes := self.state.scope.notes) is not None:
-                    notes.doubts += filter(None, [Doubts(run, cotangents).doubt()])
+                    notes.reasons_to_leave += filter(
+                        None, [WholeCotangents(run, cotangents).why_different()]
+                    )
                     notes.rules.add(hashable(run.parts.bwd))
                 else:
-                    Doubts(run, cotangents).warn_of_sums()
+                    WholeCotangents(run, cotangents).warn_of_sums()
             return self._match(run, parts, cotangents)
 
     def _match(self, bwd: Any, parts: CustomVjpInfo, cotangents: Any) -> Any:

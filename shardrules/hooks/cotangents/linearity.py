@@ -252,7 +252,7 @@ def _rows(names: str) -> Callable[[Row], Row]:
     "with_memory_space_constraint sharding_constraint layout_constraint"
 )
 def _together(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
-    """Linear in all operands of a float type together; the others are positions."""
+    """Judge what is linear in all float operands together; the others are positions."""
     if _applies(eqn):
         fold._note_inside(eqn)
         return _UNKNOWN
@@ -301,7 +301,7 @@ def _moved(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
 
 @_rows("mul dot_general conv_general_dilated")
 def _bilinear(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
-    """Linear in one operand while the other is fixed."""
+    """Judge what is linear in one operand while the other is fixed."""
     if _ZERO in given:
         return _ZERO
     fold._note_rounding(eqn)

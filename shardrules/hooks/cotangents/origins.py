@@ -183,17 +183,17 @@ class Origins(Fold[Origin]):
 
     @property
     def products(self) -> frozenset[float]:
-        """The products of some known divisors that are not part of a mean over elements."""
+        """Return the products of some known divisors that are not part of a mean over elements."""
         return products_of([by for at, by in self._divisors.items() if at not in self._means])
 
     @property
     def mean_size(self) -> float:
-        """The product of the numbers of elements that are averaged on one device."""
+        """Return the product of the numbers of elements that are averaged on one device."""
         return product_of(self._means.values())
 
     @property
     def scale(self) -> float:
-        """The product of the known divisors that are not part of a mean."""
+        """Return the product of the known divisors that are not part of a mean."""
         sizes = [size_of(s.axes) or 1 for s in self.reductions if s.is_mean(size_of(s.axes))]
         return product_of(self._divisors.values()) / (self.mean_size * product_of(sizes))
 

@@ -25,17 +25,17 @@ class Cotangent:
 
     @property
     def missing(self) -> frozenset[str]:
-        """The axes over which its primal varies and it does not."""
+        """Return the axes over which its primal varies and it does not."""
         return self.want.varying - self.have.axes
 
     @property
     def extra(self) -> frozenset[str]:
-        """The axes over which it varies and its primal does not."""
+        """Return the axes over which it varies and its primal does not."""
         return self.have.varying - self.want.varying - self.partial
 
     @property
     def partial(self) -> frozenset[str]:
-        """The axes over which its primal is reduced, so that a partial sum is expected."""
+        """Return the axes over which its primal is reduced, so that a partial sum is expected."""
         return self.have.varying & self.want.unreduced
 
 
@@ -63,8 +63,8 @@ class Refusals:
                 "undecided",
                 ct,
                 axes,
-                f"is {have}, for a primal that needs {want}. Whether one psum over {{{names}}} is "
-                f"missing can't be decided, because {why}. "
+                f"is {have}, for a primal that needs {want}. shardrules can't tell whether one "
+                f"psum over {{{names}}} is missing, because {why}. "
                 f"{self.parts.to_cast(self.door, axes)}",
             )
         if axes & want.unreduced:
@@ -72,20 +72,21 @@ class Refusals:
                 "undecided",
                 ct,
                 axes,
-                f"is {have}, for a primal that is reduced over {show_axes(axes)}: it must be each "
-                f"device's share, and whether it is can't be decided, because {why}. If it is a "
-                f"share, return jax.lax.pcast(ct, ({names},), to='unreduced') from bwd. If it is "
-                f"the full sum already, return that cast of ct / jax.lax.axis_size(({names},)).",
+                f"is {have}, for a primal that is reduced over {show_axes(axes)}: it must be "
+                f"each device's share, and shardrules can't tell whether it is, because {why}. "
+                f"If it is a share, return jax.lax.pcast(ct, ({names},), to='unreduced') from "
+                "bwd. If it is the full sum already, return that cast of ct / "
+                f"jax.lax.axis_size(({names},)).",
             )
         return self._error(
             "undecided",
             ct,
             axes,
             f"is {have}, for a primal that needs {want}. One psum over {{{names}}} is missing "
-            "if it is this device's share, and none if it is the full sum already; which of them "
-            f"can't be decided, because {why}. If it is a share, return "
-            f"jax.lax.psum(ct, ({names},)) from bwd. If it is summed already, return "
-            f"{whole}. Both are for primals that are invariant over {{{names}}}, as "
+            "if it is this device's share, and none if it is the full sum already; shardrules "
+            f"can't tell which, because {why}. If it is a share, return jax.lax.psum(ct, "
+            f"({names},)) from bwd. If it is summed already, return {whole}. Both forms are "
+            f"for primals that are invariant over {{{names}}}, as "
             f"here{share if self.has_casts else ''}.",
         )
 
@@ -100,11 +101,11 @@ class Refusals:
             ct,
             axes,
             f"is {ct.have}, for a primal that needs {ct.want}. It depends on the cotangent of "
-            f"output {part}, which varies over {{{names}}}, and on that of output {whole}, which "
-            "is invariant. Give each part its own reduction in bwd, before they are added: of "
-            f"output {part}, jax.lax.psum(part, ({names},)), since it is this device's share; of "
-            f"output {whole}, none where it is computed from values that are equal over "
-            f"{{{names}}}, and the same psum where it is not. One psum of both would count such a "
+            f"output {part}, which varies over {{{names}}}, and on that of output {whole}, "
+            "which is invariant. In bwd, reduce each part by itself before they are added: for "
+            f"output {part}, jax.lax.psum(part, ({names},)), since it is this device's share; "
+            f"for output {whole}, nothing if it is computed from values that are equal over "
+            f"{{{names}}}, and otherwise the same psum. One psum of both would count such a "
             f"part once for each device, and {claim} would not add up the shares.",
         )
 

@@ -25,7 +25,7 @@ from shardrules.hooks.cotangents.linearity import (
 )
 from shardrules.hooks.retyping.retyping import differentiated_by_jax, transposed_by_jax
 from shardrules.hooks.types.identities import MARK
-from shardrules.hooks.types.lost_axes import hijax_object
+from shardrules.hooks.types.join_law import hijax_object
 from shardrules.jaxprs.fold import TooLong
 from shardrules.jaxprs.reach import Reach
 from shardrules.jaxprs.walk import equations, program_text
@@ -198,7 +198,7 @@ class Shares(Reach):
         except TooLong as error:
             self._reasons.append(str(error))
 
-    def doubts(self) -> list[str]:
+    def reasons_to_leave(self) -> list[str]:
         """Say at which steps the gradients may differ from those with the check off."""
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))

@@ -132,7 +132,7 @@ class Forward:
 
     @functools.cached_property
     def jaxpr(self) -> Any:
-        """The jaxpr from its primals to its outputs and residuals, or None."""
+        """Return the jaxpr from its primals to its outputs and residuals, or None."""
         door, parts = self.door, self.parts
         if parts.fwd is None:
             return None
@@ -152,7 +152,7 @@ class Forward:
 
     @functools.cached_property
     def origins(self) -> Origins:
-        """The origins of its outputs, then of its residuals."""
+        """Return the origins of its outputs, then of its residuals."""
         return self._origins_of(self.jaxpr)
 
     def _origins_of(self, jaxpr: Jaxpr) -> Origins:
@@ -162,14 +162,14 @@ class Forward:
 
     @property
     def saved(self) -> Sequence[Origin] | None:
-        """The residuals' origins, or None."""
+        """Return the residuals' origins, or None."""
         if self.jaxpr is None or len(self.jaxpr.outvars) != self.count:
             return None
         return self.origins.outputs[self.output_count :]
 
     @property
     def outputs(self) -> Sequence[tuple[AxisType, Origin]] | None:
-        """The type and the origin of each output, or None."""
+        """Return the type and the origin of each output, or None."""
         if self.jaxpr is None:
             return None
         outvars = self.jaxpr.outvars[: self.output_count]

@@ -34,7 +34,7 @@ from shardrules.hooks.explain.explanation import (
 from shardrules.hooks.install import held, state
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT
-from shardrules.hooks.types.calls.opaque import OpaqueCall, confirm, to_paste
+from shardrules.hooks.types.calls.opaque import OpaqueCall, check_declaration, to_paste
 from shardrules.jaxprs.walk import Inside, uses, visited
 from shardrules.paths import is_library
 from shardrules.registry.axistypes import show_axes
@@ -221,7 +221,9 @@ class _Explainer:
     def _call(self, eqn: Eqn, opaque: OpaqueCall, place: _EqnPlace) -> None:
         count = len(eqn.invars) if opaque.operand_count is None else opaque.operand_count
         # Raises where lowering would. On a copy, so that the status stays the declared one.
-        confirm(dataclasses.replace(opaque), state(), eqn.primitive.name, eqn.params, count)
+        check_declaration(
+            dataclasses.replace(opaque), state(), eqn.primitive.name, eqn.params, count
+        )
         call, entry = opaque.call, opaque.registration
         status = "no rule"
         if entry is not None:

@@ -232,8 +232,8 @@ def describe_placement(placement: Placement) -> str:
     said = (
         f"and {placement.after_bytes:,} B where that is the fewest ({done}):"
         if saves
-        else "and as many where no reorder parts them from the border: XLA can make one "
-        f"reduce-scatter of a psum and the slice of its result beside it ({done}):"
+        else "and as many where no reorder stands between them and the border: XLA can make "
+        f"one reduce-scatter of a psum and the slice of its result beside it ({done}):"
     )
     lines = [
         _wrap(

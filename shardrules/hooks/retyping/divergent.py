@@ -91,11 +91,11 @@ class Divergent(Hooks):
                 "its own gradient, or take it before"
             )
         raise AxisError(
-            f"{what} varies over {show_axes(over)}, so that devices along them run different "
+            f"{what} varies over {show_axes(over)}, so devices along them run different "
             f"{'numbers of steps' if is_loop else 'branches'}, and {whose} {does} over "
-            f"{show_axes(axes)}{f' (at {place})' if place else ''}, which not all of them reach: "
-            f"the others would wait for good. Make the predicate the same on all devices, with "
-            f"jax.lax.pmax over ({apart},), or {own}.",
+            f"{show_axes(axes)}{f' (at {place})' if place else ''}, which not all of them "
+            "reach: those that do would wait forever. Make the predicate the same on all "
+            f"devices, with jax.lax.pmax over ({apart},), or {own}.",
             axes=axes,
         )
 

@@ -34,7 +34,7 @@ from shardrules.door.protocols import Aval, Eqn, Jaxpr, Primitive, Var
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.lost_axes import hijax_object, is_typed_by_hand, typed_alike
+from shardrules.hooks.types.join_law import hijax_object, is_typed_by_hand, typed_alike
 from shardrules.jaxprs.rewrite import Rewrite, cast_atoms
 from shardrules.jaxprs.walk import gradient_sums
 from shardrules.registry.axistypes import AxisType, show_axes
@@ -108,10 +108,10 @@ class Retyping(Hooks):
         if over:
             names = ", ".join(map(repr, sorted(over)))
             why = (
-                f"a function that takes gradients was traced with values that are invariant over "
-                f"{show_axes(over)}, and is run on ones that vary. The gradient with respect to an "
-                "invariant value is summed over the devices, that of a varying one is each "
-                "device's own."
+                "a function that takes gradients was traced with values that are invariant "
+                f"over {show_axes(over)}, but is run on ones that vary. The gradient with "
+                "respect to an invariant value is summed over the devices; the gradient with "
+                "respect to a varying one is each device's own."
             )
             raise AxisError(
                 f"{why} Cast what it is traced with (closure conversion, an initial guess) "
@@ -216,8 +216,8 @@ class _Equation:
             raise self._error("the functions that it takes would have to be traced again")
         if self.what is not None and self._sums_unseen():
             raise self._error(
-                "its bwd or transpose is a function of its author's, which may sum cotangents over "
-                "them; if it does, only the first of these helps"
+                "its author wrote its bwd or transpose, which may sum cotangents over them; if "
+                "it does, only the first of these helps"
             )
         if all(map(self.door.can_cast, (atom.aval for atom in self.operands))):
             axes = self._gained() & union(self.types)
@@ -288,12 +288,12 @@ class _Equation:
         )
         if self.what is not None:
             text = (
-                f"{self.what} varies over {show_axes(axes)}, so that devices along them run "
-                "different branches or a different number of steps, and what is used there has to "
-                f"vary over {show_axes(axes)} before. That can't be done for {where}: {why}. Make "
-                f"the predicate the same on all devices, with jax.lax.pmax over ({names},), or "
-                "cast what the function takes and closes over yourself, before: "
-                f"shardrules.vary(x, {names})."
+                f"{self.what} varies over {show_axes(axes)}, so devices along them run "
+                "different branches or a different number of steps, and the values used there "
+                f"must vary over {show_axes(axes)} first. shardrules can't cast them for "
+                f"{where}: {why}. Make the predicate the same on all devices, with "
+                f"jax.lax.pmax over ({names},), or cast the function's arguments and the "
+                f"values that it closes over yourself: shardrules.vary(x, {names})."
             )
         return AxisError(text, primitive=name, axes=axes)
 

@@ -189,10 +189,10 @@ class SetHooks(Hooks):
                 # For example, vmap with spmd_axis_name over shard_map adds its axis after the
                 # casts: the input's gradient would lack the psum that is a cast's transpose.
                 raise RuleError(
-                    f"input {i} of {opaque.call} is invariant over {show_axes(lost)}, over which "
-                    f"another input came to vary after shard_map's casts were put in. JAX "
-                    f"{self.door.version} can't cast it then: map the input over that axis too, "
-                    "move the vmap into shard_map, or use JAX 0.6 or newer",
+                    f"input {i} of {opaque.call} is invariant over {show_axes(lost)}, but "
+                    "another input came to vary over that after shard_map's casts were put in. "
+                    f"JAX {self.door.version} can't cast it any more: map the input over that "
+                    "axis too, move the vmap into shard_map, or use JAX 0.6 or newer",
                     kernel=opaque.call.name,
                     axes=lost,
                 )
@@ -239,7 +239,7 @@ class SetHooks(Hooks):
     def _leaves(
         self, primitive: Primitive, original: Callable[..., Any], opaque: OpaqueCall
     ) -> bool:
-        """Whether JAX's table decides: outside our scopes, or by a user's own entry for Pallas."""
+        """Return whether JAX's table decides: outside our scopes, or by a user's entry."""
         if not opaque.active(self.state):
             return True
         return (

@@ -69,10 +69,10 @@ def _share(ct: Any, x: Any, *, axes: tuple[str, ...]) -> list[Any]:
 
 def _refuse(ct: Any, x: Any, *, axes: tuple[str, ...]) -> list[Any]:
     raise AxisError(
-        f"a gradient goes through a shard_map whose check is off, inside of one whose check is "
-        f"on: to JAX, what it takes and returns is invariant over {show_axes(axes)}, along "
-        "which it differs, and one device's share of the gradient would be taken for the sum. "
-        "Switch the check off in the outer shard_map too, or on in the inner one.",
+        "a gradient goes through a shard_map whose check is off, inside of one whose check is "
+        f"on: JAX types its arguments and results as invariant over {show_axes(axes)}, "
+        "although they differ along them, and would take one device's share of the gradient "
+        "for the sum. Switch the check off in the outer shard_map too, or on in the inner one.",
         axes=frozenset(axes),
     )
 

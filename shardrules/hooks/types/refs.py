@@ -67,8 +67,8 @@ def check_written(
             f"{show_axes(extra)} too, jax.new_ref(shardrules.vary(x, {names}))."
         )
     raise RefError(
-        f"{what} is {value}, but the ref {which} (shape {tuple(ref.shape)}) is {have}, and so "
-        f"would be what is read from it afterwards. {remedy}",
+        f"{what} is {value}, but the ref {which} (shape {tuple(ref.shape)}) is {have}, and "
+        f"reads from it would be typed so too. {remedy}",
         ref=ref,
         have=have,
         value=value,

@@ -170,6 +170,7 @@ class TypeNoteHooks(Hooks):
             at = self.door.source_line(source)
             lines.append(f"  {what}{f' at {at}' if at else ''}: over {show_axes(axes)}")
         return (
-            f"{_FROM}what these return varies over mesh axes here, because something that they "
-            "depend on does; JAX alone would type it invariant, and be wrong:\n" + "\n".join(lines)
+            f"{_FROM}the results of these vary over mesh axes here, because something that "
+            "they depend on does; JAX alone would type them invariant, and be wrong:\n"
+            + "\n".join(lines)
         )

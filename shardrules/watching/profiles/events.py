@@ -80,22 +80,19 @@ class Events:
     def read(self, data: memoryview, host: str) -> None:
         """Add the events of one host's serialized XSpace."""
         planes = [wire.Plane(plane) for plane in wire.messages(data, wire.PLANES)]
-        self._programs = [
-            program
-            for plane in planes
-            if plane.name == wire.PROGRAMS
-            for program in plane.programs()
-        ]
+        self._programs = []
+        for plane in planes:
+            if plane.name == wire.PROGRAMS:
+                self._programs += plane.programs()
         for plane in planes:
             device = _DEVICE.fullmatch(plane.name)
             if device and device[1] == "TPU":
                 count = self._tpu(plane, host)
             elif device or plane.name == _HOST:
-                count = sum(
-                    self._by_stats(plane, batch, host)
-                    for line in plane.lines()
-                    for batch in self._batches(line, _STATS)
-                )
+                count = 0
+                for line in plane.lines():
+                    for batch in self._batches(line, _STATS):
+                        count += self._by_stats(plane, batch, host)
             else:
                 continue
             if count:
@@ -104,13 +101,11 @@ class Events:
 
     def operations(self, program: wire.WireProgram) -> set[str]:
         """Return the names of all operations of a program that ran."""
-        names = list(self.numbers)
-        return {
-            names[number]
-            for (_, other), timeline in self.timelines.items()
-            if other is program
-            for number in np.unique(timeline.ran().operation).tolist()
-        }
+        names, ran = list(self.numbers), set[str]()
+        for (_, other), timeline in self.timelines.items():
+            if other is program:
+                ran.update(names[number] for number in np.unique(timeline.ran().operation))
+        return ran
 
     def merge(self, into: dict[wire.WireProgram, wire.WireProgram]) -> None:
         """Count what ran of one program as another one's."""
@@ -141,11 +136,11 @@ class Events:
 
     def _tpu(self, plane: wire.Plane, host: str) -> int:
         lines = {line.name: line for line in plane.lines()}
-        runs = sorted(
-            (*times, plane.events.get(number, ""))
-            for batch in self._batches(lines.get("XLA Modules"))
-            for times, number in zip(_times(batch), batch.name.tolist())
-        )
+        runs: list[tuple[float, float, str]] = []
+        for batch in self._batches(lines.get("XLA Modules")):
+            for (start, end), number in zip(_times(batch), batch.name.tolist()):
+                runs.append((start, end, plane.events.get(number, "")))
+        runs.sort()
         starts = np.array([start for start, _, _ in runs])
         matches = {event: _OPERATION.match(name) for event, name in plane.events.items()}
         names = {event: match[1] for event, match in matches.items() if match}

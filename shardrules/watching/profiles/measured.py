@@ -89,11 +89,12 @@ class Times:
         whole: collections.Counter[str] = collections.Counter()
         for name, verdict in zip(names, verdicts):
             whole[name] += verdict.bytes
-        each = tuple(
-            timing and timing.part(verdict.bytes / whole[name] if whole[name] else 1.0)
-            for name, verdict in zip(names, verdicts)
-            for timing in [took.get(name)]
-        )
+        parts: list[Timing | None] = []
+        for name, verdict in zip(names, verdicts):
+            timing = took.get(name)
+            share = verdict.bytes / whole[name] if whole[name] else 1.0
+            parts.append(timing and timing.part(share))
+        each = tuple(parts)
         if not took:
             return Timings(self.step_seconds, each)
         exposed: collections.Counter[str] = collections.Counter()
@@ -116,11 +117,12 @@ class Times:
         seen_steps, at = np.unique(steps, return_inverse=True)
         order = np.argsort(np.bincount(at, end - start), kind="stable")
         middle = seen_steps[order[len(seen_steps) // 2]]
-        shown = sorted(
-            (start, end, numbers[name])
-            for name, (starts, ends, steps) in ran.items()
-            for start, end in zip(starts[steps == middle].tolist(), ends[steps == middle].tolist())
-        )
+        shown: list[tuple[float, float, int]] = []
+        for name, (starts, ends, steps) in ran.items():
+            here = steps == middle
+            for start, end in zip(starts[here].tolist(), ends[here].tolist()):
+                shown.append((start, end, numbers[name]))
+        shown.sort()
         # Devices lag behind the host, whose markers say how long a step is and not where it begins:
         # draw from the start of the program's runs to their end, where the runs are known.
         begin, last = shown[0][0], max(end for _, end, _ in shown)

@@ -219,12 +219,14 @@ class Dumps(NamedTuple):
     def text(self, name: str, number: int, operations: Iterable[str]) -> str | None:
         """Return the text of the one program that has this name and all operations that ran."""
         ran = set(operations)
-        fitting = [
-            (of_file, module.text)
-            for of_file, module in self.modules
-            if module.name == name
-            and ran <= {i.name for c in module.computations.values() for i in c.instructions}
-        ]
+        fitting: list[tuple[int | None, str]] = []
+        for of_file, module in self.modules:
+            if module.name == name:
+                held: set[str] = set()
+                for computation in module.computations.values():
+                    held.update(instruction.name for instruction in computation.instructions)
+                if ran <= held:
+                    fitting.append((of_file, module.text))
         numbered = [text for of_file, text in fitting if of_file == number]
         texts = numbered or [text for _, text in fitting]
         if len({body(text) for text in texts}) > 1:
@@ -305,5 +307,5 @@ def _texts(
             texts.setdefault(kept[program], text)
     seen.merge(kept)
     if lacking and texts:
-        notes.append(f"ran, and is not judged: {', '.join(sorted(lacking))}; {_NO_HLO}")
+        notes.append(f"ran, but was not judged: {', '.join(sorted(lacking))}; {_NO_HLO}")
     return texts

@@ -132,8 +132,9 @@ class Profile:
         lines = [self.headline, self.about, *(f"note: {note}" for note in self.notes)]
         if self.cheaper_seconds:
             lines.append(
-                f"note: {units.milliseconds(self.cheaper_seconds)} more a step are of needed "
-                f"collectives that could be cheaper: shardrules report --profile {self.source}"
+                f"note: {units.milliseconds(self.cheaper_seconds)} more a step are spent in "
+                "needed collectives that could be cheaper: shardrules report --profile "
+                f"{self.source}"
             )
         if any(program.lines and not program.content.judgement.mesh for program in self.programs):
             lines.append(

@@ -7,7 +7,7 @@ import re
 
 from shardrules import hlo
 from shardrules.hlo import known, proof
-from shardrules.hlo.proof import replication
+from shardrules.hlo.proof import handlers
 from shardrules.hlo.reader import attributes
 
 # Read for what people are told, not for the proof: nothing is proven of any send.
@@ -18,7 +18,7 @@ _BY_NAME_ONLY = {"operand_layout_constraints", "origin", "original_value", "stat
 
 def read_opcodes() -> set[str]:
     """List the opcodes that the proof knows."""
-    return set(replication.HANDLERS.by_opcode)
+    return set(handlers.HANDLERS.by_opcode)
 
 
 def read_attributes() -> set[str]:

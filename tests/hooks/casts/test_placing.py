@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.extend.core import check_jaxpr
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 import shardrules as sr
 from hooks.casts import bodies, optimum
@@ -198,7 +199,7 @@ def test_compiled_bytes_and_gradients(name, cpu_mesh):
     with sr.install(casts="cheapest"):
         program = jax.jit(jax.grad(sharded(body, cpu_mesh))).lower(W, X).compile()
     if name == "sums":  # the bwd's own psum in the loop, which only its author can move
-        with pytest.raises(errors.CollectiveAssertionError, match="after the loop"):
+        with raises(errors.CollectiveAssertionError, verdicts=len):
             testing.assert_no_defensive_psum(program)
     else:
         testing.assert_no_defensive_psum(program)

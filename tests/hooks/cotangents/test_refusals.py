@@ -14,22 +14,22 @@ SHARE, EQUAL, REDUCED = AxisType("data"), AxisType(), AxisType((), "data")
 
 UNDECIDED = """\
 is varying over {data}, for a primal that needs invariant. One psum over {'data'} is missing if it \
-is this device's share, and none if it is the full sum already; which of them can't be decided, \
+is this device's share, and none if it is the full sum already; shardrules can't tell which, \
 because WHY. If it is a share, return jax.lax.psum(ct, ('data',)) from bwd. If it is summed \
-already, return shardrules.already_summed(ct, 'data'). Both are for primals that are invariant \
+already, return shardrules.already_summed(ct, 'data'). Both forms are for primals that are invariant \
 over {'data'}, as here; if the bwd serves varying primals too, let it return its share as it is, \
 and cast this primal where the function is called, shardrules.vary(x, 'data')."""
 OF_REDUCED = """\
 is varying over {data}, for a primal that is reduced over {data}: it must be each device's share, \
-and whether it is can't be decided, because WHY. If it is a share, return jax.lax.pcast(ct, \
+and shardrules can't tell whether it is, because WHY. If it is a share, return jax.lax.pcast(ct, \
 ('data',), to='unreduced') from bwd. If it is the full sum already, return that cast of ct / \
 jax.lax.axis_size(('data',))."""
 MIXED = """\
 is varying over {data}, for a primal that needs invariant. It depends on the cotangent of output \
-1, which varies over {'data'}, and on that of output 0, which is invariant. Give each part its own \
-reduction in bwd, before they are added: of output 1, jax.lax.psum(part, ('data',)), since it is \
-this device's share; of output 0, none where it is computed from values that are equal over \
-{'data'}, and the same psum where it is not. One psum of both would count such a part once for \
+1, which varies over {'data'}, and on that of output 0, which is invariant. In bwd, reduce each \
+part by itself before they are added: for output 1, jax.lax.psum(part, ('data',)), since it is \
+this device's share; for output 0, nothing if it is computed from values that are equal over \
+{'data'}, and otherwise the same psum. One psum of both would count such a part once for \
 each device, and shardrules.already_summed would not add up the shares."""
 UNMOVED = """\
 depends on the cotangent of output 0, for a primal that varies over {'data'}. That output is \

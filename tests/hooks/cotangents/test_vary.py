@@ -51,7 +51,7 @@ def test_vary_is_nothing_without_the_check(cpu_mesh):
 
 SHARDED = lambda x: sr.vary(x, "data") + 1  # noqa: E731
 NO_EFFECT = {
-    "no shard_map is around it": lambda mesh, x: jax.jit(SHARDED)(x),
+    "it is not inside of a shard_map": lambda mesh, x: jax.jit(SHARDED)(x),
     "the check of this shard_map is off": lambda mesh, x: inside(mesh, SHARDED, x, check_vma=False),
     "its arrays vary over these axes already. Drop the call": lambda mesh, x: inside(
         mesh, SHARDED, x
@@ -76,7 +76,7 @@ def test_a_claim_outside_of_a_shard_map_is_warned_of(cpu_mesh, monkeypatch):
     monkeypatch.setattr(user_casts, "_settled", set())
     claim = lambda ct: sr.already_summed(ct, "data")  # noqa: E731
     with pytest.warns(
-        UserWarning, match="already_summed\\(ct, 'data'\\) does nothing here: no shard"
+        UserWarning, match="already_summed\\(ct, 'data'\\) does nothing here: it is not"
     ):
         claim(jnp.ones(ROWS))
     monkeypatch.setattr(user_casts, "_settled", set())
@@ -303,7 +303,7 @@ def test_a_wrong_claim_is_detected(cpu_mesh, hooks):
         with user_casts.checking_claims():
             gradient(*arguments())  # traced before, without comparing
     assert re.fullmatch(
-        r"already_summed was given a cotangent that differs between devices, so it is no full "
+        r"already_summed was given a cotangent that differs between devices, so it is not a full "
         r"sum:\n  at .*test_vary.py:\d+, over \{data\}\n"
         r"return jax.lax.psum\(ct, axes\) there instead",
         str(caught.value),

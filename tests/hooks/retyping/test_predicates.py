@@ -809,12 +809,12 @@ def test_what_cant_be_retyped_is_refused_with_what_to_type(cpu_mesh, hooks):
     with pytest.raises(errors.AxisError) as caught:
         jax.eval_shape(mapped(program), X, W)
     assert re.sub(r"at \S+:\d+", "at <line>", str(caught.value)) == (
-        "the predicate of a cond or switch varies over {data}, so that devices along them run "
-        "different branches or a different number of steps, and what is used there has to vary "
-        "over {data} before. That can't be done for shard_map at <line>: the functions that it "
-        "takes would have to be traced again. Make the predicate the same on all devices, with "
-        "jax.lax.pmax over ('data',), or cast what the function takes and closes over yourself, "
-        "before: shardrules.vary(x, 'data')."
+        "the predicate of a cond or switch varies over {data}, so devices along them run "
+        "different branches or a different number of steps, and the values used there must "
+        "vary over {data} first. shardrules can't cast them for shard_map at <line>: the "
+        "functions that it takes would have to be traced again. Make the predicate the same on "
+        "all devices, with jax.lax.pmax over ('data',), or cast the function's arguments and "
+        "the values that it closes over yourself: shardrules.vary(x, 'data')."
     )
     assert (caught.value.primitive, caught.value.axes) == ("shard_map", {"data"})
     cast = mapped(lambda x, w: program(x, sr.vary(w, "data")))

@@ -170,7 +170,7 @@ def test_replicated_weight_with_the_check_off_is_overwide(platform):
     assert set(verdict.collective.axes) == {"data", "model"}
     assert verdict.needed_axes == ("data",)
     assert verdict.bytes == 512
-    assert "programs.py:" in str(caught.value) and "`shardrules migrate" in str(caught.value)
+    assert verdict.collective.source.file.endswith("programs.py")
 
 
 @pytest.mark.gpu
@@ -212,18 +212,12 @@ def test_each_range_of_a_flat_combined_all_reduce_gets_its_verdict(gpu_mesh):
 
 
 @pytest.mark.parametrize(
-    "text, message",
-    [
-        ("", "<text> is empty"),
-        ("module @jit_f attributes {mhlo.num_partitions = 8 : i32} {\n}\n", "line 1, column 1"),
-        ("hello\nworld\n", "line 1, column 1"),
-    ],
+    "text",
+    ["", "module @jit_f attributes {mhlo.num_partitions = 8 : i32} {\n}\n", "hello\nworld\n"],
 )
-def test_text_that_is_not_hlo(text, message):
-    with pytest.raises(errors.HloSyntaxError) as caught:
+def test_text_that_is_not_hlo(text):
+    with raises(errors.HloSyntaxError, line=1, column=1):
         testing.assert_no_defensive_psum(text + "\n")
-    assert message in str(caught.value)
-    assert caught.value.line == 1 and "^" in str(caught.value)
 
 
 def test_empty_file_and_missing_file(tmp_path):
@@ -263,9 +257,8 @@ def test_function_lowered_and_compiled_give_the_same(cpu_mesh):
 
 def test_a_mesh_that_does_not_fit_the_program(cpu_mesh):
     program = check_off(("cpu", cpu_mesh), declared_copy)
-    with pytest.raises(errors.HloError) as caught:
+    with raises(errors.HloError, mesh={"data": 4, "model": 4}, device_count=8):
         testing.judge(program, mesh={"data": 4, "model": 4})
-    assert "16" in str(caught.value) and "8" in str(caught.value)
 
 
 def test_hooks_that_are_not_installed(cpu_mesh):

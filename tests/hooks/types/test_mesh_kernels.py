@@ -363,9 +363,9 @@ def test_a_kernel_that_writes_a_ref_holds_it_to_its_rule(cpu_mesh, hooks, op, na
     assert text.startswith(f"what {name} kernel 'copy' (defined at {__file__}:")
     assert text.endswith(
         " stores, by the rule no_communication, is varying over {data}, but the ref that it is "
-        "written to (shape (2, 4)) is invariant, and so would be what is read from it "
-        "afterwards. A ref keeps the type of its first value: make it from one that varies over "
-        "{data} too, jax.new_ref(shardrules.vary(x, 'data'))."
+        "written to (shape (2, 4)) is invariant, and reads from it would be typed so too. A "
+        "ref keeps the type of its first value: make it from one that varies over {data} too, "
+        "jax.new_ref(shardrules.vary(x, 'data'))."
     )
 
 
@@ -394,9 +394,8 @@ def test_a_bwd_in_refs_is_one_devices_share_by_its_kernels_rule(cpu_mesh, declar
         assert psums_in_its_gradient(through_refs(copy), cpu_mesh) == 1
     for rule in (sr.all_gather, sr.per_device, sr.all_reduce):
         body = rule("data")(lambda x, o: copy(x, o))
-        with raises(errors.CotangentError, problem="undecided") as caught:
+        with raises(errors.CotangentError, problem="undecided"):
             psums_in_its_gradient(through_refs(body), cpu_mesh)
-        assert f"{rule.__name__}('data'" in str(caught.value)
     its_own = sr.rules({"copy": lambda ctx: [ctx.union] * ctx.output_count})
     with its_own, pytest.raises(errors.CotangentError, match="does not say what it communicates"):
         psums_in_its_gradient(through_refs(copy), cpu_mesh)

@@ -15,6 +15,7 @@ import programs
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
+from raising import raises
 
 import shardrules as sr
 from shardrules import errors, report
@@ -145,8 +146,8 @@ def test_a_kernel_that_reads_its_place_is_not_proven(cpu_mesh, hooks):
     op = programs.copy_op("cpu", kernel=kernel)
     with pytest.raises(errors.UnknownKernelError) as caught:
         out_type(op, cpu_mesh, P("data"), [programs.SHAPE])
-    assert caught.value.audit.blockers
-    assert "axis_index" in str(caught.value) and "test_pallas_check.py" in str(caught.value)
+    (blocker,) = caught.value.audit.blockers
+    assert blocker.primitive == "axis_index" and "test_pallas_check.py:" in blocker.source
 
 
 def test_a_declaration_that_the_jaxpr_contradicts_is_refused(cpu_mesh, hooks):
@@ -403,10 +404,8 @@ def test_bwd_that_communicates_is_not_summed_again(cpu_mesh, hooks):
     args = programs.structs(
         cpu_mesh, (programs.SHAPE, P("data", None)), ((1, programs.SHAPE[1]), P())
     )
-    with pytest.raises(errors.CotangentError) as caught:
+    with raises(errors.CotangentError, problem="undecided", axes={"data"}):
         jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*args)
-    assert caught.value.problem == "undecided" and caught.value.axes == {"data"}
-    assert "because bwd holds all_gather over {data}" in str(caught.value)
 
 
 def test_collective_beside_a_cotangent_does_not_stop_its_psum(cpu_mesh, hooks):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import errors
-from shardrules.hooks.types import lost_axes
+from shardrules.hooks.types import join_law
 
 X = np.arange(1, 33, dtype=np.float32).reshape(8, 4)
 W = np.arange(1, 5, dtype=np.float32)
@@ -135,7 +135,7 @@ def test_a_cotangent_whose_invariant_type_is_wrong_is_refused(
 ):
     """As JAX types the indices of a sort, whatever the keys vary over (JAX 0.10.2)."""
     # shardrules would type them right.
-    monkeypatch.setattr(lost_axes.LostAxesHooks, "acts", False)
+    monkeypatch.setattr(join_law.JoinLawHooks, "acts", False)
     jax.clear_caches()  # of an argsort in another test
     request.addfinalizer(jax.clear_caches)  # and of this one
 

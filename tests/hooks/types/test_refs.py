@@ -108,8 +108,8 @@ def test_a_store_that_varies_more_than_its_ref_is_refused(cpu_mesh, hooks, store
     with pytest.raises(errors.RefError) as caught:
         types(op, cpu_mesh)
     assert str(caught.value) == (
-        f"{what} is varying over {{data}}, but the ref {which} (shape (2, 4)) is invariant, and "
-        "so would be what is read from it afterwards. A ref keeps the type of its first value: "
+        f"{what} is varying over {{data}}, but the ref {which} (shape (2, 4)) is invariant, "
+        "and reads from it would be typed so too. A ref keeps the type of its first value: "
         "make it from one that varies over {data} too, jax.new_ref(shardrules.vary(x, 'data'))."
     )
 
@@ -299,8 +299,8 @@ def test_partial_sums_do_not_go_into_a_ref_of_whole_values(cpu_mesh, hooks):
         types(op, cpu_mesh)
     assert str(caught.value) == (
         "a value is unreduced over {data}, but the ref that it is written to (shape (2, 4)) is "
-        "invariant, and so would be what is read from it afterwards. Partial sums go only into a "
-        "ref of partial sums over the same axes: reduce the value first with jax.lax.psum."
+        "invariant, and reads from it would be typed so too. Partial sums go only into a ref "
+        "of partial sums over the same axes: reduce the value first with jax.lax.psum."
     )
 
 

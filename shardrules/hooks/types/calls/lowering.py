@@ -8,7 +8,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.hooks.state import State
-from shardrules.hooks.types.calls.opaque import OpaqueCall, confirm, resolve
+from shardrules.hooks.types.calls.opaque import OpaqueCall, check_declaration, resolve
 from shardrules.registry.axistypes import AxisType, Effect, format_effects
 from shardrules.registry.table import normalise
 
@@ -26,7 +26,7 @@ def lower(
 ) -> Any:
     """Lower one opaque call: interpret without types, or tag the custom call."""
     count = len(operands) if opaque.operand_count is None else opaque.operand_count
-    confirm(opaque, state, ctx.primitive.name, params, count, varying=frozenset())
+    check_declaration(opaque, state, ctx.primitive.name, params, count, varying=frozenset())
     if params.get("interpret"):
         # The interpreter's loops mix inputs that vary differently (JAX 0.10.2 fails on a carry).
         # The call's own types were settled outside, so here nothing is left to check.

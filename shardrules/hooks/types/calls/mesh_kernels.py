@@ -26,7 +26,7 @@ from shardrules.hooks.types.calls.annotations import check_annotations, note_res
 from shardrules.hooks.types.calls.opaque import (
     Call,
     OpaqueCall,
-    confirm,
+    check_declaration,
     is_doubtful,
     prove,
     resolve,
@@ -274,7 +274,7 @@ class MeshKernelHooks(Hooks):
         touches_more = first and typed_here and not all(map(only_touches_refs, _jaxprs(params)))
         if is_doubtful(kernel, self.state) or touches_more:
             varying = union(map(self.door.axis_type, avals)) if self.door.checking() else None
-            confirm(kernel, self.state, primitive.name, params, len(avals), varying)
+            check_declaration(kernel, self.state, primitive.name, params, len(avals), varying)
         if typed_here:
             resolution, types = self._resolve(primitive, params, kernel, avals)
             if first:

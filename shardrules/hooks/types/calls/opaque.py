@@ -142,7 +142,7 @@ def prove(opaque: OpaqueCall, state: State, primitive: str, params: Any, operand
             opaque.registration = Registration(opaque.call.name, no_communication, where, "audited")
 
 
-def confirm(
+def check_declaration(
     opaque: OpaqueCall,
     state: State,
     primitive: str,
@@ -174,12 +174,11 @@ def confirm(
         # Along an axis of one device there is nothing to join; out of scope there is no telling.
         if opaque.audit.proven and (size_of(joined) or 1) > 1:
             raise RuleError(
-                f"{opaque.call} is declared {registration.rule!r} at {registration.where}, but its "
-                "own jaxpr shows that it reads no other device: over "
-                f"{show_axes(joined)} its outputs differ where its inputs do. Remove the "
-                "declaration, since the jaxpr is proof enough, or declare "
-                "shardrules.no_communication. What is reduced beside the kernel, by jax.lax.psum, "
-                "needs no declaration.",
+                f"{opaque.call} is declared {registration.rule!r} at {registration.where}, but "
+                f"its own jaxpr shows that it reads no other device: over {show_axes(joined)} "
+                "its outputs differ where its inputs do. Remove the declaration, since the "
+                "jaxpr is proof enough, or declare shardrules.no_communication. A reduction "
+                "beside the kernel, by jax.lax.psum, needs no declaration.",
                 kernel=opaque.call.name,
                 rule=registration.rule,
                 audit=opaque.audit,
@@ -203,8 +202,8 @@ def confirm(
 def is_doubtful(opaque: OpaqueCall, state: State) -> bool:
     """Return whether a declaration says that the outputs are invariant over more than the inputs.
 
-    ``confirm`` then runs at each bind: a wrong one gives a custom_vjp other cotangents, of which
-    JAX's errors and ours would speak before.
+    ``check_declaration`` then runs at each bind. A wrong declaration gives a custom_vjp other
+    cotangents, and without this check an error about those would come first.
     """
     return bool(_joined(opaque, state))
 
@@ -256,7 +255,8 @@ def resolve(
         return no_communication.resolve(context)
     if scope.policy == "warn":
         warnings.warn(
-            f"{call} has no rule; its outputs are taken to vary over all of {{{', '.join(axes)}}}",
+            f"{call} has no rule; shardrules assumes that its outputs vary over all of "
+            f"{{{', '.join(axes)}}}",
             stacklevel=2,
         )
     return _UNKNOWN.resolve(context)
@@ -274,9 +274,9 @@ def _answer(call: Call, registration: Registration, context: RuleContext) -> Res
     except Exception as error:
         raise RuleError(
             f"the rule {registration.rule!r} of {call} raised {type(error).__name__}: {error}\n"
-            f"  rule declared at {registration.where}; it is given a shardrules.RuleContext with "
-            f"{len(context.inputs)} inputs and is to answer with one shardrules.AxisType for each "
-            f"of {context.output_count} outputs",
+            f"  rule declared at {registration.where}; it gets a shardrules.RuleContext with "
+            f"{len(context.inputs)} inputs and must return one shardrules.AxisType for each of "
+            f"{context.output_count} outputs",
             kernel=call.name,
             rule=registration.rule,
         ) from error

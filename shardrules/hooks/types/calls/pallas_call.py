@@ -24,7 +24,7 @@ from shardrules.hooks.types.calls.opaque import (
     Call,
     OpaqueCall,
     Results,
-    confirm,
+    check_declaration,
     is_doubtful,
     prove,
     resolve,
@@ -170,7 +170,7 @@ class PallasHooks(Hooks):
             inputs = self.door.axis_types(tuple(map(self.door.typeof, args)))
         if is_doubtful(kernel, self.state) or (first and not only_touches_refs(jaxpr)):
             varying = None if inputs is None else union(inputs)
-            confirm(kernel, self.state, "pallas_call", params, 0, varying)
+            check_declaration(kernel, self.state, "pallas_call", params, 0, varying)
         if inputs is not None:
             count = len(params["out_avals"])
             resolution = resolve(self.door, self.state, kernel, inputs, count)

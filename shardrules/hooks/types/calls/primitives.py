@@ -121,12 +121,12 @@ class PrimitiveHooks(Hooks):
                 if axes:
                     over = ", ".join(map(repr, sorted(axes)))
                     raise CotangentError(
-                        f"the transpose rule of {name!r} returns a cotangent for operand {i} that "
-                        f"is {have}, for a primal that asks for {want}. If it is this device's "
-                        f"share, return jax.lax.psum(ct, ({over},)) from it, or cast the operand "
-                        f"before: shardrules.vary(x, {over}), as a rule for {name!r} does "
-                        f"(shardrules.register({name!r}, shardrules.no_communication), if it "
-                        "doesn't communicate).",
+                        f"the transpose rule of {name!r} returns a cotangent for operand {i} "
+                        f"that is {have}, for a primal that needs {want}. If it is this "
+                        f"device's share, return jax.lax.psum(ct, ({over},)) from it, or cast "
+                        f"the operand before: shardrules.vary(x, {over}), as a rule for "
+                        f"{name!r} does (shardrules.register({name!r}, "
+                        "shardrules.no_communication), if it doesn't communicate).",
                         axes=axes,
                         have=have,
                         want=want,

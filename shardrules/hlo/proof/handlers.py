@@ -92,7 +92,7 @@ def _device_id(visit: Visit) -> Value:
     return values.device_number(numbers, instruction.opcode)
 
 
-def _mixed(visit: Visit) -> Value:
+def _general(visit: Visit) -> Value:
     return visit.proof.values.general(visit.computation, visit.instruction, visit.operands)
 
 
@@ -137,11 +137,11 @@ def _element(visit: Visit) -> Value:
     return proof.values.collapse(value)
 
 
-def _same(visit: Visit) -> Value:
+def _first_operand(visit: Visit) -> Value:
     proof, operands = visit.proof, visit.operands
     if len(operands) > 1:
         rest = proof.values.merged(operands[1:])
-        return proof.values.with_state(operands[0], proof.values.states.evened(rest))
+        return proof.values.with_state(operands[0], proof.values.states.maybe_equal(rest))
     return operands[0]
 
 
@@ -154,7 +154,7 @@ def _done(visit: Visit) -> Value:
     return value.result if isinstance(value, Started) else visit.proof.values.collapse(value)
 
 
-def _applier(visit: Visit) -> Value:
+def _applies_computation(visit: Visit) -> Value:
     proof, instruction, operands = visit.proof, visit.instruction, visit.operands
     own = proof.reach.applied(instruction)
     if own:
@@ -164,14 +164,14 @@ def _applier(visit: Visit) -> Value:
     # The second half of a reduce's operands are the initial values.
     count = len(operands) // 2 if instruction.opcode == "reduce" else len(operands)
     if several and not proof.values.vary_alike(operands[:count]):
-        return proof.values.states.evened(state)
+        return proof.values.states.maybe_equal(state)
     called = [proof.module.computations[name].original for name in instruction.calls]
     if any(hs.rounds(c.instructions[c.root].opcode, instruction.shape) for c in called):
-        return proof.values.states.evened(state)
+        return proof.values.states.maybe_equal(state)
     return state
 
 
-def _evening(visit: Visit) -> Value:
+def _equalizing(visit: Visit) -> Value:
     """Evaluate an elementwise op that may make different operands equal."""
     proof, computation, _, instruction, operands, _ = visit
     values = proof.values
@@ -185,10 +185,10 @@ def _evening(visit: Visit) -> Value:
         return value
     if type(value) is int and values.states[value].apart == hd.EQUAL:
         return value  # as it would be
-    return values.evened(value) if hs.cancels(computation, instruction) else value
+    return values.maybe_equal(value) if hs.cancels(computation, instruction) else value
 
 
-def _unknown(visit: Visit) -> int:
+def _unknown_attribute(visit: Visit) -> int:
     why = visit.proof.reach.unknown_attribute(visit.instruction)
     return visit.proof.values.blocked(why, visit.operands)
 
@@ -199,7 +199,7 @@ def _source(visit: Visit) -> int:
     return visit.proof.values.states.source(hd.DISTINCT, cause)
 
 
-def _unusual(visit: Visit) -> Value:
+def _other_opcode(visit: Visit) -> Value:
     proof, computation, _, instruction, operands, _ = visit
     opcode = instruction.opcode
     if opcode.endswith("-done") or opcode.endswith("-update"):
@@ -232,19 +232,19 @@ def _call(visit: Visit) -> Value:
 
 
 def _async_start(visit: Visit) -> Started:
-    return _begun(visit, visit.instruction, tuple(visit.operands))
+    return _started_call(visit, visit.instruction, tuple(visit.operands))
 
 
 def _async_update(visit: Visit) -> Value:
     """Evaluate an update; XLA for TPUs (JAX 0.12) gives some calls their operands only here."""
     begun, *brought = visit.operands
     if not brought or not isinstance(begun, Started) or not isinstance(begun.operand, tuple):
-        return _same(visit)
+        return _first_operand(visit)
     start = hm.behind(visit.computation, visit.position, _UPDATES)
-    return _begun(visit, start, (*begun.operand, *brought))
+    return _started_call(visit, start, (*begun.operand, *brought))
 
 
-def _begun(visit: Visit, start: hm.Instruction, given: tuple[Value, ...]) -> Started:
+def _started_call(visit: Visit, start: hm.Instruction, given: tuple[Value, ...]) -> Started:
     """Evaluate what an asynchronous instruction runs, once it has all of its operands."""
     proof, instruction = visit.proof, visit.instruction
     called = [proof.module.computations[name] for name in start.calls]
@@ -286,7 +286,7 @@ def _collective(visit: Visit) -> Value:
 
     result = _result(visit, channel, operands, moved)
     if hs.rounds(channel.reduction, instruction.shape):
-        result = values.evened(result)
+        result = values.maybe_equal(result)
     if not instruction.opcode.endswith("-start"):
         return result
     parts = instruction.shape.elements or (instruction.shape,)
@@ -335,7 +335,7 @@ def _recv_done(visit: Visit) -> Value:
     sender = proof.cache[computation.name].get(receiver)
     # What is sent later than this was noted by an earlier evaluation.
     if sender is None or sender > position or (computation.name, sender) not in proof.sent:
-        return _unusual(visit)
+        return _other_opcode(visit)
     channel = proof.records[computation.name, sender].channel
     state, around = proof.sent[computation.name, sender]
     if channel.unknown:
@@ -433,7 +433,7 @@ def _custom_call(visit: Visit) -> Value:
             state, values.states.intern(hs.ValueState(supports=(resolution.support,)))
         )
     if len(resolution.effects) > 1 and not values.vary_alike(operands):
-        state = values.states.evened(state)  # each output may depend on other operands
+        state = values.states.maybe_equal(state)  # each output may depend on other operands
     parts = [effects.applied(visit, e, state, resolution) for e in resolution.effects]
     if instruction.shape.elements is None:
         return parts[0] if parts else state
@@ -442,12 +442,12 @@ def _custom_call(visit: Visit) -> Value:
 
 _BY_OPCODE: dict[str, Handler | None] = {
     **dict.fromkeys((*ELEMENTWISE, *LOCAL)),
-    **dict.fromkeys(hs.EVENING, _evening),
+    **dict.fromkeys(hs.EQUALIZING, _equalizing),
     "parameter": parameter,
     "iota": _iota,
-    "concatenate": _mixed,
-    "pad": _mixed,
-    "dynamic-update-slice": _mixed,
+    "concatenate": _general,
+    "pad": _general,
+    "dynamic-update-slice": _general,
     "constant": _constant,
     "tuple": _tuple,
     "get-tuple-element": _element,
@@ -456,10 +456,10 @@ _BY_OPCODE: dict[str, Handler | None] = {
     "while": control.loop,
     "conditional": control.conditional,
     "custom-call": _custom_call,
-    "optimization-barrier": _same,
-    "opt-barrier": _same,
-    "domain": _same,
-    "add-dependency": _same,
+    "optimization-barrier": _first_operand,
+    "opt-barrier": _first_operand,
+    "domain": _first_operand,
+    "add-dependency": _first_operand,
     "copy-start": _copy_start,
     "async-start": _async_start,
     **dict.fromkeys(_UPDATES, _async_update),
@@ -474,7 +474,7 @@ _BY_OPCODE: dict[str, Handler | None] = {
     "partition-id": _device_id,
     "replica-id": _device_id,
     **dict.fromkeys(hc.OPCODES, _collective),
-    **dict.fromkeys(APPLIERS, _applier),
+    **dict.fromkeys(APPLIERS, _applies_computation),
     **dict.fromkeys(_SOURCES, _source),
 }
-HANDLERS = Handlers(_BY_OPCODE, _unusual, _unknown)
+HANDLERS = Handlers(_BY_OPCODE, _other_opcode, _unknown_attribute)

@@ -20,7 +20,7 @@ from shardrules.jaxprs.walk import equations
 from shardrules.paths import is_library
 
 
-class Doubts:
+class WholeCotangents:
     """A run of a bwd, and the cotangents that it returned."""
 
     def __init__(self, bwd: Bwd, cotangents: Any):
@@ -29,7 +29,7 @@ class Doubts:
         self.state = bwd.hooks.state
         self.cotangents = cotangents
 
-    def doubt(self) -> str:
+    def why_different(self) -> str:
         """Say why gradients may differ from those with the check off; empty if they are equal."""
         # With the check off, each device passes on its own share of the cotangent of a replicated
         # value, and shard_map adds up the shares at its inputs. With the check on, all devices pass
@@ -70,12 +70,12 @@ class Doubts:
             state.warned.add(key)
             names = ", ".join(map(repr, over))
             warning = WholeCotangentWarning(
-                f"the bwd {self.parts.name!r} is not known to be linear in the cotangent that it "
-                f"gets, which is the sum over {{{names}}} of the devices' cotangents: what it "
-                "computes, it computes of that sum, and not of each device's share. If each "
-                "device's own is meant, as with the check off, cast the argument where the "
-                "function is called, "
-                f"f(shardrules.vary(x, {names})); if the sum is meant, ignore this.",
+                f"the bwd {self.parts.name!r} is not known to be linear in the cotangent that "
+                f"it receives, which is the sum over {{{names}}} of the devices' cotangents, "
+                "so its result may differ from the sum of what it returns for each device's "
+                "share. If you want each device's share, as with the check off, cast the "
+                f"argument where the function is called, f(shardrules.vary(x, {names})); if "
+                "you want the sum, ignore this.",
                 axes=frozenset(over),
             )
             file, _, line = at.rpartition(":")
@@ -84,7 +84,7 @@ class Doubts:
 
     @property
     def _live(self) -> list[frozenset[str]]:
-        """The axes over which each cotangent that arrives and is not zero varies."""
+        """Return the axes over which each cotangent that arrives and is not zero varies."""
         leaves = jax.tree_util.tree_leaves(self.bwd.args[-1])
         return [
             axes_of(type_)
@@ -94,7 +94,7 @@ class Doubts:
 
     @property
     def _several(self) -> list[str]:
-        """The mesh axes along which there are several devices."""
+        """Return the mesh axes along which there are several devices."""
         return [axis for axis in sorted(self.bwd.mesh_axes) if size_of(frozenset((axis,))) != 1]
 
     @functools.cached_property

@@ -1,7 +1,7 @@
-"""Primitives whose results lose mesh axes: JAX's own, and hijax primitives.
+"""The default law: a result varies at least as the join of the operands.
 
-The law for JAX's own: what they return varies at least as all that they take. The rows of
-``laws.py`` say who may drop axes, who adds them, and why.
+It types JAX's own primitives, and a hijax primitive is held to it. The rows of ``laws.py`` say
+which primitive may drop axes, which adds them, and why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardrules.hooks.types.type_notes import TypeNoteHooks
 from shardrules.registry.axistypes import show_axes
 
 
-class LostAxesHooks(Hooks):
+class JoinLawHooks(Hooks):
     """Hooks on JAX's own primitives, and on a shard_map inside another."""
 
     laws = ("join", "called")
@@ -229,17 +229,17 @@ class HijaxHooks(Hooks):
                     names = ", ".join(map(repr, sorted(lost)))
                     raise AxisError(
                         f"JAX's {name} was traced with values that are invariant over "
-                        f"{show_axes(lost)}, and is run on ones that vary: its result would be "
-                        "typed invariant. Cast what it is traced with before: "
+                        f"{show_axes(lost)}, but is run on ones that vary: its result would be "
+                        "typed invariant. Cast the values that it is traced with first: "
                         f"shardrules.vary(x, {names}).",
                         axes=lost,
                     )
                 raise AxisError(
                     f"result {i} of the hijax primitive {name!r} is typed invariant over "
-                    f"{show_axes(lost)}, by its out_aval or abstract_eval, and varies over them "
-                    "where it is expanded: out_specs would be taken that are wrong, and gradients "
-                    f"summed. Give it the type of what varies as it does: jax.typeof(x) of an "
-                    "operand of its shape, say.",
+                    f"{show_axes(lost)} by its out_aval or abstract_eval, but varies over them "
+                    "where it is expanded: JAX would accept wrong out_specs, and sum "
+                    "gradients. Give it the type of a value that varies as it does, such as "
+                    "jax.typeof(x) of an operand of its shape.",
                     axes=lost,
                 )
 

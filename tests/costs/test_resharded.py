@@ -85,6 +85,24 @@ def test_an_array_that_is_gathered_along_two_dimensions(platform):
     assert rest.startswith("goes away with the gather at ")
 
 
+def test_the_program_s_own_dimensions_are_named(platform):
+    """XLA transposes and splits what it gathers; no two dimensions are of one size here."""
+    start, end, mesh, sizes = (
+        P(MODEL, None, DATA),
+        P(None, (DATA, MODEL)),
+        platform[1],
+        (128, 256, 64),
+    )
+    out = NamedSharding(mesh, P((DATA, MODEL)))
+    with jax.set_mesh(mesh):
+        f = jax.jit(lambda x: (constrained(x + x * 2, end) * 2).swapaxes(0, 1), out_shardings=out)
+        found = hints(f, structs(mesh, [(sizes, start)]))
+    said = max((h.advice for h in found if h.kind == "resharded"), key=len)
+    assert said.startswith("XLA gathers all of f32[128,256,64] ")
+    assert f"from {written(start)} to {written(end)}, and each device keeps a" in said
+    assert f"by way of {written(P(MODEL, DATA))} it sends" in said
+
+
 SQUARE = P(DATA, MODEL)
 
 

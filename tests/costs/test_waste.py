@@ -474,10 +474,11 @@ def fsdp(layer):
     return step
 
 
-def test_weights_that_are_gathered_again(platform):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_gathered_again(platform, dtype):
     """FSDP by hand: a scan over layers under jax.checkpoint gathers each weight twice."""
     name, mesh = platform
-    args = [((64, 128), D), ((8, 128, 128), P(None, "data"))]
+    args = [((64, 128), D, dtype), ((8, 128, 128), P(None, "data"), dtype)]
     outs = (P(), P(None, "data"))
 
     def layer(h, w):
@@ -488,17 +489,23 @@ def test_weights_that_are_gathered_again(platform):
     f, g = (program(mesh, fsdp(body), args, outs) for body in (again, kept))
     given = structs(mesh, args)
     found = [h for h in hints(f, given) if h.kind == "gathered twice"]
+    accounts = [testing.account(p, *given) for p in (f, g)]
+    gathers = [[e for e in account if e.kind == "all-gather"] for account in accounts]
+    assert [sum(e.runs for e in entries) for entries in gathers] == [16, 8]
+    saved = accounts[0].total.wire_bytes - accounts[1].total.wire_bytes
+    if name == "tpu" and dtype == "float32":
+        # XLA gathers these in bf16, and in f32 what is kept: fewer round trips, and as many bytes.
+        assert not found and saved == 0
+        return
     assert {h.entry.phase for h in found} == {"recompute"}
     # XLA for GPUs takes one trip out of the loop, from JAX 0.12 on in a form that is not followed.
     trips = sum(h.round_trips_before for h in found)
     assert trips == 8 or (name == "gpu" and trips == 7)
-    width = 2 if name == "tpu" else 4  # XLA for TPUs gathers these weights in bf16
-    assert sum(h.sent_before for h in found) == trips * 3 * 32 * 128 * width
+    sent = sum(h.sent_before - h.sent_after for h in found)
+    assert 0 < sent <= saved and (sent == saved or trips == 7)
     assert "takes" in found[0].advice and "save_only_these_names('gathered')" in found[0].advice
-    gathers = [[e for e in testing.account(p, *given) if e.kind == "all-gather"] for p in (f, g)]
-    assert [sum(e.runs for e in entries) for entries in gathers] == [16, 8]
     assert not [h for h in hints(g, given) if h.kind == "gathered twice"]
-    if name == "cpu":
+    if name == "cpu" and dtype == "float32":
         arrays = random_like(given)
         for one, other in zip(f(*arrays), g(*arrays)):
             np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import programs
+import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -144,6 +145,31 @@ def test_parts_that_leave_a_combined_collective_in_two_ways_are_one_change(cpu_m
     assert "no trip of the loop reads its results" in one + other
     assert "its results are only added up" in one + other
     assert other.startswith("forward all-reduce(data) at ") and "test_first_line.py:" in other
+
+
+def test_a_small_part_of_a_large_combined_collective_is_no_less_a_finding(cpu_mesh):
+    """They go together, so that they stand in one list, with the round trips that both save."""
+
+    def statistics(x):
+        def layer(carry, _):
+            h, total = carry
+            h = jnp.tanh(h)
+            return (h, total + lax.psum(h.T @ h, "data")), lax.pmean((h**2).mean(), "data")
+
+        return lax.scan(layer, (x, jnp.zeros((128, 128))), None, length=8)
+
+    f = sharded(statistics, cpu_mesh, P("data"), ((P("data"), P()), P()))
+    content, _ = told(f, cpu_mesh, ((64, 128), P("data")))
+    large, small = content.findings
+    assert not content.hints and large.entry.bytes > 100 * small.entry.bytes
+    assert large.verdict.collective.name == small.verdict.collective.name
+    (block,) = (block for block in content.changes if block.items)
+    (said,) = block.items
+    lines = dict(said.lines)
+    assert "together with 1 other finding" in lines["saves"]
+    assert "; and forward all-reduce(data) at " in lines["to do:"]
+    with pytest.raises(AssertionError):
+        testing.assert_no_defensive_psum(f, *programs.structs(cpu_mesh, ((64, 128), P("data"))))
 
 
 def test_what_shares_anything_is_one_group():

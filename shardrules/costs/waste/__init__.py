@@ -95,14 +95,25 @@ def dearer(found: list[Hint], worth_more_in: hlo.Judgement | None = None) -> lis
     """List the all-reduces among hints as findings, with the bytes now and then.
 
     With ``worth_more_in``, only those in loops that one before or after the loop replaces with
-    fewer bytes, and that send more than 1% of this program's bytes.
+    fewer bytes, and that send more than 1% of this program's bytes; and what is combined with them.
     """
     taken = [hint for hint in found if hint.entry.kind == "all-reduce"]
     if worth_more_in is not None:
         least = _SHARE * sum(e.each * e.wire_bytes for e in accounts.of(worth_more_in))
-        large = (hint for hint in taken if hint.entry.each * hint.entry.wire_bytes > least)
-        taken = [hint for hint in large if hint.kind in _OF_LOOPS and _moves_fewer(hint)]
+        leaving = [hint for hint in taken if hint.kind in _OF_LOOPS]
+        large = {
+            _collective(hint)
+            for hint in leaving
+            if hint.entry.each * hint.entry.wire_bytes > least and _moves_fewer(hint)
+        }
+        # Parts of one combined all-reduce leave a loop together, or it stays there.
+        taken = [hint for hint in leaving if _collective(hint) in large]
     return [findings.Finding(h.kind, h.entry, h.advice, h) for h in taken]
+
+
+def _collective(hint: Hint) -> tuple[str, str]:
+    collective = hint.verdict.collective
+    return collective.computation, collective.name
 
 
 def _moves_fewer(hint: Hint) -> bool:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules.watching.profiles.shown import Profile
     from shardrules.watching.runs import RunRecord, Runs
 
+_UNCOMMITTED = "uncommitted (jax.device_put has not placed it)"
 _DID_NOT_RUN = "it did not run while the steps were recorded"
 _UNTIMED = (
     "ran in the recorded steps, but the report has no times of it: it was compiled before the "
@@ -113,6 +114,14 @@ class WatchedProgram:
     def details(self) -> list[tuple[str, str]]:
         """Give each parameter's memory, and whether it is typed weakly, where JAX has it."""
         return self._placements.details() or []
+
+    @property
+    def commitments(self) -> list[str]:
+        """Tell of each parameter whether the caller committed it to its devices."""
+        header = self.judgement.module.header
+        free = header.get("allow_spmd_sharding_propagation_to_parameters", "{}").strip("{}")
+        given = [_UNCOMMITTED if flag == "true" else "committed" for flag in free.split(",")]
+        return given * len(self.judgement.module.entry.parameters) if len(given) == 1 else given
 
     @property
     def runs_on_cpu(self) -> bool:
@@ -360,9 +369,8 @@ class Watched:
         bodies = [profile.body(p.content.judgement.module.text) for p in result.programs]
         self.timings = {text: p.timings for text, p in zip(bodies, result.programs)}
         untimed = [p.name for text, p in zip(bodies, result.programs) if text not in watched]
-        where = f"`shardrules profile {folder}` has its times"
-        if not lasts:
-            where = "record with --keep DIR, and `shardrules profile DIR` has its times"
+        where = f"`shardrules profile {folder if lasts else 'DIR'}` has its times"
+        where = where if lasts else f"record with --keep DIR, and {where}"
         notes = [f"{name} {_UNTIMED}; {where}" for name in dict.fromkeys(untimed)]
         notes += self._did_not_run(watched, untimed)
         return dataclasses.replace(result, notes=(*result.notes, *notes))
@@ -447,18 +455,15 @@ def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:
 
 
 def _why_again(programs: list[WatchedProgram]) -> str:
-    times = sum(program.count for program in programs)
-    made, first = f"{programs[0].name} was compiled {times} times", programs[0].arguments
-    for other in programs[1:]:
-        if len(other.arguments) != len(first):
-            return f"{made}: for {len(first)} and for {len(other.arguments)} arguments"
-        for number, (before, after) in enumerate(zip(first, other.arguments)):
-            if before != after:
-                return f"{made}: {programs[0].argument(number)} is {before}, then {after}"
-    known = [p.details for program in programs for p in (program, *program.same_text)]
-    for others in known[1:]:
-        for number, pairs in enumerate(zip(known[0], others)):
-            for before, after in zip(*pairs):
+    every = [p for program in programs for p in (program, *program.same_text)]
+    made = f"{programs[0].name} was compiled {len(every)} times"
+    known = [[p.arguments for p in programs], [p.commitments for p in programs]]
+    known += map(list, zip(*(zip(*p.details) for p in every)))
+    for first, *others in known:
+        for other in others:
+            if len(other) != len(first):
+                return f"{made}: for {len(first)} and for {len(other)} arguments"
+            for number, (before, after) in enumerate(zip(first, other)):
                 if before != after:
                     return f"{made}: {programs[0].argument(number)} is {before}, then {after}"
     return (

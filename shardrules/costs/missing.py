@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from shardrules import hlo
 from shardrules.costs import outputs, walk
+from shardrules.costs.advice import UNNAMED
 from shardrules.errors import few
 from shardrules.hlo.proof import phases
 from shardrules.hlo.reader import flow
@@ -165,8 +166,8 @@ def advice(of: outputs.Unreduced) -> str:
             f"{_at(' at' if of.sources else '', of.sources)} {'are' if many else 'is'} made of, as "
             "a tensor-parallel layer does: a psum is missing inside of its backward pass, and "
             "one at the end would hide that. Let shard_map put it in: trace the step with the "
-            "check on, under shardrules.install() (shardrules migrate SCRIPT says what else "
-            "changes there), and compare its gradients with those of one device"
+            "check on, under shardrules.install(), and compare its gradients with those of one "
+            f"device; `shardrules migrate {UNNAMED} says what else changes there"
         )
     return (
         f"reduce the {what}{_at(' that come from' if many else ' that comes from', of.sources)} "

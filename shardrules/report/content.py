@@ -6,11 +6,12 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardrules import hlo, units
 from shardrules.arguments import checked
 from shardrules.costs import accounts, estimates, findings, missing, outputs, transfers
+from shardrules.costs.advice import named
 from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
@@ -40,6 +41,7 @@ _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
     "other bytes (pass the file that ends in after_optimizations.txt)"
 )
+_Advised = TypeVar("_Advised", Finding, outputs.Unequal)
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
 
@@ -68,6 +70,7 @@ class Content:
       unequal_allowed: such outputs with the reasons for which they stay.
       strict: outputs that are unproven alone are findings, too.
       why_at_most: why it isn't known what switching on its checks saves; empty where it is.
+      script: what ran, as it was typed; empty where that isn't known.
     """
 
     title: str
@@ -82,6 +85,7 @@ class Content:
     unequal_allowed: tuple[tuple[outputs.Unequal, str], ...] = ()
     strict: bool = False
     why_at_most: str = ""
+    script: str = ""
 
     @property
     def target(self) -> estimates.Target | None:
@@ -380,8 +384,9 @@ class Content:
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
         todo = [
-            items.of_output(same[0], TODO, items.advice_on(same), [o.name for o in same[1:]])
+            items.of_output(same[0], TODO, named(items.advice_on(same), self.script), others)
             for same in alike(self.unequal, items.lacking)
+            for others in [[output.name for output in same[1:]]]
         ]
         stays = [
             items.of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed
@@ -454,6 +459,7 @@ def content(
     timings: Timings | None = None,
     switched: Switched | str = "",
     fed: Fed | None = None,
+    script: str = "",
 ) -> Content:
     """Gather what a report says.
 
@@ -468,6 +474,7 @@ def content(
       timings: what a profile measured of each verdict's collective.
       switched: the same program with its shard_maps' checks on, or why it wasn't compiled so.
       fed: how often the program ran with a result of its own as an argument.
+      script: what ran, as it was typed.
     """
     all_hints = hints(judgement, fed)
     costly = dearer(all_hints, None if cheapest else judgement)
@@ -490,13 +497,18 @@ def content(
         title or judgement.module.name,
         judgement,
         account,
-        tuple(sorted(stay, key=costliest)),
+        tuple(sorted((_named(finding, script) for finding in stay), key=costliest)),
         tuple(allowed),
         tuple(name for name in unused if name in unused_too),
         tuple(sorted(left, key=costliest)),
         ledger,
-        tuple(unequal),
+        tuple(_named(output, script) for output in unequal),
         tuple(unequal_allowed),
         strict,
         switched if isinstance(switched, str) else "",
+        script,
     )
+
+
+def _named(said: _Advised, script: str) -> _Advised:
+    return dataclasses.replace(said, advice=named(said.advice, script))

@@ -173,6 +173,7 @@ class WatchedProgram:
             timings=timings,
             switched=self._switched(),
             fed=self._fed(),
+            script=self._owner.script,
         )
         proven = self._proven_kernels()
         advised = tuple(
@@ -191,8 +192,8 @@ class WatchedProgram:
 
         owner, traced = self._owner, self._traced
         with compiling.unwatched():
-            on = switched.switched(traced.again, traced.scope, owner.registry, self.judgement.mesh)
-        return on if isinstance(on, str) else on._replace(script=owner.script)
+            mesh = self.judgement.mesh
+            return switched.switched(traced.again, traced.scope, owner.registry, mesh)
 
     def _fed(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """Give how often it ran with a result of its own, by ``Runs.fed``."""
@@ -240,7 +241,7 @@ class Watched:
     target: str | None = None  # ``"v5e"``, on which each collective's time is estimated
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
     runs: Runs | None = None  # what follows the programs' runs
-    script: str = "SCRIPT"  # what runs, as it was typed
+    script: str = ""  # what runs, as it was typed; empty if that isn't known
     timings: dict[str, Timings] = dataclasses.field(default_factory=dict)  # by computations
 
     def __post_init__(self) -> None:

@@ -235,7 +235,8 @@ class Content:
         if self.timings is None:
             return ""
         avoidable, step = self.avoidable.exposed_seconds, self.timings.step_seconds
-        return grouping.of_step(avoidable, step, self.timings.device, self.staying_bytes)
+        device, staying = self.timings.device, self.staying_bytes
+        return grouping.of_step(avoidable, step, device, staying, self.avoidable.bytes)
 
     @property
     def staying_bytes(self) -> int:

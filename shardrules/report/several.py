@@ -100,7 +100,8 @@ class Several:
         longest = max((c.timings for c in each if c.timings), key=lambda t: t.step_seconds)
         avoidable = sum(c.avoidable.exposed_seconds for c in each)
         staying = sum(c.staying_bytes for c in each)
-        return of_step(avoidable, longest.step_seconds, longest.device, staying)
+        hidden = sum(c.avoidable.bytes for c in each)
+        return of_step(avoidable, longest.step_seconds, longest.device, staying, hidden)
 
     @property
     def about(self) -> str:
@@ -136,6 +137,8 @@ class Several:
     def programs(self) -> Block:
         """Make the table of the programs; a file's program has no count."""
         rows = [_row(c, count if self.of_process else None) for c, count in self.shown]
+        if not any(row["other"] for row in rows):
+            rows = [{k: v for k, v in row.items() if k != "other"} for row in rows]
         note = "wire bytes: what one device sends in one execution"
         if self.of_process:
             note += "; times: how many compiled programs have the same report"

@@ -337,12 +337,12 @@ class Watched:
             ],
         )
 
-    def profiled(self, folder: str, *, lasts: bool = True) -> Profile:
+    def profiled(self, folder: str, kept: str | None = None) -> Profile:
         """Read a profile of this process, which gives the programs their times.
 
         Args:
           folder: where it is.
-          lasts: the folder is still there when the report is read.
+          kept: the folder that has it still when the report is read; None for none.
         """
         from shardrules.watching.profiles import profile
 
@@ -370,8 +370,8 @@ class Watched:
         bodies = [profile.body(p.content.judgement.module.text) for p in result.programs]
         self.timings = {text: p.timings for text, p in zip(bodies, result.programs)}
         untimed = [p.name for text, p in zip(bodies, result.programs) if text not in watched]
-        where = f"`shardrules profile {folder if lasts else 'DIR'}` has its times"
-        where = where if lasts else f"record with --keep DIR, and {where}"
+        where = f"`shardrules profile {kept or 'DIR'}` has its times"
+        where = where if kept else f"record with --keep DIR, and {where}"
         notes = [f"{name} {_UNTIMED}; {where}" for name in dict.fromkeys(untimed)]
         notes += self._did_not_run(watched, untimed)
         return dataclasses.replace(result, notes=(*result.notes, *notes))

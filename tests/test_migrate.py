@@ -12,8 +12,13 @@ import subprocess
 import sys
 import tokenize
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import shardrules
 from shardrules.commands import trial
 from shardrules.unchecked import migration, results, tried
 from shardrules.unchecked.sites import Site, UncheckedCall
@@ -219,13 +224,48 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     found = [migration.SiteRow(site, (), migration.MORE)]
     rows, outcome = tried.tried(
         found,
-        results.Outcome(sent={"jit_f": 10}),
+        results.Outcome(sent={("jit_f", ()): 10}),
         lambda some: migration.edited(some, "file.py"),
-        lambda _: results.Outcome(sent={"jit_f": sent}),
+        lambda _: results.Outcome(sent={("jit_f", ()): sent}),
     )
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert (outcome is None) == (verdict == "MORE")
     assert ("send 10 B now, and 11 B with this on" in rows[0].note) == (verdict == "MORE")
+
+
+@pytest.mark.parametrize(
+    "before, after, sums",
+    [
+        ({"A": 100, "B": 7}, {"A": 90, "B": 7}, (107, 97)),
+        # Placed otherwise, a result makes JAX compile once more in one of the runs.
+        ({"A": 100, "B": 80}, {"A": 90}, (180, 180)),
+        ({"A": 100}, {"A": 90, "C": 300}, (200, 390)),
+        ({"A": 100, "B": 80}, {"A": 90, "C": 85}, (180, 175)),
+        ({}, {"A": 90}, (0, 90)),
+    ],
+)
+def test_bytes_are_compared_for_the_same_arguments(before, after, sums):
+    sides = [{("jit_f", (key,)): n for key, n in side.items()} for side in (before, after)]
+    assert results.sent_by_name(*sides) == [("jit_f", *sums)]
+    # What other programs send is not theirs.
+    sides[0]["jit_g", ("A",)] = 5
+    assert ("jit_g", 5, 0) in results.sent_by_name(*sides)
+
+
+def test_a_function_that_is_compiled_again_sends_once(cpu_mesh):
+    sharded = NamedSharding(cpu_mesh, P("data"))
+    x = jax.device_put(np.ones((8, 16), np.float32), sharded)
+
+    def total():
+        return jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(cpu_mesh, P()))
+
+    with shardrules.watch() as seen:
+        for _ in range(3):
+            total()(x)
+        total()(jax.device_put(np.ones((16, 16), np.float32), sharded))
+    assert len(seen) == 4
+    sent = trial._sent(seen)
+    assert [*sent.values()] == [96, 96]
 
 
 @pytest.mark.parametrize("off, verdict", [(1e-5, "SWITCH"), (0.5, "CHANGES")])
@@ -393,7 +433,8 @@ def test_an_install_with_other_arguments_is_named(tmp_path, monkeypatch, argumen
 def test_a_patch_that_saves_no_bytes_says_so(tmp_path, after, is_said):
     site = call(tmp_path / "file.py", "x = shard_map(f, check_vma=False)\n")
     rows = [migration.SiteRow(site, (), migration.SWITCH)]
-    said = migration.written(rows, before={"jit_step": 64}, after={"jit_step": after})
+    step = "jit_step", ("f32[8]",)
+    said = migration.written(rows, before={step: 64}, after={step: after})
     assert ("saves no bytes" in said) is is_said
 
 

@@ -16,6 +16,9 @@ _RUNS = 2  # of each program: later ones differ by the rounding of earlier ones
 _ELEMENTS = 256  # of each result
 _MOST_BYTES = 1 << 26  # of a result that is read
 
+Sent = dict[tuple[str, tuple[str, ...]], int]
+"""Bytes that one device sends in one run, by a program's name and its arguments' types."""
+
 
 class Result(NamedTuple):
     """Some elements of an array that a program returned."""
@@ -37,7 +40,7 @@ class Outcome:
     raised: str = ""  # the first line of the error that ended it, empty if none did
     # of unchecked shard_maps, if it retraced them
     calls: list[UncheckedCall] = field(default_factory=list)
-    sent: dict[str, int] = field(default_factory=dict)  # by one device in one run of each program
+    sent: Sent = field(default_factory=dict)
     results: Results = field(default_factory=dict)  # what its programs returned
     used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used
     notes: list[str] = field(default_factory=list)  # a message for each other flag
@@ -102,6 +105,25 @@ def different(
                         f"and its largest value is {scale:.3g}"
                     )
     return ""
+
+
+def sent_by_name(before: Sent, after: Sent) -> list[tuple[str, int, int]]:
+    """Compare what two runs of a script send, program by program of one name and arguments.
+
+    What only one of them compiled, for results that were placed otherwise say, is compared as the
+    costliest of its name. JAX may compile a step more often in one of the runs.
+    """
+    rows = []
+    for name in dict.fromkeys(name for name, _ in (*before, *after)):
+        sides = [{key: n for key, n in side.items() if key[0] == name} for side in (before, after)]
+        both = sides[0].keys() & sides[1].keys()
+        sums = []
+        for side in sides:
+            others = [n for key, n in side.items() if key not in both]
+            extra = 0 if sides[0].keys() == sides[1].keys() else max(others or side.values() or [0])
+            sums.append(sum(side[key] for key in both) + extra)
+        rows.append((name, sums[0], sums[1]))
+    return rows
 
 
 def _tolerance(dtype: str) -> float:

@@ -274,7 +274,9 @@ def test_what_the_patched_script_returns_decides(tmp_path, monkeypatch, off, ver
     site = call(pathlib.Path("file.py"), "x = shard_map(f, check_vma=False)\n")
 
     def returned(value):
-        return {"jit_f": [(None, results.Result("float32", (1,), value, (value,)))]}
+        return {
+            "jit_f": [results.ProgramRun((None, results.Result("float32", (1,), value, (value,))))]
+        }
 
     rows, _ = tried.tried(
         [migration.SiteRow(site, (), migration.SWITCH)],
@@ -325,13 +327,32 @@ def test_a_site_that_counts_traces_is_told_what_to_change(tmp_path):
     assert "change it outside of the body" in said and "gets the sum" not in said
 
 
+@pytest.mark.parametrize("off, is_rounding", [(1e-8, True), (1e-2, False), (None, False)])
+def test_rounding_that_a_script_prints_is_told_as_what_it_may_be(off, is_rounding):
+    """Of `g - reference` nothing but rounding is left, so no size tells it from a wrong gradient."""
+
+    def runs(g, rest):
+        took = () if off is None else (results.Result("float32", (1,), g, (g,)),)
+        left = results.Result("float32", (1,), rest, (rest,))
+        return {"jit_subtract": [results.ProgramRun((left,), took, "train.py:7")]}
+
+    said = results.different(runs(1.0, 3e-8), runs(1.0 + (off or 0), 1e-8))
+    assert said.startswith("result 0 of jit_subtract at train.py:7, run 1, differs by up to 2e-08")
+    assert ("This may be rounding alone: what it takes differs by 1e-08" in said) == is_rounding
+    assert ("shardrules.testing.assert_same_unchecked" in said) == is_rounding
+
+
 def test_the_results_of_both_runs_are_recorded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     arguments = argparse.Namespace(module=None, script=["train.py"], rule=[], rules=[])
     outcome = trial.run(arguments, look=False)
     (first, *_) = outcome.results["jit_step"]
-    assert first[0].shape == (8, 16) and first[0].dtype == "float32" and first[0].largest > 1
+    result = first.returned[0]
+    assert result.shape == (8, 16) and result.dtype == "float32" and result.largest > 1
+    assert first.line.startswith(str(tmp_path / "train.py")) and not first.took
+    runs = [run for runs in outcome.results.values() for run in runs]
+    assert [run.took for run in runs if run.took] == [(result,)]  # the sum of it
 
 
 ANNOTATED = SCRIPT.replace(

@@ -29,6 +29,8 @@ _WHICH = (
     "part alone, with no psum in it"
 )
 _LINES = 4  # source lines that are named
+_AS_IT_IS = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element")
+_OUTPUTS = 3  # that one gradient goes into: the weight, and two moments
 
 
 def find(judgement: hlo.Judgement) -> list[outputs.Unequal]:
@@ -154,6 +156,39 @@ class _GradientSearch:
 
     def _equal_after(self, node: Node, axes: Sequence[str]) -> bool:
         return set(axes) <= self._axes.get(node.instruction.name, set())
+
+
+def gradient_of(judgement: hlo.Judgement, verdict: hlo.Verdict) -> tuple[str, ...]:
+    """Name the few outputs that a sum in the backward pass goes into; none where it can't be told.
+
+    A step's are the weight that it updates, and the optimizer's state of it.
+    """
+    collective, module = verdict.collective, judgement.module
+    promises = judgement.promises or ()
+    is_whole = verdict.range is None and collective.computation == module.entry.name
+    if collective.phase != "backward" or not is_whole or len(promises) < 2:
+        return ()
+    flat = flow.of(module, module.entry.name)
+    stack = [node for node in flat.nodes if node.instruction.name == collective.name]
+    if len(stack) != 1:
+        return ()
+    if len(stack[0].instruction.operands) > 1:  # of a combined one the operand's own result
+        takers = [stack[0], *(n for n in stack[0].users if n.opcode.endswith("-done"))]
+        stack = [n.elements[collective.operand] for n in takers if collective.operand in n.elements]
+    seen = set(stack)
+    while stack:
+        new = {taker for taker in stack.pop().takers if taker not in seen}
+        # What the backward pass goes on with is an activation's gradient, and no weight's.
+        names = (module.metadata(n.instruction).op_name for n in new if n.opcode not in _AS_IT_IS)
+        if any(phases.phase_of(name) == "backward" for name in names):
+            return ()
+        seen |= new
+        stack += new
+    returned = [number for number, node in enumerate(flat.end.operands) if node in seen]
+    named = [promises[n] for n in returned if n < len(promises)]
+    if len(named) > _OUTPUTS:  # through a norm of all gradients, say
+        return ()
+    return tuple(outputs.name(promise[0]) for promise in named if promise)
 
 
 def advice(of: outputs.Unreduced) -> str:

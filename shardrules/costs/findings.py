@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shardrules import hlo
 from shardrules.costs import accounts, missing, outputs
 from shardrules.costs.advice import Multiplied, advice, of_averages, too_large
+from shardrules.costs.advice import named as advice_of
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:  # it finds what this module's findings are made of
@@ -39,6 +40,11 @@ _SUMS = ("redundant", "overwide")  # kinds that are told by the gradient that th
 # What is no collective: an output, or a line that reads arrays on the host.
 _OTHER = re.compile(r"(?:differs|unproven) output.*|read at \S+")
 F = TypeVar("F", "Finding", outputs.Unequal)
+
+
+def named(said: F, script: str) -> F:
+    """Write the script into what is advised."""
+    return dataclasses.replace(said, advice=advice_of(said.advice, script))
 
 
 def unaudited(supports: Iterable[hlo.Support]) -> list[hlo.Support]:

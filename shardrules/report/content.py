@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shardrules import hlo, units
 from shardrules.arguments import checked
@@ -31,17 +31,10 @@ _NOTE = (
     "bytes: of one device's operand; wire bytes: what it sends, by ring algorithms, in one run\n"
     "in all: the wire bytes of all runs at all sites; share: of the program's"
 )
-_MEASURED_NOTE = (
-    "measured, a step: in the profile, the median over its steps on the slowest device, of all "
-    "runs at all sites, shared by bytes among the operands of one collective, blank if it ran in "
-    "fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
-    "exposed: the part of it with nothing else on that device; bandwidth: wire bytes over that time"
-)
 _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text, and compiled it may move and avoid "
     "other bytes (pass the file that ends in after_optimizations.txt)"
 )
-_Advised = TypeVar("_Advised", Finding, outputs.Unequal)
 # Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
 
@@ -235,8 +228,8 @@ class Content:
         if self.timings is None:
             return ""
         avoidable, step = self.avoidable.exposed_seconds, self.timings.step_seconds
-        device, staying = self.timings.device, self.staying_bytes
-        return grouping.of_step(avoidable, step, device, staying, self.avoidable.bytes)
+        bytes_ = self.staying_bytes, self.avoidable.bytes
+        return grouping.of_step(avoidable, step, self.timings.device, *bytes_)
 
     @property
     def staying_bytes(self) -> int:
@@ -343,7 +336,7 @@ class Content:
     @property
     def note(self) -> str:
         """Say how to read the table of collectives, a sentence a line."""
-        note = _NOTE if self.timings is None else f"{_NOTE}\n{_MEASURED_NOTE}"
+        note = _NOTE if self.timings is None else f"{_NOTE}\n{grouping.MEASURED_NOTE}"
         if self.target is None:
             return note
         return (
@@ -384,11 +377,10 @@ class Content:
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
-        todo = [
-            items.of_output(same[0], TODO, named(items.advice_on(same), self.script), others)
-            for same in alike(self.unequal, items.lacking)
-            for others in [[output.name for output in same[1:]]]
-        ]
+        todo = []
+        for same in alike(self.unequal, items.lacking):
+            advice = named(items.advice_on(same), self.script)
+            todo.append(items.of_output(same[0], TODO, advice, [o.name for o in same[1:]]))
         stays = [
             items.of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed
         ]
@@ -498,18 +490,14 @@ def content(
         title or judgement.module.name,
         judgement,
         account,
-        tuple(sorted((_named(finding, script) for finding in stay), key=costliest)),
+        tuple(sorted((findings.named(one, script) for one in stay), key=costliest)),
         tuple(allowed),
         tuple(name for name in unused if name in unused_too),
         tuple(sorted(left, key=costliest)),
         ledger,
-        tuple(_named(output, script) for output in unequal),
+        tuple(findings.named(one, script) for one in unequal),
         tuple(unequal_allowed),
         strict,
         switched if isinstance(switched, str) else "",
         script,
     )
-
-
-def _named(said: _Advised, script: str) -> _Advised:
-    return dataclasses.replace(said, advice=named(said.advice, script))

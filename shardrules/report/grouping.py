@@ -12,6 +12,12 @@ from shardrules.costs.timings import Timing
 from shardrules.units import milliseconds, size
 
 T = TypeVar("T")
+MEASURED_NOTE = (
+    "measured, a step: in the profile, the median over its steps on the slowest device, of all "
+    "runs at all sites, shared by bytes among the operands of one collective, blank if it ran in "
+    "fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
+    "exposed: the part of it with nothing else on that device; bandwidth: wire bytes over that time"
+)
 
 
 def sent(total: accounts.Totals) -> str:

@@ -19,7 +19,7 @@ from shardrules.door.jaxprs import kernel_name
 from shardrules.door.watching import cast_listeners
 from shardrules.errors import ShardrulesError, first_line
 from shardrules.unchecked import check_off
-from shardrules.watching import compiling
+from shardrules.watching import compiling, made_again
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
@@ -331,7 +331,7 @@ class Watched:
             failures,
             len(programs) - judged,
             notes=[
-                *_made_again(judges),
+                *made_again.notes(judges),
                 *map(here, dict.fromkeys(self._above_check_off)),
                 *_of_cpu(judges),
             ],
@@ -347,9 +347,11 @@ class Watched:
         from shardrules.watching.profiles import profile
 
         watched: dict[str, WatchedProgram] = {}
+        modules = []
         for program in self:
             with contextlib.suppress(ShardrulesError):
-                watched.setdefault(profile.body(program.text), program)
+                if watched.setdefault(profile.body(program.text), program) is program:
+                    modules.append((None, program.judgement.module))
 
         def known(text: str) -> hlo.Judgement | None:
             program = watched.get(profile.body(text))
@@ -360,7 +362,8 @@ class Watched:
             registry=self.registry,
             known=known,
             # What --keep wrote beside the profile has the mesh in its text; these know theirs.
-            dumped=profile.Dumps([], "the script"),
+            # JAX's profiler now and then writes no HLO on CPU.
+            dumped=profile.Dumps(modules, "the script", as_last=True),
             source="the script",
             strict=self.strict,
             allow=self.allow,
@@ -442,36 +445,6 @@ def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
             "needed, and saved (`python -m shardrules.aot` prints how to install their compilers "
             f"here){'; times on CPU say nothing of theirs' * timed}"
         )
-
-
-def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:
-    """Say of each program with collectives that was compiled more than once why it was."""
-    by_function: dict[tuple[str, str], list[WatchedProgram]] = {}
-    for program in programs:
-        if program.content.account.entries:
-            by_function.setdefault((program.name, program.definition), []).append(program)
-    for made in by_function.values():
-        if len(made) > 1 or made[0].count > 1:
-            yield _why_again(made)
-
-
-def _why_again(programs: list[WatchedProgram]) -> str:
-    every = [p for program in programs for p in (program, *program.same_text)]
-    made = f"{programs[0].name} was compiled {len(every)} times"
-    known = [[p.arguments for p in programs], [p.commitments for p in programs]]
-    known += map(list, zip(*(zip(*p.details) for p in every)))
-    for first, *others in known:
-        for other in others:
-            if len(other) != len(first):
-                return f"{made}: for {len(first)} and for {len(other)} arguments"
-            for number, (before, after) in enumerate(zip(first, other)):
-                if before != after:
-                    return f"{made}: {programs[0].argument(number)} is {before}, then {after}"
-    return (
-        f"{made} for arguments of the same shapes and shardings: a jit that is made anew, a static "
-        "argument, an array that was not placed on the devices before, or an option of JAX that "
-        "was set or added between the calls (with JAX_EXPLAIN_CACHE_MISSES=1, JAX says which)"
-    )
 
 
 @checked

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shardrules import hlo
 from shardrules.costs import accounts, missing, outputs
 from shardrules.costs.advice import Multiplied, advice, of_averages, too_large
-from shardrules.costs.advice import named as advice_of
+from shardrules.costs.advice import named as with_script
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:  # it finds what this module's findings are made of
@@ -44,7 +44,7 @@ F = TypeVar("F", "Finding", outputs.Unequal)
 
 def named(said: F, script: str) -> F:
     """Write the script into what is advised."""
-    return dataclasses.replace(said, advice=advice_of(said.advice, script))
+    return dataclasses.replace(said, advice=with_script(said.advice, script))
 
 
 def unaudited(supports: Iterable[hlo.Support]) -> list[hlo.Support]:

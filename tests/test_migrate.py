@@ -12,8 +12,13 @@ import subprocess
 import sys
 import tokenize
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import shardrules
 from shardrules.commands import trial
 from shardrules.unchecked import migration, results, tried
 from shardrules.unchecked.sites import Site, UncheckedCall
@@ -219,13 +224,48 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     found = [migration.SiteRow(site, (), migration.MORE)]
     rows, outcome = tried.tried(
         found,
-        results.Outcome(sent={"jit_f": 10}),
+        results.Outcome(sent={("jit_f", ()): 10}),
         lambda some: migration.edited(some, "file.py"),
-        lambda _: results.Outcome(sent={"jit_f": sent}),
+        lambda _: results.Outcome(sent={("jit_f", ()): sent}),
     )
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert (outcome is None) == (verdict == "MORE")
     assert ("send 10 B now, and 11 B with this on" in rows[0].note) == (verdict == "MORE")
+
+
+@pytest.mark.parametrize(
+    "before, after, sums",
+    [
+        ({"A": 100, "B": 7}, {"A": 90, "B": 7}, (107, 97)),
+        # Placed otherwise, a result makes JAX compile once more in one of the runs.
+        ({"A": 100, "B": 80}, {"A": 90}, (180, 180)),
+        ({"A": 100}, {"A": 90, "C": 300}, (200, 390)),
+        ({"A": 100, "B": 80}, {"A": 90, "C": 85}, (180, 175)),
+        ({}, {"A": 90}, (0, 90)),
+    ],
+)
+def test_bytes_are_compared_for_the_same_arguments(before, after, sums):
+    sides = [{("jit_f", (key,)): n for key, n in side.items()} for side in (before, after)]
+    assert results.sent_by_name(*sides) == [("jit_f", *sums)]
+    # What other programs send is not theirs.
+    sides[0]["jit_g", ("A",)] = 5
+    assert ("jit_g", 5, 0) in results.sent_by_name(*sides)
+
+
+def test_a_function_that_is_compiled_again_sends_once(cpu_mesh):
+    sharded = NamedSharding(cpu_mesh, P("data"))
+    x = jax.device_put(np.ones((8, 16), np.float32), sharded)
+
+    def total():
+        return jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(cpu_mesh, P()))
+
+    with shardrules.watch() as seen:
+        for _ in range(3):
+            total()(x)
+        total()(jax.device_put(np.ones((16, 16), np.float32), sharded))
+    assert len(seen) == 4
+    sent = trial._sent(seen)
+    assert [*sent.values()] == [96, 96]
 
 
 @pytest.mark.parametrize("off, verdict", [(1e-5, "SWITCH"), (0.5, "CHANGES")])
@@ -234,7 +274,9 @@ def test_what_the_patched_script_returns_decides(tmp_path, monkeypatch, off, ver
     site = call(pathlib.Path("file.py"), "x = shard_map(f, check_vma=False)\n")
 
     def returned(value):
-        return {"jit_f": [(None, results.Result("float32", (1,), value, (value,)))]}
+        return {
+            "jit_f": [results.ProgramRun((None, results.Result("float32", (1,), value, (value,))))]
+        }
 
     rows, _ = tried.tried(
         [migration.SiteRow(site, (), migration.SWITCH)],
@@ -285,13 +327,32 @@ def test_a_site_that_counts_traces_is_told_what_to_change(tmp_path):
     assert "change it outside of the body" in said and "gets the sum" not in said
 
 
+@pytest.mark.parametrize("off, is_rounding", [(1e-8, True), (1e-2, False), (None, False)])
+def test_rounding_that_a_script_prints_is_told_as_what_it_may_be(off, is_rounding):
+    """Of `g - reference` nothing but rounding is left, so no size tells it from a wrong gradient."""
+
+    def runs(g, rest):
+        took = () if off is None else (results.Result("float32", (1,), g, (g,)),)
+        left = results.Result("float32", (1,), rest, (rest,))
+        return {"jit_subtract": [results.ProgramRun((left,), took, "train.py:7")]}
+
+    said = results.different(runs(1.0, 3e-8), runs(1.0 + (off or 0), 1e-8))
+    assert said.startswith("result 0 of jit_subtract at train.py:7, run 1, differs by up to 2e-08")
+    assert ("This may be rounding alone: what it takes differs by 1e-08" in said) == is_rounding
+    assert ("shardrules.testing.assert_same_unchecked" in said) == is_rounding
+
+
 def test_the_results_of_both_runs_are_recorded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     arguments = argparse.Namespace(module=None, script=["train.py"], rule=[], rules=[])
     outcome = trial.run(arguments, look=False)
     (first, *_) = outcome.results["jit_step"]
-    assert first[0].shape == (8, 16) and first[0].dtype == "float32" and first[0].largest > 1
+    result = first.returned[0]
+    assert result.shape == (8, 16) and result.dtype == "float32" and result.largest > 1
+    assert first.line.startswith(str(tmp_path / "train.py")) and not first.took
+    runs = [run for runs in outcome.results.values() for run in runs]
+    assert [run.took for run in runs if run.took] == [(result,)]  # the sum of it
 
 
 ANNOTATED = SCRIPT.replace(
@@ -393,7 +454,8 @@ def test_an_install_with_other_arguments_is_named(tmp_path, monkeypatch, argumen
 def test_a_patch_that_saves_no_bytes_says_so(tmp_path, after, is_said):
     site = call(tmp_path / "file.py", "x = shard_map(f, check_vma=False)\n")
     rows = [migration.SiteRow(site, (), migration.SWITCH)]
-    said = migration.written(rows, before={"jit_step": 64}, after={"jit_step": after})
+    step = "jit_step", ("f32[8]",)
+    said = migration.written(rows, before={step: 64}, after={step: after})
     assert ("saves no bytes" in said) is is_said
 
 

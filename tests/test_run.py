@@ -218,6 +218,44 @@ def test_pytest_judges_what_the_tests_compile(tmp_path):
     assert run(*flags, cwd=tmp_path, before=pytest_).returncode == 0
 
 
+FAILING = """
+
+def test_asserted():
+    import shardrules.testing
+
+    shardrules.testing.assert_no_defensive_psum(test_jax())
+
+
+def test_note():
+    import jax, shardrules
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.sharding.Mesh(jax.devices(), "data")
+    with shardrules.install():
+        summed = jax.shard_map(lambda x: x.sum(), mesh=mesh, in_specs=P("data"), out_specs=P())
+        summed(jax.numpy.ones(8))
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_pytest_ends_with_what_failed_tests_have_to_do(tmp_path, processes):
+    """Its own summary has one line of each, cut to the terminal; --tb=no shows nothing else."""
+    head, call = TESTS.replace("    jax.jit", "    return jax.jit").split("(np.ones(")
+    tests = f"{head}.lower(np.ones({call.replace('float32))', 'float32)).compile()', 1)}"
+    (tmp_path / "test_it.py").write_text(tests + FAILING)
+    flags = ["-p", "shardrules.checks.pytest_plugin", "-p", "no:cacheprovider", "--noconftest"]
+    flags += ["-p", "no:shardrules.pytest_plugin", "-q", "--tb=no", "-n", processes]
+    done = run(*flags, "--shardrules", cwd=tmp_path, before=("-m", "pytest"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    asserted, note, last = sorted(done.stdout.splitlines()[-3:])
+    first = (
+        "shardrules: test_it.py::test_asserted: run `shardrules migrate --diff on.patch -m pytest"
+    )
+    assert asserted.startswith(first) and "SCRIPT" not in asserted
+    assert note.startswith("shardrules: test_it.py::test_note: rather than switch the check off")
+    assert last.startswith("shardrules: tests failed, and there are findings: ")
+
+
 def test_pytest_s_report_is_written_for_code_review(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     flags = ["-p", "shardrules.checks.pytest_plugin", "-p", "no:cacheprovider", "--noconftest"]

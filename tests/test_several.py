@@ -56,6 +56,26 @@ def test_a_process_of_one_device_is_told_how_to_have_more(found):
     assert flag not in report.plain(several.gather([one], [1], of_process=False))
 
 
+@pytest.mark.parametrize("of_process", [True, False])
+def test_a_program_like_another_is_told_by_what_differs(of_process):
+    """Compiled for the first call and for the others, a step is told once."""
+    step = T.all_reduce("%x", name="n", groups=T.OVER_DATA), T.all_reduce("%x")
+    renamed = T.all_reduce("%x", name="n", groups=T.OVER_DATA), T.all_reduce("%x", name="s")
+    other = *step[:1], T.all_reduce("%x", name="t", groups=T.ALL)
+    programs = [step, renamed, step[1:], other]
+    contents = [content(f"jit_step {n}", *each) for n, each in enumerate(programs)]
+    found = several.gather(contents, [1] * 4, of_process=of_process)
+    # Another finding, which the first has not, is told in a part of its own.
+    assert [each.title for each in found.detailed] == ["jit_step 0", "jit_step 3"]
+    (block,) = (block for block in found.blocks if block.title == "Alike")
+    assert [item.what for item in block.items] == [
+        "jit_step 1 (80 B): as jit_step 0 (80 B) below",
+        "jit_step 2 (32 B): as jit_step 0 (80 B) below, but for - unknown all-reduce(data) f32: "
+        "1, 32 B",
+    ]
+    assert len(json.loads(several.as_json(found))["programs"]) == 4
+
+
 def test_formats_say_the_same(found):
     data = json.loads(several.as_json(found))
     assert [p["times"] for p in data["programs"]] == [1, 3] and not data["clean"]

@@ -8,14 +8,18 @@ import os
 import pathlib
 import shlex
 import sys
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 
 from shardrules import fitting
+from shardrules.costs.advice import named
+from shardrules.errors import ShardrulesError
 from shardrules.unchecked import check_off
 
 # Keys of what a worker of pytest-xdist sends to the process that reports.
+_TODO, _OURS = "to do: ", "shardrules: "  # before advice in messages, and before notes
 _KEY, _CHECKED = "shardrules", "shardrules_checked"
 
 _WITH_VALUE = frozenset(
@@ -52,7 +56,19 @@ class PytestWatch:
         self._format: str = config.getoption("--shardrules-format") or "text"
         self._output: str | None = config.getoption("--shardrules-output")
         self._reports: list[dict[str, Any]] = []
-        self._has_failed = False  # the exit code of a passing run
+        self._failure = ""  # why the exit code is not 0, and that there are findings
+        self._advice: dict[str, str] = {}  # by test, of errors of ours
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, None]:
+        report = (yield).get_result()
+        if report.failed and call.excinfo is not None:
+            advice = named(_advice(call.excinfo.value), self._seen.script)
+            report.shardrules_advice = advice  # workers send it
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if advice := getattr(report, "shardrules_advice", ""):
+            self._advice[report.nodeid] = advice
 
     @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
@@ -78,17 +94,25 @@ class PytestWatch:
                 output[_KEY] = report
                 return
             self._reports.append(report)
-        if int(exitstatus) == 0 and not all(report["clean"] for report in self._reports):
-            session.exitstatus = 1
-            self._has_failed = True
+        if not all(report["clean"] for report in self._reports):
+            self._failure = "tests failed, and there are findings"
+            if int(exitstatus) == 0:
+                session.exitstatus = 1
+                self._failure = "the tests passed, and the exit code is 1 for findings"
 
     def pytest_unconfigure(self) -> None:
-        """Say below pytest's own "passed" why the exit code is 1."""
+        """Say below pytest's own summary what to do, and why the exit code is 1."""
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if self._has_failed and reporter is not None:
+        if reporter is None:
+            return
+        # With --tb=short and shorter, what pytest shows of an error may lack it.
+        lines = [f"{test}: {advice}" for test, advice in self._advice.items()]
+        if self._failure:
             found = "; ".join(r["headline"] for r in self._reports if not r["clean"])
-            line = f"shardrules: the tests passed, and the exit code is 1 for findings: {found}"
-            reporter.write_line(fitting.fitted(line, fitting.width(sys.stdout)), red=True)
+            lines.append(f"{self._failure}: {found}")
+        for line in lines:
+            text = fitting.fitted(f"shardrules: {line}", fitting.width(sys.stdout))
+            reporter.write_line(text, red=True)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         columns = fitting.width(sys.stdout)
@@ -113,6 +137,16 @@ class PytestWatch:
         if self._format == "sarif":
             return merged(texts or [sarif([])])
         return "".join(texts)
+
+
+def _advice(error: BaseException) -> str:
+    """Return what an error of ours says to do, or our note on one of JAX's; empty without."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_OURS)]
+    if notes or not isinstance(error, ShardrulesError):
+        return "; ".join(note.removeprefix(_OURS) for note in notes)
+    lines = error.message.splitlines()
+    todo = [line.partition(_TODO)[2].strip() for line in lines if _TODO in line]
+    return "; ".join(dict.fromkeys(todo)) or lines[-1].strip()
 
 
 class PytestCheck:

@@ -195,11 +195,11 @@ class _RunReport:
         if self.recorder.trouble:
             flags.say(f"--profile recorded nothing: {self.recorder.trouble}")
             return None
-        steps, left = self.arguments.profile, self.recorder.left
-        if left:
-            recorded = f"{steps - left} of --profile's {steps} steps"
-            flags.say(f"the script ended after {recorded}; {self.recorder.advice}")
-        measured = self.seen.profiled(self.recorder.folder, lasts=self.keep is not None)
+        flags.say(*filter(None, [self.recorder.shortfall]))
+        # A job's other processes write theirs into the same folder, in folders of their own.
+        shared = self.arguments.keep if self.seen.process[1] > 1 else None
+        recorded = shared or str(self.recorder.recorded)
+        measured = self.seen.profiled(recorded, self.arguments.keep)
         flags.say(measured.about, *measured.notes)
         return measured
 

@@ -26,7 +26,7 @@ from shardrules import registry
 from shardrules.commands import flags, rules, script
 from shardrules.errors import ShardrulesError, first_line
 from shardrules.paths import is_here
-from shardrules.unchecked.results import Outcome
+from shardrules.unchecked.results import Outcome, Sent
 
 if TYPE_CHECKING:
     from shardrules.watching.programs import WatchedProgram
@@ -167,16 +167,20 @@ def _add_rules(outcome: Outcome, registered: Mapping[str, Sequence[registry.Regi
             outcome.notes.append(rules.unmatched(flag, entries[0].name, missing))
 
 
-def _sent(seen: Iterable[WatchedProgram]) -> dict[str, int]:
+def _sent(seen: Iterable[WatchedProgram]) -> Sent:
     """Sum the bytes that one device sends, by program; a loop of unknown length counts once."""
     from shardrules.costs import accounts
 
-    sums: dict[str, int] = collections.defaultdict(int)
+    sums: Sent = collections.defaultdict(int)
+    of_function: dict[tuple[str, ...], int] = {}  # of one that is compiled again, the last
     for program in seen:
         with contextlib.suppress(ShardrulesError):  # its backend does not return its HLO
-            for entry in accounts.of(program.judgement).entries:
-                runs = entry.each if entry.runs is None else entry.runs
-                sums[program.name] += runs * entry.wire_bytes
+            key = program.name, program.definition, *program.arguments
+            entries = accounts.of(program.judgement).entries
+            runs = [entry.each if entry.runs is None else entry.runs for entry in entries]
+            of_function[key] = sum(n * entry.wire_bytes for n, entry in zip(runs, entries))
+    for (name, _, *arguments), count in of_function.items():
+        sums[name, tuple(arguments)] += count
     return dict(sums)
 
 

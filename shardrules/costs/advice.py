@@ -22,11 +22,12 @@ _IDEMPOTENT = ("maximum", "minimum", "and", "or")
 _OWN_GRADIENT = re.compile(r"(?:(?!transpose\().)*?(?:shard_map|pmap\b[^/]*)/.*transpose\(.*")
 # With the check on, the transpose of a cast, or what a bwd sums.
 _CAST = re.compile(r".*transpose\(jvp\([^/]*\)\)/psum_invariant")
+UNNAMED = "SCRIPT` (SCRIPT: the one that compiles this program)"  # a script, behind a command
 _OUTSIDE = (
     "take the gradient outside of the shard_map: jax.grad of the shard_map of the loss divides "
-    "by itself. (The body takes gradients itself, so switching the check on changes them: the "
+    "by itself. The body takes gradients itself, so switching the check on changes them: the "
     "gradients of whole arrays are then already summed over their axes, and a pmean of them "
-    "leaves the sum as it is; `shardrules migrate SCRIPT` says what to change)"
+    f"leaves the sum as it is; `shardrules migrate {UNNAMED} says what to change"
 )
 
 
@@ -66,10 +67,15 @@ def _of_cast(verdict: hlo.Verdict) -> str:
     )
 
 
-def migrate(shard_maps: str, script: str = "SCRIPT") -> str:
-    """Say how the checks of some shard_maps are switched on; ``script`` is as it was typed."""
+def named(advice: str, script: str) -> str:
+    """Write the script into advice, as it was typed; if it isn't known, leave what to put."""
+    return advice.replace(UNNAMED, f"{script}`") if script else advice
+
+
+def migrate(shard_maps: str) -> str:
+    """Say how the checks of some shard_maps are switched on."""
     return (
-        f"run `shardrules migrate --diff on.patch {script}`: it switches on the check of "
+        f"run `shardrules migrate --diff on.patch {UNNAMED}: it switches on the check of "
         f"{shard_maps}, so that the backward pass reduces over just the axes that it needs, "
         "compares what the programs return, and writes the patch"
     )

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from shardrules import hlo
-from shardrules.costs import accounts, outputs
+from shardrules.costs import accounts, missing, outputs
 from shardrules.costs.advice import Multiplied, advice, of_averages, too_large
+from shardrules.costs.advice import named as with_script
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:  # it finds what this module's findings are made of
@@ -27,6 +28,7 @@ class Finding:
     entry: accounts.Entry  # its line in the account
     advice: str  # the change that removes it
     hint: Hint | None = None  # that which it was made of, where it is needed and could be cheaper
+    gradient_of: tuple[str, ...] = ()  # the outputs that it goes into, ``"output['b']"``
 
     @property
     def verdict(self) -> hlo.Verdict:
@@ -34,9 +36,15 @@ class Finding:
 
 
 _HANGS = "may hang"
+_SUMS = ("redundant", "overwide")  # kinds that are told by the gradient that they sum
 # What is no collective: an output, or a line that reads arrays on the host.
 _OTHER = re.compile(r"(?:differs|unproven) output.*|read at \S+")
 F = TypeVar("F", "Finding", outputs.Unequal)
+
+
+def named(said: F, script: str) -> F:
+    """Write the script into what is advised."""
+    return dataclasses.replace(said, advice=with_script(said.advice, script))
 
 
 def unaudited(supports: Iterable[hlo.Support]) -> list[hlo.Support]:
@@ -71,7 +79,8 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
         times = multiplied.times(verdict)
         change = change or (too_large(verdict, times) if times > 1 else advice(verdict))
         change = of_averages(verdict, judgement) + change
-        found.append(Finding(kind, entry, change))
+        gradient_of = missing.gradient_of(judgement, verdict) if kind in _SUMS else ()
+        found.append(Finding(kind, entry, change, gradient_of=gradient_of))
     return found
 
 

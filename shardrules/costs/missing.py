@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from shardrules import hlo
 from shardrules.costs import outputs, walk
+from shardrules.costs.advice import UNNAMED
 from shardrules.errors import few
 from shardrules.hlo.proof import phases
 from shardrules.hlo.reader import flow
@@ -28,6 +29,8 @@ _WHICH = (
     "own part, with no psum in it"
 )
 _LINES = 4  # source lines that are named
+_AS_IT_IS = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element")
+_OUTPUTS = 3  # that one gradient goes into: the weight, and two moments
 
 
 def find(judgement: hlo.Judgement) -> list[outputs.Unequal]:
@@ -155,18 +158,51 @@ class _GradientSearch:
         return set(axes) <= self._axes.get(node.instruction.name, set())
 
 
+def gradient_of(judgement: hlo.Judgement, verdict: hlo.Verdict) -> tuple[str, ...]:
+    """Name the few outputs that a sum in the backward pass goes into; none where it can't be told.
+
+    A step's are the weight that it updates, and the optimizer's state of it.
+    """
+    collective, module = verdict.collective, judgement.module
+    promises = judgement.promises or ()
+    is_whole = verdict.range is None and collective.computation == module.entry.name
+    if collective.phase != "backward" or not is_whole or len(promises) < 2:
+        return ()
+    flat = flow.of(module, module.entry.name)
+    stack = [node for node in flat.nodes if node.instruction.name == collective.name]
+    if len(stack) != 1:
+        return ()
+    if len(stack[0].instruction.operands) > 1:  # of a combined one the operand's own result
+        takers = [stack[0], *(n for n in stack[0].users if n.opcode.endswith("-done"))]
+        stack = [n.elements[collective.operand] for n in takers if collective.operand in n.elements]
+    seen = set(stack)
+    while stack:
+        new = {taker for taker in stack.pop().takers if taker not in seen}
+        # What the backward pass goes on with is an activation's gradient, and no weight's.
+        names = (module.metadata(n.instruction).op_name for n in new if n.opcode not in _AS_IT_IS)
+        if any(phases.phase_of(name) == "backward" for name in names):
+            return ()
+        seen |= new
+        stack += new
+    returned = [number for number, node in enumerate(flat.end.operands) if node in seen]
+    named = [promises[n] for n in returned if n < len(promises)]
+    if len(named) > _OUTPUTS:  # through a norm of all gradients, say
+        return ()
+    return tuple(outputs.name(promise[0]) for promise in named if promise)
+
+
 def advice(of: outputs.Unreduced) -> str:
     """Say where to reduce gradients, and by what."""
     quoted, many = ", ".join(map(repr, of.axes)), of.gradients > 1
     what = "gradients" if many else "gradient"
     if of.is_summed_before:
         return (
-            f"the forward pass sums over {quoted} what the "
-            f"{what}{_at(' at' if of.sources else '', of.sources)} {'are' if many else 'is'} "
-            "made of, as a tensor-parallel layer does: its backward pass lacks a psum, and one "
-            "at the end would hide that. Let shard_map insert it: trace the step with the "
-            "check on, under shardrules.install() (shardrules migrate SCRIPT says what else "
-            "changes there), and compare its gradients with those of one device"
+            f"the forward pass sums over {quoted} what the {what}"
+            f"{_at(' at' if of.sources else '', of.sources)} {'are' if many else 'is'} made of, as "
+            "a tensor-parallel layer does: its backward pass lacks a psum, and one at the end "
+            "would hide that. Let shard_map insert it: trace the step with the check on, under "
+            "shardrules.install(), and compare its gradients with those of one device; "
+            f"`shardrules migrate {UNNAMED} says what else changes there"
         )
     return (
         f"reduce the {what}{_at(' that come from' if many else ' that comes from', of.sources)} "

@@ -55,7 +55,6 @@ class Switched(NamedTuple):
     on: tuple[str, ...]  # the shard_maps whose check is on, ``train.py:12 (step)``
     off: tuple[tuple[str, str], ...]  # the others, each with the reason
     steps: tuple[str, ...]  # why some sums are larger than with the check off
-    script: str = "SCRIPT"  # what ran, as it was typed
 
     def saved(self, account: accounts.Account) -> int:
         return sum(entry.each * entry.wire_bytes for entry in account) - self.sent
@@ -91,7 +90,7 @@ class Switched(NamedTuple):
             return "; ".join(each[:_NAMED]) or finding.advice
         on = few(self.on, _NAMED)
         if saved:
-            return migrate(on, self.script) + why
+            return migrate(on) + why
         return f"with the check of {on} on, the program sends no less{why}"
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from shardrules import hlo, units
 from shardrules.arguments import checked
 from shardrules.costs import accounts, estimates, findings, missing, outputs, transfers
+from shardrules.costs.advice import named
 from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
@@ -30,13 +31,6 @@ _UNEQUAL = "Outputs called replicated that are not proven equal"
 _NOTE = (
     "bytes: of one device's operand; wire bytes: what it sends, by ring algorithms, in one run\n"
     "in all: the wire bytes of all runs at all sites; share: of the program's"
-)
-_MEASURED_NOTE = (
-    "measured, a step: in the profile, the median over its steps on the slowest device, of all "
-    "runs at all sites, shared by bytes among the operands of one collective, blank if it ran "
-    "in fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
-    "exposed: the part of it during which that device ran nothing else; bandwidth: wire bytes "
-    "over that time"
 )
 _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text; the compiled program may move and "
@@ -70,6 +64,7 @@ class Content:
       unequal_allowed: such outputs with the reasons for which they stay.
       strict: outputs that are unproven alone are findings, too.
       why_at_most: why it isn't known what switching on its checks saves; empty where it is.
+      script: what ran, as it was typed; empty where that isn't known.
     """
 
     title: str
@@ -84,6 +79,7 @@ class Content:
     unequal_allowed: tuple[tuple[outputs.Unequal, str], ...] = ()
     strict: bool = False
     why_at_most: str = ""
+    script: str = ""
 
     @property
     def target(self) -> estimates.Target | None:
@@ -233,7 +229,8 @@ class Content:
         if self.timings is None:
             return ""
         avoidable, step = self.avoidable.exposed_seconds, self.timings.step_seconds
-        return grouping.of_step(avoidable, step, self.timings.device, self.staying_bytes)
+        bytes_ = self.staying_bytes, self.avoidable.bytes
+        return grouping.of_step(avoidable, step, self.timings.device, *bytes_)
 
     @property
     def staying_bytes(self) -> int:
@@ -340,7 +337,7 @@ class Content:
     @property
     def note(self) -> str:
         """Say how to read the table of collectives, a sentence a line."""
-        note = _NOTE if self.timings is None else f"{_NOTE}\n{_MEASURED_NOTE}"
+        note = _NOTE if self.timings is None else f"{_NOTE}\n{grouping.MEASURED_NOTE}"
         if self.target is None:
             return note
         return (
@@ -383,8 +380,8 @@ class Content:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
         todo: list[Item] = []
         for same in alike(self.unequal, items.lacking):
-            others = [output.name for output in same[1:]]
-            todo.append(items.of_output(same[0], TODO, items.advice_on(same), others))
+            advice = named(items.advice_on(same), self.script)
+            todo.append(items.of_output(same[0], TODO, advice, [o.name for o in same[1:]]))
         stays = [
             items.of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed
         ]
@@ -456,6 +453,7 @@ def content(
     timings: Timings | None = None,
     switched: Switched | str = "",
     fed: Fed | None = None,
+    script: str = "",
 ) -> Content:
     """Gather what a report says.
 
@@ -470,6 +468,7 @@ def content(
       timings: what a profile measured of each verdict's collective.
       switched: the same program with its shard_maps' checks on, or why it wasn't compiled so.
       fed: how often the program ran with a result of its own as an argument.
+      script: what ran, as it was typed.
     """
     all_hints = hints(judgement, fed)
     costly = dearer(all_hints, None if cheapest else judgement)
@@ -493,13 +492,14 @@ def content(
         title or judgement.module.name,
         judgement,
         account,
-        tuple(sorted(stay, key=costliest)),
+        tuple(sorted((findings.named(one, script) for one in stay), key=costliest)),
         tuple(allowed),
         tuple(name for name in unused if name in unused_too),
         tuple(sorted(left, key=costliest)),
         ledger,
-        tuple(unequal),
+        tuple(findings.named(one, script) for one in unequal),
         tuple(unequal_allowed),
         strict,
         switched if isinstance(switched, str) else "",
+        script,
     )

@@ -62,7 +62,9 @@ def as_dict(content: Content) -> dict[str, Any]:
         "total": asdict(content.account.total),
         "by_axes": {over: asdict(total) for (over,), total in by_axes},
         "collectives": [_collective(content, entry) for entry in content.account],
-        "findings": [{**_picked(f, "kind advice"), **saves(f)} for f in content.findings],
+        "findings": [
+            {**_picked(f, "kind advice gradient_of"), **saves(f)} for f in content.findings
+        ],
         "allowed": [
             {"kind": f.kind, "reason": reason, **saves(f)} for f, reason in content.allowed
         ],

@@ -12,6 +12,13 @@ from shardrules.costs.timings import Timing
 from shardrules.units import milliseconds, size
 
 T = TypeVar("T")
+MEASURED_NOTE = (
+    "measured, a step: in the profile, the median over its steps on the slowest device, of all "
+    "runs at all sites, shared by bytes among the operands of one collective, blank if it ran in "
+    "fewer than half of the steps (jax.profiler.StepTraceAnnotation marks a script's own); "
+    "exposed: the part of it during which that device ran nothing else; bandwidth: wire bytes "
+    "over that time"
+)
 
 
 def sent(total: accounts.Totals) -> str:
@@ -22,7 +29,9 @@ def sent(total: accounts.Totals) -> str:
     return size(total.wire_bytes) + (f" and {a_trip}" if total.unknown else "")
 
 
-def of_step(avoidable_seconds: float, step_seconds: float, device: str, staying: int = 0) -> str:
+def of_step(
+    avoidable_seconds: float, step_seconds: float, device: str, staying: int = 0, hidden: int = 0
+) -> str:
     """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``.
 
     Args:
@@ -30,11 +39,17 @@ def of_step(avoidable_seconds: float, step_seconds: float, device: str, staying:
       step_seconds: the median step.
       device: the name of one that was measured.
       staying: bytes that can be avoided and save no time, since their round trips stay.
+      hidden: those of collectives for which no device is seen to wait.
     """
     of = f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step"
     parts = [f"{avoidable_seconds / step_seconds:.1%}"] if step_seconds else []
     if staying and not avoidable_seconds:
         parts.append(f"the {size(staying)} that can be avoided travel in round trips that stay")
+    elif hidden and not avoidable_seconds:
+        parts.append(
+            f"for the {size(hidden)} that can be avoided no device waits: other work hides them, "
+            "or the profile has no event of them"
+        )
     share = f" ({'; '.join(parts)})" if parts else ""
     # Eight devices on a few cores wait for each other, and what they send is a copy in memory.
     return f"{of}{share}{', on CPU, unlike TPU or GPU' if 'CPU' in device else ''}"

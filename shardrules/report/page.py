@@ -89,7 +89,9 @@ def page(content: Content | Several) -> str:
     ]
     worth = f"{content.worth}; " if content.worth else ""
     about = content.about.replace(worth, "", 1)  # the tiles have that
-    return whole(content.title, [tiles(figures), dim(f"{about}.")], body)
+    why = content.measured if not avoidable.exposed_seconds else ""
+    said = [f"{sentence}." for sentence in (why, about) if sentence]
+    return whole(content.title, [tiles(figures), dim(*said)], body)
 
 
 def in_notebook(content: Content | Several) -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
+from shardrules.costs import comparing
 from shardrules.errors import few
 from shardrules.paths import here
 from shardrules.report import data
 from shardrules.report.content import Content
 from shardrules.report.grouping import of_step, sent
+from shardrules.report.items import TODO
 from shardrules.report.sections import LOOPS, Block, filled, listed
 from shardrules.units import counted, duration, percent, size
 
 _SPENDING = 5  # programs without findings of which is said what they send
-
+_DIFFERENCES = 3  # up to which a program is told by how it differs from another
 
 _ALONE = (
     "every program runs on one device, so that nothing is communicated; where JAX has only one, "
@@ -69,11 +72,23 @@ class Several:
     @property
     def detailed(self) -> list[Content]:
         """List the programs that have more than their row, times too; without allowances."""
-        return [
-            dataclasses.replace(content, unused=())  # these are listed below all programs
-            for content, _ in self.shown
-            if _has_more(content)
-        ]
+        return self._parts[0]
+
+    @functools.cached_property
+    def _parts(self) -> tuple[list[Content], list[str]]:
+        """List the programs that get a part of their own, and how others differ from these."""
+        parts: list[Content] = []
+        alike: list[str] = []
+        for content, _ in self.shown:
+            if not _has_more(content):
+                continue
+            # One step is often compiled twice: for the first call's arguments, and for its results.
+            said = next(filter(None, (_as_another(content, other) for other in parts)), "")
+            if said:
+                alike.append(said)
+            else:  # allowances are listed below all programs
+                parts.append(dataclasses.replace(content, unused=()))
+        return parts, alike
 
     @property
     def measured(self) -> str:
@@ -85,7 +100,8 @@ class Several:
         longest = max((c.timings for c in each if c.timings), key=lambda t: t.step_seconds)
         avoidable = sum(c.avoidable.exposed_seconds for c in each)
         staying = sum(c.staying_bytes for c in each)
-        return of_step(avoidable, longest.step_seconds, longest.device, staying)
+        hidden = sum(c.avoidable.bytes for c in each)
+        return of_step(avoidable, longest.step_seconds, longest.device, staying, hidden)
 
     @property
     def about(self) -> str:
@@ -121,6 +137,8 @@ class Several:
     def programs(self) -> Block:
         """Make the table of the programs; a file's program has no count."""
         rows = [_row(c, count if self.of_process else None) for c, count in self.shown]
+        if not any(row["other"] for row in rows):
+            rows = [{k: v for k, v in row.items() if k != "other"} for row in rows]
         note = "wire bytes: what one device sends in one execution"
         if self.of_process:
             note += "; times: how many compiled programs have the same report"
@@ -143,7 +161,8 @@ class Several:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        return (self.programs, *filled(listed("Findings on the host", self.reads), self.spends))
+        more = listed("Findings on the host", self.reads), listed("Alike", self._parts[1])
+        return (self.programs, *filled(*more, self.spends))
 
     @property
     def ends(self) -> tuple[Block, ...]:
@@ -156,6 +175,40 @@ class Several:
 def _has_more(content: Content) -> bool:
     """Tell whether a program gets a part of its own in the report."""
     return bool(content.changes or content.costs) or content.timings is not None
+
+
+def _as_another(content: Content, other: Content) -> str:
+    """Say in which collectives a program differs from another; empty if in more than a few."""
+    if any(key(content) != key(other) for key in (_program, _advised)):
+        return ""
+    if content.timings is not None and content.timings is not other.timings:
+        return ""
+    sides = (comparing.grouped(each.account.entries, groups=True) for each in (other, content))
+    differences = comparing.compare(*sides)
+    if len(differences) > _DIFFERENCES:
+        return ""
+    but = f", but for {'; '.join(here(str(change)) for change in differences)}"
+    sums = [sent(each.account.total) for each in (content, other)]
+    return (
+        f"{content.title} ({sums[0]}): as {other.title} ({sums[1]}) below"
+        f"{but if differences else ''}"
+    )
+
+
+def _program(content: Content) -> tuple[object, ...]:
+    return content.judgement.module.name, content.account.mesh, content.account.device_count
+
+
+def _advised(content: Content) -> list[object]:
+    """List what is to do, and the costs, without the names that a text gives its instructions."""
+    listed: list[object] = [(block.title, [*block.rows]) for block in content.costs]
+    for block in content.changes:
+        for said in block.items:
+            of = said.entry
+            what = said.what if of is None else (of.what, of.place, of.bytes)
+            listed.append((block.title, said.kind, what, dict(said.lines).get(TODO)))
+        listed.append(block.rest)
+    return listed
 
 
 def _spends(content: Content) -> str:

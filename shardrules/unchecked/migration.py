@@ -11,12 +11,13 @@ import math
 import os
 import re
 import tokenize
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shardrules.paths import is_here
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
+from shardrules.unchecked.results import Sent, sent_by_name
 from shardrules.unchecked.retrace import sent_bytes
 from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
@@ -114,12 +115,8 @@ def place(site: Site | UncheckedSite) -> str:
     return f"{short(site.file)}:{site.line} ({site.function})"
 
 
-def written(
-    rows: Sequence[SiteRow],
-    before: Mapping[str, int] | None = None,
-    after: Mapping[str, int] | None = None,
-) -> str:
-    """Return the table of sites with details; ``before`` and ``after`` are bytes by program."""
+def written(rows: Sequence[SiteRow], before: Sent | None = None, after: Sent | None = None) -> str:
+    """Return the table of sites with details; ``before`` and ``after`` are of two runs."""
     if not rows:
         return "no shard_map with its check off was called\n"
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in _ORDER}
@@ -137,23 +134,24 @@ def written(
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    sums = [(name, before.get(name, 0), after.get(name, 0)) for name in {*before, *after}]
-    sums = sorted((each for each in sums if max(each[1:])), key=lambda each: (-max(each[1:]), each))
+def _sent(before: Sent, after: Sent) -> list[str]:
+    sums = [each for each in sent_by_name(before, after) if max(each[1:])]
+    sums.sort(key=lambda each: (-max(each[1:]), each))
+    total = sum(off for _, off, _ in sums), sum(on for *_, on in sums)
     shown, rest = sums[:_SHOWN], sums[_SHOWN:]
     if rest:
         more = f"{len(rest)} more programs"
         shown.append((more, sum(off for _, off, _ in rest), sum(on for *_, on in rest)))
-    shown.append(("all programs", sum(before.values()), sum(after.values())))
+    shown.append(("all programs", *total))
     cells = [(name, size(off), _less(off, on)) for name, off, on in shown]
     same = "the patch saves no bytes here; the gain is that JAX checks these shard_maps"
     return [
         table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
         "",
-        *([same] if sum(before.values()) == sum(after.values()) else []),
+        *([same] if total[0] == total[1] else []),
         "(bytes: what one device sends for the collectives of each program that the script "
-        "compiled, run once; a while loop without a known count is one trip. The script ran "
-        "again with the patch, in a process of its own, to measure this)",
+        "compiled, run once for each kind of arguments; a while loop without a known count is one "
+        "trip. The script ran again with the patch, in a process of its own, to measure this)",
     ]
 
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardrules.door import compiled
+from shardrules.paths import here
 from shardrules.unchecked.sites import UncheckedCall
 from shardrules.watching import compiling
+from shardrules.watching.reads import user_line
 
+_ROUNDING = 1e-5  # of the largest value, which sums in another order may be off
 _RUNS = 2  # of each program: later ones differ by the rounding of earlier ones
 _ELEMENTS = 256  # of each result
 _MOST_BYTES = 1 << 26  # of a result that is read
+
+Sent = dict[tuple[str, tuple[str, ...]], int]
+"""Bytes that one device sends in one run, by a program's name and its arguments' types."""
 
 
 class Result(NamedTuple):
@@ -26,7 +33,15 @@ class Result(NamedTuple):
     elements: tuple[float, ...]
 
 
-Results = dict[str, list[tuple[Result | None, ...]]]  # by a program's name, of each run
+class ProgramRun(NamedTuple):
+    """What one run of a program returned, and what it took of others' results."""
+
+    returned: tuple[Result | None, ...]
+    took: tuple[Result, ...] = ()
+    line: str = ""  # the script's, ``FILE:LINE``
+
+
+Results = dict[str, list[ProgramRun]]  # by a program's name
 
 
 @dataclass
@@ -37,7 +52,7 @@ class Outcome:
     raised: str = ""  # the first line of the error that ended it, empty if none did
     # of unchecked shard_maps, if it retraced them
     calls: list[UncheckedCall] = field(default_factory=list)
-    sent: dict[str, int] = field(default_factory=dict)  # by one device in one run of each program
+    sent: Sent = field(default_factory=dict)
     results: Results = field(default_factory=dict)  # what its programs returned
     used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used
     notes: list[str] = field(default_factory=list)  # a message for each other flag
@@ -51,17 +66,30 @@ class Outcome:
 def start(results: Results) -> Callable[[], None]:
     """Record what each program's first runs return, until the returned function is called."""
     lock = threading.Lock()
+    made: dict[int, tuple[weakref.ref[Any], Result]] = {}  # by the ids of arrays
+
+    def taken(arrays: Iterable[Any]) -> Iterator[Result]:
+        for array in arrays:
+            ref, result = made.get(id(array), (None, None))
+            if ref is not None and result is not None and ref() is array:
+                yield result
 
     def note(executable: Any, traced: object) -> None:
         name = compiled.program_name(executable)
         left = _RUNS
 
-        def see(_: object, arrays: Sequence[Any]) -> None:
+        def see(arguments: Sequence[Any], arrays: Sequence[Any]) -> None:
             nonlocal left
             with lock:
                 left -= 1
                 if left >= 0:
-                    results.setdefault(name, []).append(tuple(map(_read, arrays)))
+                    run = ProgramRun(
+                        tuple(map(_read, arrays)), tuple(taken(arguments)), user_line()
+                    )
+                    results.setdefault(name, []).append(run)
+                    for array, result in zip(arrays, run.returned):
+                        if result is not None:
+                            made[id(array)] = weakref.ref(array), result
 
         compiled.after_each_run(executable, see)
 
@@ -83,25 +111,64 @@ def _read(array: Any) -> Result | None:
     return None
 
 
-def different(
-    before: Mapping[str, Sequence[tuple[Result | None, ...]]],
-    after: Mapping[str, Sequence[tuple[Result | None, ...]]],
-) -> str:
+def different(before: Results, after: Results) -> str:
     """Say which program returned something else in another run; empty if none did."""
     for name, runs in before.items():
         for run, (first, second) in enumerate(zip(runs, after.get(name, ())), 1):
-            for number, (a, b) in enumerate(zip(first, second)):
+            for number, (a, b) in enumerate(zip(first.returned, second.returned)):
                 if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
                     continue
-                off = max(abs(x - y) for x, y in zip(a.elements, b.elements))
-                scale = max(a.largest, b.largest)
+                off, scale = _off(a, b)
                 # Sums in another order differ by rounding; NaN is no difference that a check makes.
                 if off > _tolerance(a.dtype) * max(scale, 1e-6):
+                    at = f" at {here(first.line)}" if first.line else ""
                     return (
-                        f"result {number} of {name}, run {run}, differs by up to {off:.3g}, "
-                        f"and its largest value is {scale:.3g}"
+                        f"result {number} of {name}{at}, run {run}, differs by up to {off:.3g}, "
+                        f"and its largest value is {scale:.3g}{_of_rounding(first, second)}"
                     )
     return ""
+
+
+def _off(a: Result, b: Result) -> tuple[float, float]:
+    """Return the largest difference of two results, and their largest value."""
+    return max(abs(x - y) for x, y in zip(a.elements, b.elements)), max(a.largest, b.largest)
+
+
+def _of_rounding(first: ProgramRun, second: ProgramRun) -> str:
+    """Say that a difference may be rounding alone, of equal values that a script subtracts."""
+    # Only of what it takes: a step may hide a wrong gradient within the rounding of its weights.
+    shares = []
+    for a, b in zip(first.took, second.took):
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return ""
+        off, scale = _off(a, b)
+        shares.append(off / scale if scale else 0.0)
+    if not shares or len(first.took) != len(second.took) or max(shares) > _ROUNDING:
+        return ""
+    return (
+        f". This may be rounding alone: what it takes differs by {max(shares):.1g} of its largest "
+        "value at most. shardrules.testing.assert_same_unchecked(loss, *arguments) compares value "
+        "and gradients of the function itself; if it passes, switch the check on by hand"
+    )
+
+
+def sent_by_name(before: Sent, after: Sent) -> list[tuple[str, int, int]]:
+    """Compare what two runs of a script send, program by program of one name and arguments.
+
+    What only one of them compiled, for results that were placed otherwise say, is compared as the
+    costliest of its name. JAX may compile a step more often in one of the runs.
+    """
+    rows = []
+    for name in dict.fromkeys(name for name, _ in (*before, *after)):
+        sides = [{key: n for key, n in side.items() if key[0] == name} for side in (before, after)]
+        both = sides[0].keys() & sides[1].keys()
+        sums = []
+        for side in sides:
+            others = [n for key, n in side.items() if key not in both]
+            extra = 0 if sides[0].keys() == sides[1].keys() else max(others or side.values() or [0])
+            sums.append(sum(side[key] for key in both) + extra)
+        rows.append((name, sums[0], sums[1]))
+    return rows
 
 
 def _tolerance(dtype: str) -> float:

@@ -15,7 +15,7 @@ from shardrules.unchecked.migration import (
     SiteRow,
     joined,
 )
-from shardrules.unchecked.results import Outcome, different
+from shardrules.unchecked.results import Outcome, different, sent_by_name
 from shardrules.unchecked.sites import Site
 from shardrules.units import size
 
@@ -44,7 +44,8 @@ def tried(
         verdict_of = {site: SWITCH if site in on else "not in this trial" for site in patched}
         trial_rows = [row._replace(verdict=verdict_of.get(row.site, row.verdict)) for row in rows]
         outcome = run(edit(trial_rows))
-        now, then = sum(before.sent.values()), sum(outcome.sent.values())
+        sums = sent_by_name(before.sent, outcome.sent)
+        now, then = sum(off for _, off, _ in sums), sum(on for *_, on in sums)
         judged = SWITCH, ""
         if outcome.failure:
             judged = RAISES, f"with this switched on, the script fails: {outcome.failure}"

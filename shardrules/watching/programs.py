@@ -19,7 +19,7 @@ from shardrules.door.jaxprs import kernel_name
 from shardrules.door.watching import cast_listeners
 from shardrules.errors import ShardrulesError, first_line
 from shardrules.unchecked import check_off
-from shardrules.watching import compiling
+from shardrules.watching import compiling, made_again
 
 if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules.watching.profiles.shown import Profile
     from shardrules.watching.runs import RunRecord, Runs
 
+_UNCOMMITTED = "uncommitted (jax.device_put has not placed it)"
 _DID_NOT_RUN = "it did not run while the steps were recorded"
 _UNTIMED = (
     "ran in the recorded steps, but the report has no times of it: it was compiled before the "
@@ -115,6 +116,14 @@ class WatchedProgram:
         return self._placements.details() or []
 
     @property
+    def commitments(self) -> list[str]:
+        """Tell of each parameter whether the caller committed it to its devices."""
+        header = self.judgement.module.header
+        free = header.get("allow_spmd_sharding_propagation_to_parameters", "{}").strip("{}")
+        given = [_UNCOMMITTED if flag == "true" else "committed" for flag in free.split(",")]
+        return given * len(self.judgement.module.entry.parameters) if len(given) == 1 else given
+
+    @property
     def runs_on_cpu(self) -> bool:
         return self._placements.platform() == "cpu"
 
@@ -164,6 +173,7 @@ class WatchedProgram:
             timings=timings,
             switched=self._switched(),
             fed=self._fed(),
+            script=self._owner.script,
         )
         proven = self._proven_kernels()
         advised = tuple(
@@ -182,8 +192,8 @@ class WatchedProgram:
 
         owner, traced = self._owner, self._traced
         with compiling.unwatched():
-            on = switched.switched(traced.again, traced.scope, owner.registry, self.judgement.mesh)
-        return on if isinstance(on, str) else on._replace(script=owner.script)
+            mesh = self.judgement.mesh
+            return switched.switched(traced.again, traced.scope, owner.registry, mesh)
 
     def _fed(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """Give how often it ran with a result of its own, by ``Runs.fed``."""
@@ -231,7 +241,7 @@ class Watched:
     target: str | None = None  # ``"v5e"``, on which each collective's time is estimated
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
     runs: Runs | None = None  # what follows the programs' runs
-    script: str = "SCRIPT"  # what runs, as it was typed
+    script: str = ""  # what runs, as it was typed; empty if that isn't known
     timings: dict[str, Timings] = dataclasses.field(default_factory=dict)  # by computations
 
     def __post_init__(self) -> None:
@@ -321,25 +331,27 @@ class Watched:
             failures,
             len(programs) - judged,
             notes=[
-                *_made_again(judges),
+                *made_again.notes(judges),
                 *map(here, dict.fromkeys(self._above_check_off)),
                 *_of_cpu(judges),
             ],
         )
 
-    def profiled(self, folder: str, *, lasts: bool = True) -> Profile:
+    def profiled(self, folder: str, kept: str | None = None) -> Profile:
         """Read a profile of this process, which gives the programs their times.
 
         Args:
           folder: where it is.
-          lasts: the folder is still there when the report is read.
+          kept: the folder that has it still when the report is read; None for none.
         """
         from shardrules.watching.profiles import profile
 
         watched: dict[str, WatchedProgram] = {}
+        modules = []
         for program in self:
             with contextlib.suppress(ShardrulesError):
-                watched.setdefault(profile.body(program.text), program)
+                if watched.setdefault(profile.body(program.text), program) is program:
+                    modules.append((None, program.judgement.module))
 
         def known(text: str) -> hlo.Judgement | None:
             program = watched.get(profile.body(text))
@@ -350,7 +362,8 @@ class Watched:
             registry=self.registry,
             known=known,
             # What --keep wrote beside the profile has the mesh in its text; these know theirs.
-            dumped=profile.Dumps([], "the script"),
+            # JAX's profiler now and then writes no HLO on CPU.
+            dumped=profile.Dumps(modules, "the script", as_last=True),
             source="the script",
             strict=self.strict,
             allow=self.allow,
@@ -360,9 +373,8 @@ class Watched:
         bodies = [profile.body(p.content.judgement.module.text) for p in result.programs]
         self.timings = {text: p.timings for text, p in zip(bodies, result.programs)}
         untimed = [p.name for text, p in zip(bodies, result.programs) if text not in watched]
-        where = f"`shardrules profile {folder}` has its times"
-        if not lasts:
-            where = "record with --keep DIR, and `shardrules profile DIR` has its times"
+        where = f"`shardrules profile {kept or 'DIR'}` has its times"
+        where = where if kept else f"record with --keep DIR, and {where}"
         notes = [f"{name} {_UNTIMED}; {where}" for name in dict.fromkeys(untimed)]
         notes += self._did_not_run(watched, untimed)
         return dataclasses.replace(result, notes=(*result.notes, *notes))
@@ -433,39 +445,6 @@ def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
             "needed, and saved, there (`python -m shardrules.aot` prints how to install their "
             f"compilers here){'; times on CPU say nothing of theirs' * timed}"
         )
-
-
-def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:
-    """Say of each program with collectives that was compiled more than once why it was."""
-    by_function: dict[tuple[str, str], list[WatchedProgram]] = {}
-    for program in programs:
-        if program.content.account.entries:
-            by_function.setdefault((program.name, program.definition), []).append(program)
-    for made in by_function.values():
-        if len(made) > 1 or made[0].count > 1:
-            yield _why_again(made)
-
-
-def _why_again(programs: list[WatchedProgram]) -> str:
-    times = sum(program.count for program in programs)
-    made, first = f"{programs[0].name} was compiled {times} times", programs[0].arguments
-    for other in programs[1:]:
-        if len(other.arguments) != len(first):
-            return f"{made}: for {len(first)} and for {len(other.arguments)} arguments"
-        for number, (before, after) in enumerate(zip(first, other.arguments)):
-            if before != after:
-                return f"{made}: {programs[0].argument(number)} is {before}, then {after}"
-    known = [p.details for program in programs for p in (program, *program.same_text)]
-    for others in known[1:]:
-        for number, pairs in enumerate(zip(known[0], others)):
-            for before, after in zip(*pairs):
-                if before != after:
-                    return f"{made}: {programs[0].argument(number)} is {before}, then {after}"
-    return (
-        f"{made} for arguments of the same shapes and shardings: a jit that is made anew, a static "
-        "argument, an array that was not placed on the devices before, or an option of JAX that "
-        "was set or added between the calls (with JAX_EXPLAIN_CACHE_MISSES=1, JAX says which)"
-    )
 
 
 @checked

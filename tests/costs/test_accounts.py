@@ -353,8 +353,8 @@ KERNEL = (
         ),
         (
             judged(T.DATA, T.ALL, "jit(f)/transpose(jvp())/psum"),
-            "run `shardrules migrate --diff on.patch SCRIPT`: it switches on the check of the shard_map, "
-            "so that the backward pass reduces over just the axes that it needs, compares what the "
+            "run `shardrules migrate --diff on.patch SCRIPT` (SCRIPT: the one that compiles this "
+            "program): it switches on the check of the shard_map, so that the backward pass reduces over just the axes that it needs, compares what the "
             "programs return, and writes the patch",
         ),
         (

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from core import versions
 from jax import lax
@@ -241,3 +242,36 @@ def test_a_forgotten_pmean_of_several_gradients_is_one_block_with_their_lines(cp
     first = loss.__code__.co_firstlineno
     (advice,) = re.findall("to do: (reduce the gradients that come from .*) before they go", text)
     assert re.findall(r":(\d+) ", advice) == [str(first + 1), str(first + 2)]
+
+
+def _layer(ws, x):
+    return lax.pmean(((lax.psum(x @ ws["w"], "model") + ws["b"]) ** 2).mean(), "data")
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_sum_of_a_weight_s_gradient_is_told_by_what_it_goes_into(cpu_mesh, clips):
+    """As a missing one is. That of an activation is no weight's, and a norm joins all of them."""
+    specs = {"w": P("model"), "b": P()}
+    loss = jax.shard_map(
+        _layer, mesh=cpu_mesh, in_specs=(specs, P("data", "model")), out_specs=P(), check_vma=False
+    )
+
+    def update(state, x):
+        g = jax.grad(loss)(state["p"], x)
+        if clips:
+            norm = sum((leaf**2).sum() for leaf in jax.tree.leaves(g))
+            g = jax.tree.map(lambda leaf: leaf / norm, g)
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], g)
+        return {"p": jax.tree.map(lambda p, m: p - m, state["p"], m), "m": m}
+
+    put = lambda a, *spec: jax.device_put(a, NamedSharding(cpu_mesh, P(*spec)))  # noqa: E731
+    ws = {"w": put(np.ones((8, 16), np.float32), "model"), "b": put(np.ones(16, np.float32))}
+    judgement = testing.judge(jax.jit(update), {"p": ws, "m": ws}, put(np.ones((8, 8)), "data"))
+    found = {one.entry.what: one for one in findings.find(judgement)}
+    of_bias, of_activation = (
+        found[f"backward all-reduce({axes})"] for axes in ("data, model", "model")
+    )
+    assert not of_activation.gradient_of
+    assert of_bias.gradient_of == (() if clips else ("output['m']['b']", "output['p']['b']"))
+    said = "of the gradient that goes into output['m']['b'], output['p']['b']"
+    assert (said in report.plain(report.content(judgement))) != clips

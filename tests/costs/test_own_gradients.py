@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules import testing
+from shardrules import report, testing
 from shardrules.costs import findings
 
 SPECS = {"scale": P(), "up": P(None, "model"), "down": P("model"), "bias": P()}
@@ -171,6 +171,20 @@ def test_with_the_check_on_a_pmean_keeps_the_sum(cpu_mesh):
     body = lambda ws, x: lax.pmean(jax.grad(loss, 1)(over_model, ws, x), "data")  # noqa: E731
     for ratio in ratios(mapped(body, cpu_mesh, SPECS, check=True), cpu_mesh).values():
         np.testing.assert_allclose(ratio, 4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("of", ["in the body", "outside"])
+@pytest.mark.parametrize("script", ["", "-m a.b"])
+def test_advice_names_the_script_where_it_is_known(cpu_mesh, of, script):
+    """It is what `run` and `pytest --shardrules` were given; a text alone says what to put."""
+    step = mapped(averaged, cpu_mesh, SPECS) if of == "in the body" else outside(cpu_mesh)
+    judgement = testing.judge(jax.jit(step), *arguments(cpu_mesh))
+    said = [one.advice for one in report.content(judgement, script=script).findings]
+    said = [one for one in said if "shardrules migrate" in one]
+    assert said
+    for advice in said:
+        assert ("SCRIPT" not in advice) == ("-m a.b`" in advice) == bool(script)
+        assert ("SCRIPT` (SCRIPT: the one that compiles this program)" in advice) == (not script)
 
 
 @jax.custom_vjp

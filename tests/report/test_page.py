@@ -390,6 +390,28 @@ def test_a_measured_page_has_a_short_tile_and_three_columns_on_a_narrow_screen()
     assert narrow and all("share: " in text and "exposed: " in text for text in narrow)
 
 
+def test_a_page_says_why_what_can_be_avoided_takes_no_time():
+    judgement = hlo.judge(hlo.parse(program(2)), mesh=T.MESH)
+    whys = {}
+    for exposed in (2e-3, 0.0, None):
+        each = None if exposed is None else timings.Timing(2.5e-3, exposed, 2e-3, 1, "a", "b")
+        measured = timings.Timings(0.05, (each,) * len(judgement.verdicts), "/device:TPU:0")
+        page = report.page(report.content(judgement, title="step.hlo", timings=measured))
+        whys[exposed] = [e["text"] for e in Tree(page).all("p", class_="dim")][0]
+    assert "avoidable: " not in whys.pop(2e-3)  # the tile has it
+    for why in whys.values():
+        assert why.startswith("avoidable: 0 ms of 50 ms a step (0.0%; for the ")
+        assert "that can be avoided no device waits: other work hides them, or" in why
+
+
+def test_a_column_that_no_program_fills_is_left_out():
+    plain = content(program(2), title="jit_step")
+    columns = several.gather([plain], [1]).programs.columns
+    assert "other" not in columns and "findings" in columns
+    loops = content(looping("%v = f32[8] negate(%w)"), title="jit_loop")
+    assert "other" in several.gather([plain, loops], [1, 1]).programs.columns
+
+
 def test_a_mesh_of_one_axis_is_one_row():
     for count, rows in ((8, 1), (16, 1), (64, 8)):
         picture = drawn.groups_on_mesh([list(range(count))], None, {"data": count}, count, "all")

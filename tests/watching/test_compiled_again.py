@@ -1,5 +1,6 @@
 """Why ``watch`` says that a program was compiled again, where HLO's types don't show it."""
 
+import re
 import types
 
 import jax
@@ -60,6 +61,21 @@ def test_for_a_weak_type(split):
     assert note(ones(1.0), ones(jnp.float32(1))) == (
         "jit_total was compiled 2 times: argument 0 (x) is weakly typed, then strongly typed"
     )
+
+
+def test_for_arguments_that_a_step_returned(split):
+    """The first ones are on no given devices; placed before, they are compiled for once."""
+    step = jax.jit(lambda state, x: jax.tree.map(lambda leaf: leaf + x.sum(), state))
+    for of, said in ((jnp.asarray, ["argument 0"]), (lambda a: jax.device_put(a, split), [])):
+        x = jax.device_put(np.ones((8, 16), np.float32), split)
+        with shardrules.watch() as seen:
+            state = {"w": of(np.ones((8, 16), np.float32))}
+            for _ in range(3):
+                state = step(state, x)
+        notes = [n for n in seen.judged().notes if "was compiled" in n]
+        assert [re.search("argument 0", n)[0] for n in notes] == said
+        for n in notes:
+            assert "is uncommitted (jax.device_put has not placed it), then committed" in n
 
 
 def test_two_functions_of_one_name_are_two_programs(split):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -156,6 +157,58 @@ def test_diff_says_what_each_change_saved(tmp_path, capsys):
     assert "one.hlo is not a profile" in capsys.readouterr().err
 
 
+@pytest.fixture
+def recorder(monkeypatch, tmp_path):
+    """A recorder whose profiler writes how many steps were left, in one and the same second."""
+    import jax
+
+    from shardrules.watching.profiles import recording
+
+    recorder, into = recording.Recorder(9, str(tmp_path)), []
+
+    def stop():
+        own = pathlib.Path(into[-1], "plugins", "profile", "now")
+        own.mkdir(parents=True)
+        (own / "host.xplane.pb").write_text(str(recorder.left))
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: into.append(folder))
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop)
+    return recorder
+
+
+def record(recorder, steps):
+    recorder._start(None)
+    recorder.left -= steps
+    recorder.compiling("step")
+
+
+def test_only_its_own_profiles_go_and_the_longest_one_stays(recorder, tmp_path):
+    """Other processes may write to the folder of --keep, in the same second, too."""
+    other = tmp_path / "plugins" / "profile" / "now" / "host.xplane.pb"
+    for steps in (1, 4, 2):
+        record(recorder, steps)
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("another's")
+    recorder.end()
+    recorder.end()
+    assert other.read_text() == "another's"
+    assert recorder.recorded == tmp_path / "plugins" / "profile" / "now_1"
+    assert (recorder.recorded / "host.xplane.pb").read_text() == "5"
+    assert recorder.shortfall.startswith("the script ended after 4 of --profile's 9 steps; ")
+    assert [path.name for path in tmp_path.iterdir()] == ["plugins"]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_recording_does_not_begin_anew_without_bound(recorder, steps):
+    """A script may compile again and again, and each recording takes its time."""
+    for _ in range(10):
+        assert not recorder.shortfall.startswith("recording ended")
+        record(recorder, steps)
+    said = recorder.shortfall if steps else recorder.trouble
+    why = "recording ended, since the script compiled in each of 10 recordings, "
+    assert said.startswith(why + ("after 3 of" if steps else "before a step did; "))
+
+
 def test_a_script_that_is_too_short_is_told_how_many_steps_it_takes(monkeypatch, tmp_path):
     import jax
 
@@ -163,7 +216,8 @@ def test_a_script_that_is_too_short_is_told_how_many_steps_it_takes(monkeypatch,
 
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
     recorder = recording.Recorder(3, str(tmp_path))
-    recorder._recording, recorder.trouble = True, ""
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: None)
+    recorder._start(None)
     recorder.end()
     assert recorder.trouble.startswith("the script ended before a step did; it has warmed up once")
     assert "unless jax.profiler.StepTraceAnnotation marks the steps" in recorder.trouble

@@ -18,7 +18,7 @@ import jax
 from shardrules.door.jaxprs import SUMS, inner_jaxprs, is_inexact, named_axes, size_of
 from shardrules.door.protocols import Jaxpr
 from shardrules.errors import AxisError, CotangentError
-from shardrules.hooks.cotangents.communication import communicates
+from shardrules.hooks.cotangents.communication import communicates, declared
 from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
@@ -38,7 +38,7 @@ class Bwd:
         self.bwd = bwd
         self.parts = parts
         self.args = args
-        self.refusals = Refusals(self.door, parts)
+        self.refusals = Refusals(self.door, parts, self._declared)
         self._cached: dict[Any, Origins] = {}
 
     # hooks/sets sets these four from replication sets.
@@ -407,6 +407,11 @@ class Bwd:
             used = [True] * len(trace.paths)
         jaxpr: Jaxpr = self.door.dce_jaxpr(trace.jaxpr, used, instantiate=True)[0]
         return jaxpr
+
+    def _declared(self, ct: Cotangent, axes: frozenset[str]) -> str:
+        """Say which declared rule over some axes its forward or the bwd holds; empty for none."""
+        jaxprs = [j for j in (self._forward.jaxpr, self.sliced(ct.path)) if j is not None]
+        return next(filter(None, (declared(self.hooks.state, j, axes) for j in jaxprs)), "")
 
     def _communicates(self, jaxpr: Jaxpr, axes: frozenset[str], **only: bool) -> Iterator[str]:
         return communicates(self.hooks.state, jaxpr, axes, **only)

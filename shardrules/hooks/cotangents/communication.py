@@ -10,6 +10,7 @@ from shardrules.hooks.cotangents.origins import rule_of
 from shardrules.hooks.state import COLLECT, State
 from shardrules.hooks.types.calls.opaque import OpaqueCall
 from shardrules.jaxprs.walk import equations
+from shardrules.paths import here
 from shardrules.registry.axistypes import Effect, show_axes
 
 # Parts of the names of JAX's primitives, and of rules, that sum over mesh axes.
@@ -49,6 +50,23 @@ def moved_by_kernels(state: State, jaxpr: Jaxpr, axes: frozenset[str]) -> frozen
             for opaque, count in calls
         )
     )
+
+
+def declared(state: State, jaxpr: Jaxpr, axes: frozenset[str]) -> str:
+    """Say which rule over some axes nothing proves, and how to test it; empty for none."""
+    for equation in equations(jaxpr):
+        opaque = state.opaque_call_of(equation.primitive, equation.params)
+        entry = None if opaque is None else opaque.registration
+        if opaque is None or entry is None or entry.status != "declared":
+            continue
+        if not axes.isdisjoint(entry.rule.named_axes):
+            return (
+                f"{opaque.call} does, {entry.rule!r} (declared at {here(entry.where)}). If the "
+                "kernel does less than that, the rule is wrong, and not the bwd: "
+                "shardrules.testing.check_rule(op, mesh, *args, gradients=False) runs the op and "
+                "compares its outputs with the rule"
+            )
+    return ""
 
 
 def _opaque(

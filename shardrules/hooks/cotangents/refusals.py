@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jax.tree_util import keystr
@@ -42,9 +42,15 @@ class Cotangent:
 class Refusals:
     has_casts = True  # JAX 0.5.3 and older have none to advise
 
-    def __init__(self, door: Door, parts: CustomVjpInfo):
+    def __init__(
+        self,
+        door: Door,
+        parts: CustomVjpInfo,
+        declared: Callable[[Cotangent, frozenset[str]], str] = lambda ct, axes: "",
+    ):
         self.door = door
         self.parts = parts
+        self.declared = declared  # says which rule is taken for granted, empty for none
 
     def undecided(self, ct: Cotangent, axes: frozenset[str], why: str) -> CotangentError:
         """Return the error for a cotangent that may be one device's share or the full sum."""
@@ -227,9 +233,10 @@ class Refusals:
         self, problem: str, ct: Cotangent, axes: frozenset[str], what: str
     ) -> CotangentError:
         place = f" (at {_shown(self.parts.place)})" if self.parts.place else ""
+        taken = self.declared(ct, axes)
         return CotangentError(
             f"the bwd {self.parts.name!r}{place} returns a cotangent at output{keystr(ct.path)} "
-            f"that {what}",
+            f"that {what}" + (f"\nThis takes for granted what {taken}." if taken else ""),
             problem=problem,
             path=ct.path,
             axes=axes,

@@ -194,6 +194,7 @@ class Dumps(NamedTuple):
 
     modules: Sequence[tuple[int | None, hlo.Module]]
     where: str
+    as_last: bool = False  # only for programs whose HLO the profile lacks
 
     @classmethod
     def of_folder(cls, folder: pathlib.Path) -> Dumps:
@@ -291,7 +292,8 @@ def _texts(
     for program in dict.fromkeys(program for _, program in seen.timelines):
         text = None
         try:
-            if dumped is not None:  # it may say more than the profile: run --keep writes the mesh
+            # It may say more than the profile: run --keep writes the mesh.
+            if dumped is not None and not (dumped.as_last and program.proto):
                 text = dumped.text(program.name, program.number, seen.operations(program))
         except ProfileError as error:
             notes += [] if program.proto else [str(error)]

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import pathlib
 import re
-import shutil
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +18,10 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching import compiling
 
 _CALLS = 2  # of a program since the last compilation, after which the script has warmed up
+_RESTARTS = 9  # recordings that a compilation ends, before the last one
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
+
+_Folder = tempfile.TemporaryDirectory[str]  # deletes what it made itself, and nothing else
 
 
 class Recorder(watching.Listener):
@@ -26,14 +29,16 @@ class Recorder(watching.Listener):
 
     A step is what the script marks with ``jax.profiler.StepTraceAnnotation``, else a call of the
     program with collectives that is called again first. Only the main thread's calls are seen.
-    A compilation while it records begins the warm-up anew.
+    A compilation while it records begins the warm-up anew, a few times. The recording with the most
+    steps is moved into ``folder``, which other processes may write to, when all is over.
     """
 
     def __init__(self, step_count: int, folder: str):
         self.left = self._wanted = step_count  # steps that are still to be recorded
         # why nothing is recorded
         self.trouble: str = "no program with collectives was called in the main thread"
-        self.folder: str = folder  # where the profile is written
+        self.recorded: pathlib.Path | None = None  # the profile, once recording is over
+        self._folder = pathlib.Path(folder)
         self._calls: collections.Counter[int] = collections.Counter()  # by what XLA compiled
         self._communicating: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._program: Any = None  # whose calls are the steps
@@ -41,8 +46,10 @@ class Recorder(watching.Listener):
         self._marked = False
         self._recording = False
         self._looks = False
-        self._others: set[pathlib.Path] = set()  # profiles that were in the folder before
-        self._cold: int | None = None  # steps that were left when a compilation ended recording
+        self._own: _Folder | None = None  # of what is recorded now
+        self._best: tuple[int, _Folder] | None = None  # a recording, and steps left after it
+        self._restarts = 0
+        self._ended = "the script ended"
         self._hold = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
@@ -56,11 +63,24 @@ class Recorder(watching.Listener):
         """End recording, if it is on, and look at the script no longer."""
         if self._recording:
             self._stop()
-        elif self._cold is not None:  # it did not warm up again: few steps are better than none
-            self.left, self.trouble = self._cold, ""
-        if not self.trouble and self.left == self._wanted:
-            self.trouble = f"the script ended before a step did; {self.advice}"
+        if self._best is not None:  # few steps are better than none
+            self.left, own = self._best
+            if self.left == self._wanted:
+                self.trouble = f"{self._ended} before a step did; {self.advice}"
+            else:
+                self.recorded = _moved(pathlib.Path(own.name), self._folder)
+                self.trouble = "" if self.recorded else "JAX's profiler wrote no file"
+            own.cleanup()
+            self._best = None
         self._hold.close()
+
+    @property
+    def shortfall(self) -> str:
+        """Say why fewer steps were recorded than are wanted; empty if all of them were."""
+        if not self.left:
+            return ""
+        recorded = f"{self._wanted - self.left} of --profile's {self._wanted} steps"
+        return f"{self._ended} after {recorded}; {self.advice}"
 
     @property
     def advice(self) -> str:
@@ -87,8 +107,15 @@ class Recorder(watching.Listener):
     def compiling(self, name: str) -> None:
         if self._recording:
             self._stop()
-            if self.left:
-                self._cold, self.left = self.left, self._wanted
+            if self.left and self._restarts == _RESTARTS:
+                self._ended = (
+                    f"recording ended, since the script compiled in each of {_RESTARTS + 1} "
+                    "recordings,"
+                )
+                self.end()
+            elif self.left:
+                self._restarts += 1
+                self.left = self._wanted
         self._calls.clear()
 
     def returned(
@@ -137,20 +164,15 @@ class Recorder(watching.Listener):
         import jax
 
         _wait(results)
-        if self._cold is not None:
-            for profile in self._profiles() - self._others:
-                shutil.rmtree(profile, ignore_errors=True)
-            self._cold = None
-        self._others = self._profiles()
         options: dict[str, Any] = {}
         if hasattr(jax.profiler, "ProfileOptions"):
             options["profiler_options"] = jax.profiler.ProfileOptions()
             options["profiler_options"].python_tracer_level = 0  # Python's calls take time and room
         try:
-            jax.profiler.start_trace(self.folder, **options)
+            self._own = _Folder(prefix=".recording", dir=self._folder, ignore_cleanup_errors=True)
+            jax.profiler.start_trace(self._own.name, **options)
         except Exception as error:  # the script records a profile itself, say  # noqa: BLE001
-            self.trouble = first_line(error)
-            self.left = 0
+            self.trouble, self.left = first_line(error), 0
             return
         self._recording, self.trouble = True, ""
 
@@ -158,14 +180,28 @@ class Recorder(watching.Listener):
         import jax
 
         self._recording = False
+        worse, self._own = self._own, None
         try:
             jax.profiler.stop_trace()
+            if worse is not None and (self._best is None or self.left < self._best[0]):
+                best, worse = (self.left, worse), self._best[1] if self._best else None
+                self._best = best
         except Exception as error:  # the script ended it itself  # noqa: BLE001
-            self.trouble = first_line(error)
-            self.left = 0
+            self.trouble, self.left = first_line(error), 0
+        if worse is not None:
+            worse.cleanup()
 
-    def _profiles(self) -> set[pathlib.Path]:
-        return set(pathlib.Path(self.folder).glob("plugins/profile/*"))
+
+def _moved(recorded: pathlib.Path, folder: pathlib.Path) -> pathlib.Path | None:
+    """Move a profile's files into a folder, beside those of others; return where they are."""
+    into = None
+    for file in [*recorded.glob("plugins/profile/*/*")]:
+        into = into or folder / file.parent.relative_to(recorded)
+        while (into / file.name).exists():  # another process's, of the same second
+            into = into.with_name(f"{into.name}_1")
+        into.mkdir(parents=True, exist_ok=True)
+        file.replace(into / file.name)
+    return into
 
 
 def _wait(results: Any) -> None:

@@ -2,14 +2,20 @@
 
 import jax
 import pytest
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import SequenceKey
+from raising import raises
 
-from shardrules import AxisType
+import shardrules
+from shardrules import AxisType, errors
 from shardrules.door import internals
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 
 DATA, SHAPE = frozenset({"data"}), (2, 4)
+rowsum = Primitive("rowsum")  # of its own rows
+rowsum.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape[1:], x.dtype))
 SHARE, EQUAL, REDUCED = AxisType("data"), AxisType(), AxisType((), "data")
 
 UNDECIDED = """\
@@ -119,3 +125,20 @@ def test_what_a_refusal_says(problem, types, refusal, text):
     )
     assert (error.problem, error.path, error.axes) == (problem, ct.path, DATA)
     assert (error.have, error.want) == types
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_rule_that_nothing_proves_is_suspected(cpu_mesh, kernel):
+    """A psum in bwd is wrong after an all-reduce, and right if the kernel sums its own rows."""
+    total = rowsum.bind if kernel else lambda x: jax.lax.psum(x.sum(0), "data")
+    op = jax.custom_vjp(total)
+    spread = lambda n, g: jax.numpy.broadcast_to(jax.lax.psum(g, "data"), (n, *g.shape))  # noqa: E731
+    op.defvjp(lambda x: (op(x), x.shape[0]), lambda n, g: (spread(n, g),))
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
+    with shardrules.install(), shardrules.rules({"rowsum": shardrules.all_reduce("data")}):
+        with raises(errors.CotangentError, problem="summed") as caught:
+            jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(jax.numpy.ones((8, 4)))
+    *_, last = str(caught.value).splitlines()
+    said = "This takes for granted what rowsum does, all_reduce('data') (declared at "
+    assert last.startswith(said) == kernel
+    assert ("shardrules.testing.check_rule(op, mesh, *args, gradients=False)" in last) == kernel

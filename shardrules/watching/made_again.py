@@ -1,0 +1,36 @@
+"""Why a program was compiled more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def notes(programs: list[Any]) -> Iterator[str]:
+    """Say of each program with collectives that was compiled more than once why it was."""
+    by_function: dict[tuple[str, str], list[Any]] = {}
+    for program in programs:
+        if program.content.account.entries:
+            by_function.setdefault((program.name, program.definition), []).append(program)
+    for made in by_function.values():
+        if len(made) > 1 or made[0].count > 1:
+            yield _why_again(made)
+
+
+def _why_again(programs: list[Any]) -> str:
+    every = [p for program in programs for p in (program, *program.same_text)]
+    made = f"{programs[0].name} was compiled {len(every)} times"
+    known = [[p.arguments for p in programs], [p.commitments for p in programs]]
+    known += map(list, zip(*(zip(*p.details) for p in every)))
+    for first, *others in known:
+        for other in others:
+            if len(other) != len(first):
+                return f"{made}: for {len(first)} and for {len(other)} arguments"
+            for number, (before, after) in enumerate(zip(first, other)):
+                if before != after:
+                    return f"{made}: {programs[0].argument(number)} is {before}, then {after}"
+    return (
+        f"{made} for arguments of the same shapes and shardings: a jit that is made anew, a static "
+        "argument, an array that was not placed on the devices before, or an option of JAX that "
+        "was set or added between the calls (with JAX_EXPLAIN_CACHE_MISSES=1, JAX says which)"
+    )

@@ -85,7 +85,8 @@ def test_what_can_not_be_looked_at_is_not_called_refused(cpu_mesh):
 def test_a_saving_that_three_digits_hide_is_written(tmp_path, after, shown):
     site = migration.Site(str(tmp_path / "a.py"), 1, 0, 1, 9, "f")
     found = [migration.SiteRow(site, (), migration.SWITCH)]
-    said = migration.written(found, {"jit_step": 699_068}, {"jit_step": after})
+    step = "jit_step", ("f32[8]",)
+    said = migration.written(found, {step: 699_068}, {step: after})
     (line,) = [line for line in said.splitlines() if line.startswith("jit_step")]
     assert [cell.strip() for cell in line.split("|")] == ["jit_step", "699 kB", shown]
 

@@ -26,7 +26,7 @@ from shardrules.door.jaxprs import (
 from shardrules.door.protocols import Eqn, Jaxpr, Params, Primitive, Var
 from shardrules.hooks.types.owners import is_users
 from shardrules.jaxprs.fold import Cell, Fold, TooLong
-from shardrules.jaxprs.walk import equations
+from shardrules.jaxprs.walk import equations, program_text
 
 # How a value depends on the inputs: it is zero, it doesn't, linearly, or in an unknown way.
 _ZERO, _FIXED, _LINEAR, _UNKNOWN = "zero", "fixed", "linear", "unknown"
@@ -34,6 +34,8 @@ _KNOWN = frozenset({_ZERO, _FIXED})
 
 # Primitives that only read and store, by the names of JAX 0.6 to 0.12; of these, copies.
 _STORES = READS | set("swap addupdate masked_swap".split())
+# How many rules may stand within each other.
+_MOST_RULES = 4
 _COPIES = frozenset("dma_start dma_wait".split())
 
 Precision = tuple[int, int]  # bits of the mantissa and of the exponent
@@ -149,6 +151,8 @@ class _Linearity(Fold[str]):
         self.summed: set[str] = set()
         self.summed_of_others: set[str] = set()
         self.precisions: set[Precision] = set()  # of all that depends on the inputs
+        self._rules: dict[Any, Any] = {}  # of each custom_vjp and custom_jvp, by place
+        self._texts: list[str] = []  # of those that are being read
 
     def literal(self, value: Any) -> str:
         return _ZERO if getattr(value, "size", 1) == 1 and value == 0 else _FIXED
@@ -165,14 +169,40 @@ class _Linearity(Fold[str]):
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         results = super().equation(eqn, operands)
-        # A derivative of this one runs a custom_vjp's fwd instead, or a custom_jvp's rule, and that
-        # may return something else.
         if name_of(eqn) in CUSTOM_CALLS and not _KNOWN.issuperset(map(self.content, operands)):
-            results = self.one_step(eqn, operands, _UNKNOWN)
+            results = [
+                self.join(pair) for pair in zip(results, self._differentiated(eqn, operands))
+            ]
         for var, result in zip(eqn.outvars, results):
             if result in (_LINEAR, _UNKNOWN) and is_inexact(var.aval):
                 self.precisions.add(precision(var.aval.dtype))
         return results
+
+    def _differentiated(self, eqn: Eqn, operands: list[Any]) -> Sequence[str]:
+        """Return what a derivative of this program gets of a custom_vjp or custom_jvp.
+
+        It runs the author's fwd or rule instead, which may return something else.
+        """
+        unknown = [_UNKNOWN] * len(eqn.outvars)
+        if any(isinstance(operand, Cell) for operand in operands):
+            return unknown
+        key = (*self.place, id(eqn))
+        if key not in self._rules:
+            self._rules[key] = ruled(eqn)
+        found = self._rules[key]
+        if found is None:
+            return unknown
+        jaxpr, tangent_count, results = found
+        text = program_text(jaxpr)
+        if text in self._texts:  # it calls itself: linear if all else that it does is
+            return [_ZERO] * len(eqn.outvars)
+        if len(self._texts) > _MOST_RULES:
+            return unknown
+        primals = operands[eqn.params["num_consts"] :]
+        self._texts.append(text)
+        made: list[str] = self.inside(eqn, jaxpr, [*primals, *[_ZERO] * tangent_count], at=1)
+        self._texts.pop()
+        return [*made[results]]
 
     def other(self, eqn: Eqn, name: str, operands: list[str]) -> Sequence[str]:
         return [self._result(eqn, name, operands)] * len(eqn.outvars)
@@ -235,6 +265,28 @@ class _Linearity(Fold[str]):
 def _is_users(primitive: Primitive) -> bool:
     """Return whether a primitive isn't JAX's, which may have the name of one of JAX's."""
     return is_users(load(), primitive)
+
+
+def ruled(eqn: Eqn) -> tuple[Any, int, slice] | None:
+    """Trace a custom_vjp's fwd, or a custom_jvp's rule; None if that fails.
+
+    Returns its jaxpr, which takes primals, and the number of tangents that it takes after them; and
+    which of its results are the primal ones.
+    """
+    params, count = eqn.params, len(eqn.outvars)
+    given = eqn.invars[params["num_consts"] :]
+    is_fwd = "fwd_jaxpr_thunk" in params
+    zeros = [not is_inexact(atom.aval) for atom in given]  # of the tangents
+    rule: Any = params.get("jvp_jaxpr_fun", params.get("jvp_jaxpr_thunk"))
+    rule, marks = (params["fwd_jaxpr_thunk"], [True] * len(given)) if is_fwd else (rule, zeros)
+    try:
+        jaxpr, consts = getattr(rule, "call_wrapped", rule)(*marks)[:2]
+    except Exception:  # it needs what was there when it was traced  # noqa: BLE001
+        return None
+    if any(isinstance(const, jax.core.Tracer) for const in consts):
+        return None
+    results = slice(len(jaxpr.outvars) - count, None) if is_fwd else slice(count)
+    return jaxpr, 0 if is_fwd else zeros.count(False), results
 
 
 def _rows(names: str) -> Callable[[Row], Row]:

@@ -14,7 +14,16 @@ from typing import Any
 
 from shardrules.door import places
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import CALLS, CASTS, NEW_REFS, SUMS, is_inexact, name_of, opened
+from shardrules.door.jaxprs import (
+    CALLS,
+    CASTS,
+    KERNELS,
+    NEW_REFS,
+    SUMS,
+    is_inexact,
+    name_of,
+    opened,
+)
 from shardrules.door.protocols import Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.linearity import (
     is_less,
@@ -61,7 +70,8 @@ def has_rule(door: Door, eqn: Eqn) -> bool:
         or name in ("reduce_precision", *_TRANSPOSE_CALLS)
         or (name == "custom_linear_solve" and not _solves(eqn))
         or _narrows(eqn)
-        or hijax_object(door, eqn.primitive, eqn.params) is not None
+        # JAX 0.10's pallas_call is a hijax primitive, and has JAX's own rules.
+        or (name not in KERNELS and hijax_object(door, eqn.primitive, eqn.params) is not None)
         or not transposed_by_jax(door, eqn.primitive)
     )
 

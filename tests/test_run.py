@@ -252,7 +252,7 @@ def test_pytest_ends_with_what_failed_tests_have_to_do(tmp_path, processes):
         "shardrules: test_it.py::test_asserted: run `shardrules migrate --diff on.patch -m pytest"
     )
     assert asserted.startswith(first) and "SCRIPT" not in asserted
-    assert note.startswith("shardrules: test_it.py::test_note: rather than switch the check off")
+    assert note.startswith("shardrules: test_it.py::test_note: don't switch the check off, since ")
     assert last.startswith("shardrules: tests failed, and there are findings: ")
 
 

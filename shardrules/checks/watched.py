@@ -67,8 +67,10 @@ class PytestWatch:
             report.shardrules_advice = advice  # workers send it
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if advice := getattr(report, "shardrules_advice", ""):
+        if report.failed and (advice := getattr(report, "shardrules_advice", "")):
             self._advice[report.nodeid] = advice
+        elif report.when == "call" and report.passed:  # it was run again
+            self._advice.pop(report.nodeid, None)
 
     @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
@@ -95,8 +97,10 @@ class PytestWatch:
                 return
             self._reports.append(report)
         if not all(report["clean"] for report in self._reports):
-            self._failure = "tests failed, and there are findings"
-            if int(exitstatus) == 0:
+            self._failure = "there are findings, too"
+            if int(exitstatus) == 1:
+                self._failure = "tests failed, and there are findings"
+            elif int(exitstatus) == 0:
                 session.exitstatus = 1
                 self._failure = "the tests passed, and the exit code is 1 for findings"
 
@@ -146,7 +150,7 @@ def _advice(error: BaseException) -> str:
         return "; ".join(note.removeprefix(_OURS) for note in notes)
     lines = error.message.splitlines()
     todo = [line.partition(_TODO)[2].strip() for line in lines if _TODO in line]
-    return "; ".join(dict.fromkeys(todo)) or lines[-1].strip()
+    return "; ".join(dict.fromkeys(todo)) or (lines or [""])[-1].strip()
 
 
 class PytestCheck:

@@ -84,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     from shardrules.watching import programs, reads, runs
 
     target = script.find(arguments)
-    keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
+    # The script may change the working directory.
+    keep = None if arguments.keep is None else pathlib.Path(arguments.keep).absolute()
     if keep is not None:
         try:
             keep.mkdir(parents=True, exist_ok=True)
@@ -197,9 +198,10 @@ class _RunReport:
             return None
         flags.say(*filter(None, [self.recorder.shortfall]))
         # A job's other processes write theirs into the same folder, in folders of their own.
-        shared = self.arguments.keep if self.seen.process[1] > 1 else None
+        keep = None if self.keep is None else str(self.keep)
+        shared = keep if self.seen.process[1] > 1 else None
         recorded = shared or str(self.recorder.recorded)
-        measured = self.seen.profiled(recorded, self.arguments.keep)
+        measured = self.seen.profiled(recorded, keep)
         flags.say(measured.about, *measured.notes)
         return measured
 

@@ -24,9 +24,9 @@ _OWN_GRADIENT = re.compile(r"(?:(?!transpose\().)*?(?:shard_map|pmap\b[^/]*)/.*t
 _CAST = re.compile(r".*transpose\(jvp\([^/]*\)\)/psum_invariant")
 UNNAMED = "SCRIPT` (SCRIPT: the one that compiles this program)"  # a script, behind a command
 _OUTSIDE = (
-    "take the gradient outside of the shard_map: jax.grad of the shard_map of the loss divides "
-    "by itself. The body takes gradients itself, so switching the check on changes them: the "
-    "gradients of whole arrays are then already summed over their axes, and a pmean of them "
+    "take the gradient outside of the shard_map: jax.grad of the shard_map of the loss does that "
+    "division already. The body takes gradients itself, so switching the check on changes them: "
+    "the gradients of whole arrays are then already summed over their axes, and a pmean of them "
     f"leaves the sum as it is; `shardrules migrate {UNNAMED} says what to change"
 )
 
@@ -219,7 +219,7 @@ def _instead(verdict: hlo.Verdict) -> str:
             "that receive data: they already hold it, and the others get zeros"
         )
     if collective.kind == "all-gather":
-        return f"{own}, repeated {count} times along dimension {collective.dimension}"
+        return f"{own}, concatenated {count} times along dimension {collective.dimension}"
     if collective.kind == "all-to-all":
         return f"{own}: its own piece of it, {count} times in a row"
     if collective.kind == "reduce-scatter":
@@ -243,12 +243,12 @@ def _narrowed(verdict: hlo.Verdict) -> str:
     over = over or f"over one device of each {copies} that hold the same"
     if collective.kind == "all-gather":
         return (
-            f"run it {over}; where the whole result is needed, repeat each shard on the device "
-            f"({along} hold the same)"
+            f"run it {over}; where the whole result is needed, concatenate the shards on the "
+            f"device ({along} hold the same)"
         )
     factor = _factor(collective.reduction, copies)
     if collective.kind == "reduce-scatter":
-        place = f"its own place along {equal}" if equal else "its own place among the equal ones"
+        place = f"its place along {equal}" if equal else "its place among the equal ones"
         return (
             "on each device, keep the pieces of the operand that belong to the devices at "
             f"{place}, and run it on those {over}{factor} ({along} hold the same)"

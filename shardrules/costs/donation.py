@@ -33,7 +33,7 @@ ADVICE = {
     "unused": "stop passing it, or don't donate it: its memory is freed with the last reference",
     "twice": "pass a copy (jnp.copy), or drop one of the two",
     "not donated": "name it in donate_argnums or donate_argnames of jax.jit",
-    "unknown": "don't donate it, or return it unchanged",
+    "unknown": "don't donate it, or return it in the argument's shape, dtype and layout",
 }
 
 

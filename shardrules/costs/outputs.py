@@ -2,7 +2,7 @@
 
 Each device then holds other data under the name of one array, and a state that is carried from step
 to step drifts apart. An output *differs* if it is computed from different data by steps that keep
-data different (``hlo.known.evening`` lists them); else it is *unproven*.
+data different (``hlo.known.states.EQUALIZING`` lists the others); else it is *unproven*.
 """
 
 from __future__ import annotations

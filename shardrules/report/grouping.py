@@ -47,7 +47,7 @@ def of_step(
         parts.append(f"the {size(staying)} that can be avoided travel in round trips that stay")
     elif hidden and not avoidable_seconds:
         parts.append(
-            f"for the {size(hidden)} that can be avoided no device waits: other work hides them, "
+            f"no device waits for the {size(hidden)} that can be avoided: other work hides them, "
             "or the profile has no event of them"
         )
     share = f" ({'; '.join(parts)})" if parts else ""

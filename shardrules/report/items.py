@@ -111,11 +111,11 @@ def item(
     what = f"{f'{count} x ' if count > 1 else ''}{entry.what}{moved}, {each}{part} ({name})"
     lines = [("saves", saves), ("took", time)]
     if isinstance(first, Finding):
-        names = [
-            name for one in flat([same]) if isinstance(one, Finding) for name in one.gradient_of
-        ]
+        weights = [one.gradient_of for one in flat([same]) if isinstance(one, Finding)]
+        names = itertools.chain(*weights) if all(weights) else ()
         into = few([*dict.fromkeys(names)], LISTED)
-        lines.append(("of", f"the gradient that goes into {into}" if into else ""))
+        gradients = "the gradient that goes" if count == 1 else "gradients that go"
+        lines.append(("of", f"{gradients} into {into}" if into else ""))
         lines.append(("because", verdict.reason))
         lines.append((RESTING, resting_on(verdict)))
     same_way, *other_ways = alike((same, *others), lambda group: words(group[0].advice))

@@ -189,10 +189,7 @@ def _as_another(content: Content, other: Content) -> str:
         return ""
     but = f", but for {'; '.join(here(str(change)) for change in differences)}"
     sums = [sent(each.account.total) for each in (content, other)]
-    return (
-        f"{content.title} ({sums[0]}): as {other.title} ({sums[1]}) below"
-        f"{but if differences else ''}"
-    )
+    return f"{content.title} ({sums[0]}): as {other.title} ({sums[1]}){but if differences else ''}"
 
 
 def _program(content: Content) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from shardrules.door import places
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import KERNELS, is_inexact, is_transposed, name_of, opened
+from shardrules.door.jaxprs import CUSTOM_CALLS, KERNELS, is_inexact, is_transposed, name_of, opened
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
@@ -252,23 +252,32 @@ class _Unchecked:
             derivatives, why = retrace.derivatives(trace, args, self._has_rules)
         return _Off(called, changed, derivatives, why, is_steady)
 
-    def _has_rules(self, closed: ClosedJaxpr) -> bool:
-        """Return whether a program holds custom rules, by which its derivative is taken."""
-        from shardrules.hooks.cotangents.summed_shares import has_rule  # it imports jax
+    def _has_rules(self, closed: ClosedJaxpr, or_rounds: bool = True) -> bool:
+        """Return whether a program's derivative runs rules of authors, or may round."""
+        from shardrules.hooks.cotangents.summed_shares import has_rule, narrows  # it imports jax
 
         def visit(eqn: Eqn, around: None, inside: Inside[None, None]) -> Iterator[None]:
-            if has_rule(self.door, eqn):
+            if has_rule(self.door, eqn) or (or_rounds and narrows(eqn)):
                 yield None
-            if name_of(eqn) not in (*KERNELS, "while"):  # of which JAX takes no gradient
+            if name_of(eqn) not in (*KERNELS, "while"):  # of which there is no reverse gradient
                 yield from itertools.chain(*inside(None))
 
         return bool(visited(opened(closed), visit, None))
 
     def _by_arguments(self, off: _Off) -> Iterator[str]:
+        """Yield why derivatives by fewer arguments may be others than those that were traced."""
         from shardrules.hooks.cotangents.summed_shares import why_by_arguments  # it imports jax
 
-        inside = (eqn for program in off.programs for eqn in equations(opened(program)))
-        yield from filter(None, (why_by_arguments(self.door, eqn) for eqn in inside))
+        def visit(eqn: Eqn, around: None, inside: Inside[None, str]) -> Iterator[str]:
+            if why := why_by_arguments(self.door, eqn):
+                yield why
+            # Of a custom_vjp, its rule is differentiated instead.
+            if name_of(eqn) not in (*KERNELS, *CUSTOM_CALLS):
+                yield from itertools.chain(*inside(None))
+
+        lower = [d.closed for d in off.derivatives if not d.is_last]
+        for program in [off.called, *lower] if off.derivatives else ():
+            yield from visited(opened(program), visit, None)
 
     def _rules(self) -> Any:
         from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks  # it imports jax
@@ -302,13 +311,15 @@ class _Unchecked:
                 ran |= then.notes.rules
                 before_on = forward.closed if derivative.order == 1 else last_on
                 last_on = then.closed
-                if derivative.is_last and self._rules().new(last_on, before_on, ran):
-                    order = derivative.order + 1
+                rules, order = self._rules(), derivative.order + 1
+                if derivative.is_last and rules.new(last_on, before_on, ran):
                     reasons.append(
                         f"its derivatives of order {order} are taken by rules of their own"
                     )
+                elif derivative.is_last and order == 2 and rules.steps(last_on):
+                    reasons.append("its derivative rules can't be looked at in order 2")
         # Another derivative may exist: of fewer results, say, of which a bwd makes something else.
-        if undifferentiated and retrace.floats(args) and self._has_rules(called):
+        if undifferentiated and retrace.floats(args) and self._has_rules(called, or_rounds=False):
             reasons.append(f"its derivative rules can't be looked at: {undifferentiated}")
         reasons += self._by_arguments(off)
         if not is_steady:

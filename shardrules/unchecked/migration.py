@@ -150,8 +150,9 @@ def _sent(before: Sent, after: Sent) -> list[str]:
         "",
         *([same] if total[0] == total[1] else []),
         "(bytes: what one device sends for the collectives of each program that the script "
-        "compiled, run once for each kind of arguments; a while loop without a known count is one "
-        "trip. The script ran again with the patch, in a process of its own, to measure this)",
+        "compiled, run once for each kind of arguments, and for a kind that only one run compiled "
+        "the costliest of that name; a while loop without a known count is one trip. The script "
+        "ran again with the patch, in a process of its own, to measure this)",
     ]
 
 

@@ -14,7 +14,6 @@ import contextvars
 import functools
 import io
 import itertools
-import os
 import queue
 import sys
 import threading
@@ -31,7 +30,7 @@ _HOLDERS = frozenset(
     "types argparse collections functools weakref _weakrefset multiprocessing.sharedctypes".split()
 )
 # By these, code reaches variables of its module whose names it may make.
-_BY_STRINGS = frozenset({"globals", "vars", "exec", "eval"})
+_BY_STRINGS = frozenset({"globals", "exec", "eval"})
 
 
 class _Cache(NamedTuple):
@@ -80,7 +79,7 @@ class Kept:
         elif self._draws:
             self.why = "its body can draw random numbers that other threads draw, too"
         if "environ" in self._named:
-            self._undo.append(undo.state(lambda: dict(os.environ), undo.set_environment))
+            self._undo.append(undo.environment())
         for name, kind in self._stuck:
             if not name or name in (self._own if name == "spawn" else self._named):
                 held = f"{name!r}, a {kind}" if name else f"a {kind}"
@@ -92,7 +91,15 @@ class Kept:
         Caches that were empty are emptied, if asked for; what others hold is of the program's own
         calls, too.
         """
-        became = [undo() for undo in self._undo]
+        became: list[object] = []
+        failed: Exception | None = None
+        for back in self._undo:
+            try:
+                became.append(back())
+            except Exception as error:  # of one; the others are put back all the same  # noqa: BLE001
+                failed = failed or error
+        if failed is not None:
+            raise failed
         for cache in self._caches if caches else ():
             if not cache.before.currsize and cache.is_used:
                 cache.function.cache_clear()
@@ -149,7 +156,7 @@ class Kept:
         elif issubclass(kind, (io.StringIO, io.BytesIO)):
             self._undo.append(undo.stream(value))
         elif any(base.__name__ == "_CData" for base in kind.__mro__):  # of ctypes, all of them
-            self._undo.append(undo.memory(value))
+            self._memory(value)
         elif issubclass(kind, contextvars.ContextVar):
             self._context(value, name)
         elif issubclass(kind, weakref.ref):
@@ -172,6 +179,7 @@ class Kept:
         self._attributes(function.__dict__)
         if names & _BY_STRINGS and self._module(variables, names | variables.keys()):
             self._undo.append(undo.variables(variables, set(variables), new=True))
+            self._named |= variables.keys()
         self._module(variables, names)
         held = map(_contents, function.__closure__ or ())
         modules = [value for value in held if issubclass(type(value), types.ModuleType)]
@@ -245,6 +253,16 @@ class Kept:
         self._undo.append(undo.array_items(value, value.copy(), ...))
         if value.dtype == object:
             self._add(value.flat, name)
+
+    def _memory(self, value: Any) -> None:
+        import ctypes
+
+        self._bytes += ctypes.sizeof(value)
+        # It holds references, or is a view of memory that other processes may write to.
+        if value._objects is not None or self._bytes > _MOST_BYTES:
+            self._stuck.append(("", f"{type(value).__name__} of ctypes"))
+        else:
+            self._undo.append(undo.memory(value))
 
     def _class(self, kind: type) -> None:
         self._add(kind.__bases__)

@@ -19,6 +19,7 @@ _ROUNDING = 1e-5  # of the largest value, which sums in another order may be off
 _RUNS = 2  # of each program: later ones differ by the rounding of earlier ones
 _ELEMENTS = 256  # of each result
 _MOST_BYTES = 1 << 26  # of a result that is read
+_AS_LARGE = 10  # a difference of what is subtracted, for each of what is taken
 
 Sent = dict[tuple[str, tuple[str, ...]], int]
 """Bytes that one device sends in one run, by a program's name and its arguments' types."""
@@ -124,7 +125,7 @@ def different(before: Results, after: Results) -> str:
                     at = f" at {here(first.line)}" if first.line else ""
                     return (
                         f"result {number} of {name}{at}, run {run}, differs by up to {off:.3g}, "
-                        f"and its largest value is {scale:.3g}{_of_rounding(first, second)}"
+                        f"and its largest value is {scale:.3g}{_of_rounding(first, second, off)}"
                     )
     return ""
 
@@ -134,16 +135,19 @@ def _off(a: Result, b: Result) -> tuple[float, float]:
     return max(abs(x - y) for x, y in zip(a.elements, b.elements)), max(a.largest, b.largest)
 
 
-def _of_rounding(first: ProgramRun, second: ProgramRun) -> str:
+def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
     """Say that a difference may be rounding alone, of equal values that a script subtracts."""
     # Only of what it takes: a step may hide a wrong gradient within the rounding of its weights.
-    shares = []
+    # And only where that differs itself, by about as much: of equal arguments, it is no rounding.
+    shares, taken = [], 0.0
     for a, b in zip(first.took, second.took):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return ""
         off, scale = _off(a, b)
         shares.append(off / scale if scale else 0.0)
-    if not shares or len(first.took) != len(second.took) or max(shares) > _ROUNDING:
+        taken += off
+    is_rounding = bool(shares) and max(shares) <= _ROUNDING and found <= _AS_LARGE * taken
+    if not is_rounding or len(first.took) != len(second.took):
         return ""
     return (
         f". This may be rounding alone: what it takes differs by {max(shares):.1g} of its largest "

@@ -102,7 +102,9 @@ def derivatives(
     args: tuple[Any, ...],
     has_rules: Callable[[Any], bool],
 ) -> tuple[list[Derivative], str]:
-    """Trace the derivative by all floats, or else by each; the second if custom rules are left.
+    """Trace the derivative by all floats, or else by each.
+
+    And the second, if rules of authors are left, or steps that round.
 
     ``trace`` takes the leaves and the order, and returns the program and what it changed. Also says
     why it isn't the one by all of them.
@@ -238,9 +240,10 @@ def _is_same(one: Any, other: Any) -> bool:
     if "int" in of and "int" in by:  # equal bits
         count = min(np.dtype(of).itemsize, np.dtype(by).itemsize) * 8
         return bool((int(a) - int(b)) % (1 << count) == 0)
-    for dtype in (np.dtype(d).type for d in (of, by) if "int" not in d):
+    for name in (d for d in (of, by) if "int" not in d and d != "bool"):
         # A number that the narrower one can't hold; a complex one in a float's type.
         with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
+            dtype = np.dtype(name).type
             if dtype(a) == dtype(b):
                 return True
     return False

@@ -126,10 +126,21 @@ def memory(value: Any) -> Undo:
     return state(held, lambda before: ctypes.memmove(at, before, size_bytes))
 
 
-def set_environment(variables: dict[str, str]) -> None:
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)
+def environment() -> Undo:
+    """Keep the environment variables; those that a first import sets stay."""
+    before, modules = dict(os.environ), len(sys.modules)
+
+    def undo() -> object:
+        if (now := dict(os.environ)) == before:
+            return None
+        for name in now.keys() - before.keys() if len(sys.modules) == modules else ():
+            del os.environ[name]
+        for name, value in before.items():
+            if now.get(name) != value:
+                os.environ[name] = value
+        return plain(now)
+
+    return undo
 
 
 def stream(value: Any) -> Undo:

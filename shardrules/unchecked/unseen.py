@@ -17,16 +17,24 @@ from unittest import mock
 
 from shardrules.unchecked.python_state import Kept
 
+_lock = threading.Lock()
+# The threads that look, each with the warnings of its that were dropped: (text, category, line).
+_looking: dict[int, list[tuple[str, type[Warning], int]]] = {}
+_patches = contextlib.ExitStack()  # those of the process, while any thread looks
+
+
+def _is_looking() -> bool:
+    return threading.get_ident() in _looking
+
 
 class _Elsewhere:
-    """A stream that drops what one thread writes."""
+    """A stream that drops what threads write while they look."""
 
     def __init__(self, stream: Any):
         self._stream = stream
-        self._thread = threading.get_ident()
 
     def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+        return len(text) if _is_looking() else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -35,49 +43,59 @@ class _Elsewhere:
 @contextlib.contextmanager
 def unseen(kept: Kept) -> Iterator[None]:
     """Drop what this thread prints, logs and warns of; put back what it changes."""
-    out: Any = _Elsewhere(sys.stdout)
-    err: Any = _Elsewhere(sys.stderr)
-    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-    try:
-        with streams[0], streams[1], _no_logs(), _no_warnings():
-            yield
-    finally:
-        kept.put_back()
-
-
-@contextlib.contextmanager
-def _no_logs() -> Iterator[None]:
-    """Drop this thread's log records: handlers hold streams, and write to files."""
-    here, original = threading.get_ident(), logging.Logger.callHandlers
-
-    def call_handlers(self: logging.Logger, record: logging.LogRecord) -> None:
-        if threading.get_ident() != here:
-            original(self, record)
-
-    with mock.patch.object(logging.Logger, "callHandlers", call_handlers):
+    here = threading.get_ident()
+    with contextlib.ExitStack() as stack:
+        stack.callback(kept.put_back)
+        if here not in _looking:  # else a look within a look
+            with _lock:
+                if not _looking:
+                    _patch()
+                _looking[here] = []
+            stack.callback(_shown_again, here)
         yield
 
 
-@contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Drop this thread's warnings, and let Python forget that it has shown them."""
-    here, original = threading.get_ident(), warnings.showwarning
-    dropped: list[tuple[str, type[Warning], int]] = []
+def _shown_again(thread: int) -> None:
+    with _lock:
+        dropped = _looking.pop(thread)
+        if not _looking:
+            _patches.close()
+    _forget(dropped)
 
-    def show(
-        message: Any, category: Any, filename: str, lineno: int, *args: Any, **kw: Any
-    ) -> None:
-        if threading.get_ident() != here:
-            original(message, category, filename, lineno, *args, **kw)
+
+def _patch() -> None:
+    """Let prints, logs and warnings ask whether their thread looks; others' go where they went."""
+    out: Any = _Elsewhere(sys.stdout)
+    err: Any = _Elsewhere(sys.stderr)
+    handle, show = logging.Logger.callHandlers, warnings.showwarning
+
+    def handled(self: logging.Logger, record: logging.LogRecord) -> None:
+        if not _is_looking():  # handlers hold streams, and write to files
+            handle(self, record)
+
+    def shown(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
+        dropped = _looking.get(threading.get_ident())
+        if dropped is None:
+            show(message, category, filename, lineno, *where)
         else:
             dropped.append((str(message), category, lineno))
 
-    with mock.patch.object(warnings, "showwarning", show):
-        yield
-    # Python notes what it has shown in each module and for all: by text, category and line or none.
-    modules = (getattr(module, "__dict__", {}) for module in tuple(sys.modules.values()))
-    notes = [held["__warningregistry__"] for held in modules if "__warningregistry__" in held]
+    _patches.enter_context(contextlib.redirect_stdout(out))
+    _patches.enter_context(contextlib.redirect_stderr(err))
+    _patches.enter_context(mock.patch.object(logging.Logger, "callHandlers", handled))
+    _patches.enter_context(mock.patch.object(warnings, "showwarning", shown))
+
+
+def _forget(dropped: list[tuple[str, type[Warning], int]]) -> None:
+    """Let Python forget that it has shown these warnings, which it notes in each module."""
+    if not dropped:
+        return
+    notes = [getattr(warnings, "onceregistry", {})]
+    for module in tuple(sys.modules.values()):
+        with contextlib.suppress(AttributeError):  # a lazy one imports when it is asked
+            held = object.__getattribute__(module, "__dict__")
+            notes.append(held.get("__warningregistry__", {}))
     for text, category, line in dropped:
-        for shown in (*notes, getattr(warnings, "onceregistry", {})):
+        for shown in notes:
             for key in ((text, category), (text, category, 0), (text, category, line)):
                 shown.pop(key, None)

@@ -244,7 +244,7 @@ def test_what_fewer_bytes_are_worth_in_a_profile(cpu_mesh):
             "round trips that stay)"
         )
     content = reported(0.0, 1 / 3)
-    assert f"(0.0%; for the {size} that can be avoided no device waits" in content.measured
+    assert f"(0.0%; no device waits for the {size} that can be avoided" in content.measured
     assert "    took in fewer than half of the steps\n" in report.plain(content)
     for row in content.rows:
         cells = {cell.column: cell.text for cell in content.cells(row)}

@@ -97,6 +97,17 @@ def twice_by_one(mapped):
     return jax.grad(lambda w: jnp.sum(jnp.sin(once(w))))(W)
 
 
+def twice_past_a_solve(mapped):
+    """The second derivative by all arguments can't be traced, and that by one solves shares."""
+    step = lambda c: (c[0] + 1, c[1] * 3)  # noqa: E731
+    cubed = lambda g: jax.lax.while_loop(lambda c: c[0] < 3, step, (0, g))[1]  # noqa: E731
+    other = op_of(lambda v: (v * 27, None), lambda _, g: (cubed(g),))
+    op = op_of(lambda w: (w**2, w), lambda w, g: (g * solved(w),))
+    f = mapped(lambda x, w, v: x * op(w) * other(v), P("data"), 2)
+    once = jax.grad(lambda w: jnp.sum(f(X, w, W + 1) ** 2))
+    return jax.grad(lambda w: jnp.sum(jnp.sin(once(w))))(W)
+
+
 def under_vmap(mapped):
     @jax.custom_batching.custom_vmap
     def op(w):
@@ -124,7 +135,15 @@ def of_one_tangent(mapped):
     return jax.grad(lambda w: jnp.sum(f(X, w, W + 1) ** 2))(W)
 
 
-ASKED = (beside_a_loop, with_a_metric, without_a_result, by_a_pair, twice_by_one, under_vmap)
+ASKED = (
+    twice_past_a_solve,
+    beside_a_loop,
+    with_a_metric,
+    without_a_result,
+    by_a_pair,
+    twice_by_one,
+    under_vmap,
+)
 
 
 def twice(h):

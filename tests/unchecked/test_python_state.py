@@ -248,7 +248,6 @@ PUT_BACK = {
     "made name": by_a_made_name,
     "environment": in_the_environment,
     "number of C's": lambda: of_a_value(ctypes.c_int(0)),
-    "number of all processes": lambda: of_a_value(multiprocessing.Value("i", 0)),
     "array of C's": lambda: of_an_item((ctypes.c_double * 2)()),
     "deque's method": lambda: collections.deque(range(9)).popleft,
     "named tuple": in_a_new_one(Numbers),
@@ -345,6 +344,13 @@ def of_items(items, key=0):
 
 
 LEFT = {
+    "number of all processes": lambda: of_a_value(multiprocessing.Value("i", 0)),
+    "iterator by a made name": in_a_module("""
+it = iter(range(9))
+
+def draw():
+    return next(globals()["i" + "t"])
+"""),
     "list": lambda: of_items([itertools.count()]),
     "dict": lambda: of_items({"n": itertools.count()}, "n"),
     "tuple": lambda: of_items((yields(),)),
@@ -523,3 +529,36 @@ def test_other_threads_warn_and_log_while_one_looks(caplog):
             thread.start()
             thread.join()
     assert len(shown) == len(caplog.records) == 1
+
+
+def test_two_threads_that_look_leave_nothing_behind():
+    """The one that began later put back what the first had put in place."""
+    handle, show, out = logging.Logger.callHandlers, warnings.showwarning, sys.stdout
+    began, end = threading.Event(), threading.Event()
+
+    def look():
+        with unseen(Kept()):
+            began.set()
+            end.wait()
+
+    thread = threading.Thread(target=look)
+    with unseen(Kept()):
+        thread.start()
+        began.wait()
+    end.set()
+    thread.join()
+    assert (logging.Logger.callHandlers, warnings.showwarning, sys.stdout) == (handle, show, out)
+
+
+def test_what_a_first_import_sets_in_the_environment_stays(monkeypatch):
+    monkeypatch.delenv("SHARDRULES_TEST", raising=False)
+    monkeypatch.delitem(sys.modules, "shardrules_test", raising=False)
+
+    def imports():
+        os.environ["SHARDRULES_TEST"] = "1"
+        sys.modules["shardrules_test"] = types.ModuleType("shardrules_test")
+
+    kept = Kept(imports)
+    imports()
+    kept.put_back()
+    assert os.environ["SHARDRULES_TEST"] == "1"

@@ -25,8 +25,8 @@ def find(site: Site) -> Hint | None:
     after = f"{first} all-reduce{'s' * (first > 1)}"
     return site.hint(
         "each call only adds its result to an argument that it returns, and the next call "
-        f"takes that sum: {runs} calls add up. {_change(site)}, and reduce once after the "
-        f"loop, where the total is used: {after} instead of {runs}. Each device keeps a whole "
+        f"takes that sum, so {runs} calls build up one sum. {_change(site)}, and reduce once after "
+        f"the loop, where the total is used: {after} instead of {runs}. Each device keeps a whole "
         "gradient until then (equal up to rounding)",
         bytes_after=-(-size * first // runs),
         sent_after=-(-sent * first // runs),

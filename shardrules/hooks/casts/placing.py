@@ -317,7 +317,7 @@ class _TracedBwd:
     def _by_precision(self, door: Door) -> Iterator[Jaxpr]:
         """Yield the program, in a part for each result where they have several dtypes."""
         outs = self.jaxpr.outvars
-        if len({atom.aval.dtype for atom in outs}) < 2:
+        if len({getattr(atom.aval, "dtype", None) for atom in outs}) < 2:
             yield self.jaxpr
             return
         for number in range(len(outs)):

@@ -80,7 +80,9 @@ def _algorithm(asked: Any) -> Precision | None:
     """Return what a dot rounds its operands to if the program asks for an algorithm, or None."""
     named = getattr(asked, "name", "")  # of a jax.lax.DotAlgorithmPreset, "BF16_BF16_F32" say
     if hasattr(asked, "num_primitive_operations") and not named:  # a jax.lax.DotAlgorithm
-        return precision(jax.numpy.dtype(asked.lhs_precision_type))
+        kinds = asked.lhs_precision_type, asked.rhs_precision_type, asked.accumulation_type
+        bits = [precision(jax.numpy.dtype(kind)) for kind in kinds]
+        return min(b[0] for b in bits), min(b[1] for b in bits)
     if named.endswith(("_X3", "_X6", "_X9")):  # sums of as many products
         return {"BF16_BF16_F32_X3": (15, 8)}.get(named)
     return {"ANY": (2, 4), "F16": (10, 5), "BF16": (7, 8), "TF32": (10, 8)}.get(named.split("_")[0])
@@ -198,9 +200,11 @@ class _Linearity(Fold[str]):
             return [_ZERO] * len(eqn.outvars)
         if len(self._texts) > _MOST_RULES:
             return unknown
-        primals = operands[eqn.params["num_consts"] :]
+        given = [*operands[eqn.params["num_consts"] :], *[_ZERO] * tangent_count]
+        # From JAX 0.11 the constants are leading inputs.
+        constants = [_FIXED] * (len(jaxpr.invars) - len(given))
         self._texts.append(text)
-        made: list[str] = self.inside(eqn, jaxpr, [*primals, *[_ZERO] * tangent_count], at=1)
+        made: list[str] = self.inside(eqn, jaxpr, [*constants, *given], at=1)
         self._texts.pop()
         return [*made[results]]
 
@@ -274,6 +278,8 @@ def ruled(eqn: Eqn) -> tuple[Any, int, slice] | None:
     which of its results are the primal ones.
     """
     params, count = eqn.params, len(eqn.outvars)
+    if params.get("symbolic_zeros"):  # what it returns may depend on what is differentiated
+        return None
     given = eqn.invars[params["num_consts"] :]
     is_fwd = "fwd_jaxpr_thunk" in params
     zeros = [not is_inexact(atom.aval) for atom in given]  # of the tangents

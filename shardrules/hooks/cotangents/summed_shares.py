@@ -61,22 +61,21 @@ def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
 
 
 def has_rule(door: Door, eqn: Eqn) -> bool:
-    """Return whether an equation is differentiated by a rule that its author wrote, or rounds."""
+    """Return whether an equation is differentiated by a rule that its author wrote."""
     name = name_of(eqn)
     if name.startswith("custom_jvp_call") or name == "custom_vmap_call":
         return not _is_jaxs(door, eqn)
     return (
         name.startswith("custom_vjp_call")
-        or name in ("reduce_precision", *_TRANSPOSE_CALLS)
+        or name in _TRANSPOSE_CALLS
         or (name == "custom_linear_solve" and not _solves(eqn))
-        or _narrows(eqn)
         # JAX 0.10's pallas_call is a hijax primitive, and has JAX's own rules.
         or (name not in KERNELS and hijax_object(door, eqn.primitive, eqn.params) is not None)
         or not transposed_by_jax(door, eqn.primitive)
     )
 
 
-def _narrows(eqn: Eqn) -> bool:
+def narrows(eqn: Eqn) -> bool:
     """Return whether an equation, or its transpose, makes a value less precise."""
     if name_of(eqn) != "convert_element_type":
         return rounded_to(eqn) is not None
@@ -151,6 +150,12 @@ class CustomRules:
             and (rule not in counts or not (type(rule) is tuple or n <= counts[rule]))
             for rule, n in self.left(closed).items()
         )
+
+    def steps(self, closed: Any) -> bool:
+        """Return whether a program holds rules without a key: each derivative looks at its own."""
+        named = ("custom_vjp_call", "custom_jvp_call")
+        eqns = (eqn for eqn in equations(opened(closed)) if not name_of(eqn).startswith(named))
+        return any(has_rule(self.door, eqn) for eqn in eqns)
 
     def _key(self, eqn: Any, depth: int) -> Any:
         name = name_of(eqn)

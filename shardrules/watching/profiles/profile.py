@@ -21,6 +21,7 @@ from shardrules.watching.profiles import events, measured, wire
 from shardrules.watching.profiles.shown import Profile, ProfiledProgram
 
 _FILES = "*.xplane.pb"
+UNFINISHED = ".recording"  # begins the name of a folder that a process records into
 _KEPT = "*.hlo"  # programs that run --keep wrote beside the profile
 _HOW = "run some steps inside of `with jax.profiler.trace(DIR):`"
 _NO_HLO = (
@@ -231,6 +232,8 @@ class Dumps(NamedTuple):
         numbered = [text for of_file, text in fitting if of_file == number]
         texts = numbered or [text for _, text in fitting]
         if len({body(text) for text in texts}) > 1:
+            if self.as_last:
+                return None
             raise ProfileError(
                 f"{self.where} holds {len(texts)} programs {name} with the operations that ran; "
                 "leave one of them there, or dump the process that was profiled"
@@ -252,7 +255,9 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
         return [path]
     if not path.is_dir():
         raise ProfileError(f"{path}: there is no such file or folder; to record a profile, {_HOW}")
-    files = sorted(path.rglob(_FILES))
+    found = path.rglob(_FILES)
+    # Another process records into a folder beside these, and moves its files when it is done.
+    files = sorted(f for f in found if not f.relative_to(path).parts[0].startswith(UNFINISHED))
     if not files:
         raise ProfileError(f"{path} holds no profile ({_FILES}); to record one, {_HOW}")
     ended = {file: file.stat().st_mtime for file in files}

@@ -16,6 +16,7 @@ from shardrules.door import compiled, seams, watching
 from shardrules.errors import UnsupportedJaxError, first_line
 from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching import compiling
+from shardrules.watching.profiles.profile import UNFINISHED
 
 _CALLS = 2  # of a program since the last compilation, after which the script has warmed up
 _RESTARTS = 9  # recordings that a compilation ends, before the last one
@@ -68,8 +69,12 @@ class Recorder(watching.Listener):
             if self.left == self._wanted:
                 self.trouble = f"{self._ended} before a step did; {self.advice}"
             else:
-                self.recorded = _moved(pathlib.Path(own.name), self._folder)
-                self.trouble = "" if self.recorded else "JAX's profiler wrote no file"
+                self.trouble = "JAX's profiler wrote no file"
+                try:  # this may stand in a call of the script's
+                    self.recorded = _moved(pathlib.Path(own.name), self._folder)
+                except OSError as error:
+                    self.trouble = first_line(error)
+                self.trouble = "" if self.recorded else self.trouble
             own.cleanup()
             self._best = None
         self._hold.close()
@@ -169,10 +174,13 @@ class Recorder(watching.Listener):
             options["profiler_options"] = jax.profiler.ProfileOptions()
             options["profiler_options"].python_tracer_level = 0  # Python's calls take time and room
         try:
-            self._own = _Folder(prefix=".recording", dir=self._folder, ignore_cleanup_errors=True)
+            self._own = _Folder(prefix=UNFINISHED, dir=self._folder, ignore_cleanup_errors=True)
             jax.profiler.start_trace(self._own.name, **options)
         except Exception as error:  # the script records a profile itself, say  # noqa: BLE001
             self.trouble, self.left = first_line(error), 0
+            if self._own is not None:
+                self._own.cleanup()
+                self._own = None
             return
         self._recording, self.trouble = True, ""
 

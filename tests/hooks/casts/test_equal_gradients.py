@@ -75,7 +75,15 @@ def test_a_cotangent_is_rounded_beside_a_narrow_result(dtype, cpu_mesh):
     np.testing.assert_allclose(late, cheapest, 1e-5)
 
 
-@pytest.mark.parametrize("op", [by_another_fwd, by_another_primal])
+def by_a_fwd_with_a_constant(w):
+    """From JAX 0.11 a constant array is an input of fwd's jaxpr, before the others."""
+    factor = np.linspace(0.9, 1.1, 64, dtype=np.float32)
+    inner = jax.custom_vjp(lambda g: g * factor)
+    inner.defvjp(lambda g: (jnp.clip(g, -0.1, 0.1) * factor, None), lambda _, h: (h * factor,))
+    return op_of(lambda w: (w**2 @ WIDE, w), lambda w, g: ((inner(g) @ WIDE.T) * 2 * w,))(w)
+
+
+@pytest.mark.parametrize("op", [by_another_fwd, by_another_primal, by_a_fwd_with_a_constant])
 def test_a_function_in_a_bwd_is_another_when_differentiated(op, cpu_mesh):
     once = scanned(op, cpu_mesh)
     twice = jax.grad(lambda w: jnp.sum(jnp.sin(once(w))))

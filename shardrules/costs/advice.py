@@ -243,12 +243,12 @@ def _narrowed(verdict: hlo.Verdict) -> str:
     over = over or f"over one device of each {copies} that hold the same"
     if collective.kind == "all-gather":
         return (
-            f"run it {over}; where the whole result is needed, concatenate the shards on the "
-            f"device ({along} hold the same)"
+            f"run it {over}; where the whole result is needed, repeat each shard on the device "
+            f"({along} hold the same)"
         )
     factor = _factor(collective.reduction, copies)
     if collective.kind == "reduce-scatter":
-        place = f"its place along {equal}" if equal else "its place among the equal ones"
+        place = f"the same place along {equal}" if equal else "the same place among the equal ones"
         return (
             "on each device, keep the pieces of the operand that belong to the devices at "
             f"{place}, and run it on those {over}{factor} ({along} hold the same)"

@@ -64,7 +64,7 @@ ADVICE = {
         SAME,
         lambda x: lax.all_gather(x, D, axis=1, tiled=True),
         lambda x: jnp.concatenate([x] * 4, axis=1),
-        f"{OWN}, repeated 4 times along dimension 1",
+        f"{OWN}, concatenated 4 times along dimension 1",
     ),
     "all_gather as a psum": (
         SAME,
@@ -75,7 +75,7 @@ ADVICE = {
             D,
         ),
         lambda x: jnp.concatenate([x] * 4),
-        f"{OWN}, repeated 4 times along dimension 0",
+        f"{OWN}, concatenated 4 times along dimension 0",
     ),
     "all_to_all": (
         SAME,
@@ -134,8 +134,8 @@ ADVICE = {
             lambda x, order=order: (
                 2 * lax.psum_scatter(pieces_along_model(x, order), D, tiled=True)
             ),
-            "on each device, keep the pieces of the operand that belong to the devices at its "
-            f"own place along model, and run it on those over data only; {SUM} 2 {ALIKE}",
+            "on each device, keep the pieces of the operand that belong to the devices at the "
+            f"same place along model, and run it on those over data only; {SUM} 2 {ALIKE}",
         )
         for order in (BOTH, BOTH[::-1])
     },

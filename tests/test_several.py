@@ -70,8 +70,7 @@ def test_a_program_like_another_is_told_by_what_differs(of_process):
     (block,) = (block for block in found.blocks if block.title == "Alike")
     assert [item.what for item in block.items] == [
         "jit_step 1 (80 B): as jit_step 0 (80 B)",
-        "jit_step 2 (32 B): as jit_step 0 (80 B), but for - unknown all-reduce(data) f32: "
-        "1, 32 B",
+        "jit_step 2 (32 B): as jit_step 0 (80 B), but for - unknown all-reduce(data) f32: 1, 32 B",
     ]
     assert len(json.loads(several.as_json(found))["programs"]) == 4
 

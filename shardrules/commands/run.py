@@ -84,13 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
     from shardrules.watching import programs, reads, runs
 
     target = script.find(arguments)
-    # The script may change the working directory.
-    keep = None if arguments.keep is None else pathlib.Path(arguments.keep).absolute()
+    keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
     if keep is not None:
         try:
             keep.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ShardrulesError(f"can't make the folder {keep}: {error.strerror}") from error
+        keep = keep.absolute()  # the script may change the working directory
     flags.check_writable(arguments.output)
     rules.check(arguments)
     seen = programs.watch(strict=arguments.strict, allow=dict(arguments.allow))

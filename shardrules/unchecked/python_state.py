@@ -257,6 +257,8 @@ class Kept:
     def _memory(self, value: Any) -> None:
         import ctypes
 
+        if issubclass(type(value), ctypes._CFuncPtr):  # type: ignore[attr-defined]  # a library's
+            return
         self._bytes += ctypes.sizeof(value)
         # It holds references, or is a view of memory that other processes may write to.
         if value._objects is not None or self._bytes > _MOST_BYTES:

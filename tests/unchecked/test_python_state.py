@@ -562,3 +562,9 @@ def test_what_a_first_import_sets_in_the_environment_stays(monkeypatch):
     imports()
     kept.put_back()
     assert os.environ["SHARDRULES_TEST"] == "1"
+
+
+def test_a_function_of_c_is_no_state():
+    """A library that a module loads holds many; MaxText's body reaches some."""
+    call = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)
+    assert call._objects is not None and not Kept(lambda: call()).why

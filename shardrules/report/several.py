@@ -18,7 +18,7 @@ from shardrules.report.sections import LOOPS, Block, filled, listed
 from shardrules.units import counted, duration, percent, size
 
 _SPENDING = 5  # programs without findings of which is said what they send
-_DIFFERENCES = 3  # up to which a program is told by how it differs from another
+_DIFFERENCES = 3  # with more kinds of collectives that differ, a program is not called alike
 
 _ALONE = (
     "every program runs on one device, so that nothing is communicated; where JAX has only one, "

@@ -318,7 +318,7 @@ class _Unchecked:
                     reasons.append(
                         f"its derivatives of order {order} are taken by rules of their own"
                     )
-                elif derivative.is_last and order == 2 and rules.steps(last_on):
+                elif derivative.is_last and order == 2 and rules.holds_uncounted(last_on):
                     reasons.append("its derivative rules can't be looked at in order 2")
         # Another derivative may exist: of fewer results, say, of which a bwd makes something else.
         if undifferentiated and retrace.floats(args) and self._has_rules(called, or_rounds=False):

@@ -34,9 +34,10 @@ _KNOWN = frozenset({_ZERO, _FIXED})
 
 # Primitives that only read and store, by the names of JAX 0.6 to 0.12; of these, copies.
 _STORES = READS | set("swap addupdate masked_swap".split())
-# How many rules may stand within each other.
-_MOST_RULES = 4
 _COPIES = frozenset("dma_start dma_wait".split())
+
+# How many fwds and rules are read, each within another.
+_MOST_RULES = 4
 
 Precision = tuple[int, int]  # bits of the mantissa and of the exponent
 
@@ -110,15 +111,18 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
     of_outputs = _most(jaxpr.outvars)
     try:
         results = fold.run(jaxpr, [*given.values()])
-        # What is as precise as the one input may be less precise than another, which is rounded.
+        # What is as precise as one input may be less precise than another, and rounds that one. So
+        # the inputs of each precision are followed alone, with the others zero.
         alike: dict[Precision, list[Any]] = {}
         for v in inputs:
             if is_inexact(v.aval):
                 alike.setdefault(precision(v.aval.dtype), []).append(v)
-        folds = [fold] if len(alike) < 2 else [_Linearity(kernels) for _ in alike]
-        for each, some in zip(folds, alike.values()) if len(alike) > 1 else ():
-            others = dict.fromkeys(set(inputs) - set(some), _ZERO)
-            each.run(jaxpr, [*(given | others).values()])
+        folds = [fold]
+        if len(alike) > 1:
+            folds = [_Linearity(kernels) for _ in alike]
+            for each, some in zip(folds, alike.values()):
+                others = dict.fromkeys(set(inputs) - set(some), _ZERO)
+                each.run(jaxpr, [*(given | others).values()])
     except TooLong:
         return LinearityProof(None, frozenset(), True, True)
     is_linear = {_LINEAR, _ZERO}.issuperset(results)

@@ -87,7 +87,7 @@ def narrows(eqn: Eqn) -> bool:
 
 
 def _is_jaxs(door: Door, eqn: Eqn) -> bool:
-    """Return whether JAX wrote the rule of a custom_jvp or custom_vmap, and what it calls."""
+    """Return whether JAX wrote both the rule of a custom_jvp or custom_vmap and its function."""
     rules = (eqn.params.get(name) for name in ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "rule"))
     rule = next(rule for rule in rules if rule is not None)
     # That of ``defjvps`` is JAX's, and calls the author's; so does that of custom_root.
@@ -100,9 +100,9 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
 
 
 def why_by_arguments(door: Door, eqn: Eqn) -> str:
-    """Say why an equation's derivative may be another if fewer arguments are differentiated.
+    """Say why an equation's derivative may differ if fewer arguments are differentiated.
 
-    What it then computes was not looked at. Empty if it can't be.
+    A look differentiates all of them. Empty if the derivative asks for none of that.
     """
     if sum(is_inexact(atom.aval) for atom in eqn.invars) < 2:
         return ""
@@ -151,8 +151,8 @@ class CustomRules:
             for rule, n in self.left(closed).items()
         )
 
-    def steps(self, closed: Any) -> bool:
-        """Return whether a program holds rules without a key: each derivative looks at its own."""
+    def holds_uncounted(self, closed: Any) -> bool:
+        """Return whether a program holds transposes or solves of authors: ``left`` counts none."""
         named = ("custom_vjp_call", "custom_jvp_call")
         eqns = (eqn for eqn in equations(opened(closed)) if not name_of(eqn).startswith(named))
         return any(has_rule(self.door, eqn) for eqn in eqns)

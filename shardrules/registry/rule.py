@@ -103,6 +103,11 @@ class Rule:
         """Return each output's effect, or None if they depend on the types at a call."""
         return None if self._effects is None else self._effects(output_count)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the rule says that a kernel reads no other device, and no device's number."""
+        return self.effects(1) == (Effect("local"),)
+
     def resolve(self, context: RuleContext) -> Resolution:
         """Apply the rule to one call."""
         if self.identity is not None:  # a user's function may answer differently each time

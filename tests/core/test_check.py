@@ -242,10 +242,11 @@ def test_interpret_mode_runs_under_the_check(op, power, compiled, hooks, cpu_mes
 @versions.where(versions.proves_kernels)
 @pytest.mark.parametrize("look", ["eval_shape", "explain", "scan_calls"])
 @pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("rule", [sr.no_communication, sr.linear(sr.no_communication)], ids=str)
 def test_a_declaration_that_the_kernel_contradicts_is_refused_before_it_is_lowered(
-    look, check, hooks, cpu_mesh
+    look, check, rule, hooks, cpu_mesh
 ):
-    @sr.no_communication
+    @rule
     def place_kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...] + jax.lax.axis_index("model").astype(x_ref.dtype)
 
@@ -257,6 +258,6 @@ def test_a_declaration_that_the_kernel_contradicts_is_refused_before_it_is_lower
         check=check,
     )
     look = getattr(sr, look, None) or jax.eval_shape
-    with raises(errors.RuleError, rule=sr.no_communication) as caught:
+    with raises(errors.RuleError, rule=rule) as caught:
         look(f, jnp.ones(8))
     assert [b.primitive for b in caught.value.audit.blockers] == ["axis_index"]

@@ -164,7 +164,7 @@ def check_declaration(
     joined = _joined(opaque, state)
     if varying is not None:
         joined &= varying
-    if registration.rule != no_communication and not joined:
+    if not registration.rule.is_local and not joined:
         return
     if opaque.audit is None:
         opaque.audit = state.registry.audit(primitive, params, operands)

@@ -60,12 +60,13 @@ def listed(blockers: Iterable[Blocker]) -> str:
 
 
 class Support(NamedTuple):
-    """A statement about an opaque call on which a verdict depends.
+    """A statement on which a verdict depends: about an opaque call, or a standing assumption.
 
     Attributes:
-      what: the kernel or target.
-      source: ``tag``, ``rule``, ``table`` (of XLA's own targets) or ``text`` (the kernel's own).
-      status: ``audited``, ``declared`` or ``built in``.
+      what: the kernel or target; of an assumption, what it is about.
+      source: ``tag``, ``rule``, ``table`` (of XLA's own targets), ``text`` (the kernel's own) or
+        ``assumption``.
+      status: ``audited``, ``declared``, ``built in`` or ``standing``.
       detail: the effect, and where it is declared.
     """
 

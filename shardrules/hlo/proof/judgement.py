@@ -150,7 +150,8 @@ class Verdict:
       reason: one sentence.
       needed_axes: for ``overwide``, the axes that are needed; None if axes aren't known.
       rests_on: rules, tags and standing assumptions.
-      blockers: for ``unproven``, the opaque calls on the operand's path.
+      blockers: for ``unproven`` and ``overwide``, what the proof can't see through on the operand's
+        path.
       divergent: it runs under a predicate that may differ within a group, so it may hang.
       copies: how many members of each group provably hold equal operands; all of them for
         ``redundant``.
@@ -321,7 +322,7 @@ class Judgement:
 
     @property
     def unproven(self) -> tuple[Verdict, ...]:
-        """List the verdicts on collectives whose operands depend on something opaque."""
+        """List the verdicts on collectives that may hang, or whose operands can't be followed."""
         return self._of("unproven")
 
     @property

@@ -205,21 +205,21 @@ class _Judge:
             if len(instruction.operands) > 1 and not together:
                 fields |= self._named(fields, position)
             start, cuts = 0, self._cuts(value, judged, shape)
-            for stop, state in cuts:
+            for stop, state_id in cuts:
                 named, part = fields, None
                 if len(cuts) > 1:
                     part = Range(start, stop, ((stop - start) * shape.bits + 7) // 8)
                     named = fields | self._named(fields, position, (start, stop))
                 collective = Collective(**named)
-                made = self._verdict(collective, judged, state, record.guard, part, reached)
+                made = self._verdict(collective, judged, state_id, record.guard, part, reached)
                 if made.verdict == "redundant" and channel.kind == "collective-permute":
-                    made = self._internal(made, computation, position, self.states[state])
+                    made = self._internal(made, computation, position, self.states[state_id])
                 verdicts.append(made)
                 start = stop
         return verdicts
 
     def _cuts(self, value: Value, channel: hc.Channel, shape: hm.Shape) -> list[tuple[int, int]]:
-        """List the ranges of an operand that are judged separately, with their states."""
+        """List the ranges of an operand that are judged separately: ends, and ids of states."""
         if isinstance(value, ranges.Ranged) and channel.kind == "all-reduce" and not shape.is_tuple:
             return ranges.without_padding(value.cuts, lambda state: self.states[state].constant)
         return [(shape.element_count, self.proof.values.collapse(value))]
@@ -339,12 +339,12 @@ class _Judge:
         self,
         collective: Collective,
         channel: hc.Channel,
-        number: int,
-        guard: int,
+        state_id: int,
+        guard_id: int,
         part: Range | None,
         reached: bool,
     ) -> Verdict:
-        state, rules = self.states[number], self.states[guard]
+        state, rules = self.states[state_id], self.states[guard_id]
         size = part.bytes if part else collective.operand_bytes
 
         def verdict(
@@ -391,6 +391,7 @@ class _Judge:
             if overwide is not None:
                 reason, needed, copies = overwide
                 return verdict("overwide", reason, needed, state.blockers, copies=copies)
+        # Needed even if each blocker gave equal values: they would prove no more than is proven.
         if self._within(groups, state.optimistic) == proven and not (ragged and is_equal):
             why, _ = why_varying(state, groups.relation, self.relations, self.mesh)
             return verdict("needed", f"not proven equal: {why}")

@@ -22,7 +22,7 @@ from shardrules.hooks.cotangents.communication import communicates, declared
 from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
-from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Path, Trace
+from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Trace, TracedFwd
 from shardrules.jaxprs.rewrite import split
 from shardrules.jaxprs.walk import equations
 from shardrules.paths import is_library
@@ -41,7 +41,7 @@ class Bwd:
         self.refusals = Refusals(self.door, parts, self._declared)
         self._cached: dict[Any, Origins] = {}
 
-    # hooks/sets sets these four from replication sets.
+    # hooks/sets/rep.py (JAX 0.5.3 and older) assigns the next four, from replication sets.
 
     @functools.cached_property
     def mesh_axes(self) -> frozenset[str]:
@@ -123,7 +123,7 @@ class Bwd:
     def differs(self, path: Path) -> frozenset[str]:
         """Return the axes along which devices may hold different values of one cotangent."""
         # The type may name more axes: a value that was cast is still equal along them.
-        seen = self._seen()
+        seen = self._argument_origins()
         if seen is None:
             return self.mesh_axes
         return frozenset().union(*(origin.axes for origin in self.origins_of(path, seen).outputs))
@@ -187,10 +187,10 @@ class Bwd:
         # The cotangent of an output that is invariant over an axis arrives summed over it. A bwd
         # that is right with the check off (psum, psum_scatter) then gives N times the gradient.
         # Such a sum is right only where the forward itself sums equal values over the axis.
-        arriving = frozenset().union(*map(axes_of, self.arriving))
-        dropped = axes_of(ct.want) - arriving
         if self._is_silent:
             return
+        arriving_axes = frozenset().union(*map(axes_of, self.arriving))
+        dropped = axes_of(ct.want) - arriving_axes
         # JAX accepts a cotangent that varies as its primal does. It may be right where no kernel
         # made an output invariant over the axis (a forward of several reductions). Where a kernel
         # did, it is wrong.
@@ -200,7 +200,7 @@ class Bwd:
             if kernel is not None or not dropped <= ct.have.varying:
                 raise self._summed(ct, dropped, by, kernel)
         origins = self.origins_of(ct.path)
-        for reduction in self._reductions(ct.path, arriving):
+        for reduction in self._reductions(ct.path, arriving_axes):
             equal = reduction.axes - reduction.origin.axes
             if not equal or all(i < self.first for i in self._leaves(reduction.origin)):
                 continue
@@ -268,7 +268,7 @@ class Bwd:
         sums = [s for s in sums if axis in s.differing]
         size = size_of(averaged)
         if size and sums and all(s in means for s in sums):
-            scale = self.origins_of(ct.path, self._seen() or ()).scale
+            scale = self.origins_of(ct.path, self._argument_origins() or ()).scale
             scale *= self._forward.saved_scale()
             # A mean over elements is divided by their number too, if bwd shows that division.
             elements = self._forward.origins.mean_size
@@ -331,11 +331,14 @@ class Bwd:
         return not any(self._communicates(self.trace.jaxpr, self.mesh_axes))
 
     @functools.cached_property
-    def _forward(self) -> Forward:
-        return Forward(self)
+    def _forward(self) -> TracedFwd:
+        return TracedFwd(self)
 
-    def _seen(self) -> list[Origin] | None:
-        """Return the axes along which each argument differs, and its constants, as fwd shows."""
+    def _argument_origins(self) -> list[Origin] | None:
+        """Return where each argument comes from, as fwd shows; None if fwd can't be traced again.
+
+        That is: the axes along which it differs, and its value if it is one number.
+        """
         saved, typed = self._forward.saved, self._typed
         if saved is None:
             return None
@@ -382,7 +385,7 @@ class Bwd:
         typed = self.origins_of(path).reductions
         if all(reduction.differing <= arriving for reduction in typed):
             return typed
-        seen = self._seen()
+        seen = self._argument_origins()
         return typed if seen is None else self.origins_of(path, seen).reductions
 
     def _summed_before(self, residuals: Sequence[int], axes: frozenset[str]) -> frozenset[str]:

@@ -92,7 +92,7 @@ class CustomVjpHooks(Hooks):
             kind = jax.custom_derivatives.CustomVJPPrimal
             perturbed[:] = [leaf.perturbed for leaf in leaves if isinstance(leaf, kind)]
 
-        scoped = self._scoped(fun, self._inside(), gradients, see)
+        scoped = self._scoped(fun, self._scope_of_rules(), gradients, see)
         if not self.state.active:
             return self.door.flatten_fwd(scoped, *rest, **options)
         flat, trees = self._flat_fwd(scoped, *rest, **options)
@@ -111,7 +111,7 @@ class CustomVjpHooks(Hooks):
 
     def _flatten_bwd(self, fun: Any, *rest: Any) -> Any:
         flat = self.door.flatten_bwd(fun, *rest)
-        scope = self._inside()
+        scope = self._scope_of_rules()
         if not scope.active:
             return flat
         in_tree, in_avals, trees, *others = rest
@@ -155,8 +155,8 @@ class CustomVjpHooks(Hooks):
         tree, avals = bwd.in_tree, bwd.in_avals
         return CustomVjpInfo(name, fwd, gradients, perturbed, tree, avals, place, None, bwd.fun)
 
-    def _inside(self) -> Scope:
-        # fwd and bwd run outside the innermost reverse pass.
+    def _scope_of_rules(self) -> Scope:
+        """Return the scope in which fwd and bwd run: outside of the innermost reverse pass."""
         scope = self.state.scope
         count = scope.derivatives_count
         return dataclasses.replace(scope, derivatives_count=count - 1) if count else scope
@@ -283,8 +283,8 @@ class CustomVjpHooks(Hooks):
 
     # The steps: what becomes of one cotangent.
 
-    def _prove(self, bwd: Bwd, ct: Cotangent, value: Any) -> Any:
-        """Raise unless a sum over the axes that its primal lacks, and a cast, make it right."""
+    def _check(self, bwd: Bwd, ct: Cotangent, value: Any) -> Any:
+        """Raise CotangentError unless a psum over ``ct.extra``, then a cast, make it right."""
         bwd.check(ct)
         return value
 
@@ -308,7 +308,7 @@ class CustomVjpHooks(Hooks):
         """Give it its primal's type."""
         return self.door.cast(value, ct.want)
 
-    steps: ClassVar[tuple[Step, ...]] = (_prove, _sum, _cast)
+    steps: ClassVar[tuple[Step, ...]] = (_check, _sum, _cast)
 
 
 def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:

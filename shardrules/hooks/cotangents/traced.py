@@ -116,10 +116,8 @@ class Trace:
         )
 
 
-class Forward:
-    """A custom_vjp's fwd, traced again where that is possible."""
-
-    # It is not where fwd closes over values of a trace that has ended.
+class TracedFwd:
+    """A custom_vjp's fwd, traced again; not where it closes over values of a trace that ended."""
 
     def __init__(self, bwd: Any):
         self.door = bwd.door

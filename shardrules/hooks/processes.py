@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -140,7 +141,7 @@ def _compare(job: Any, mine: list[ComparedRule], timeout_s: float) -> None:
         "`if jax.process_index() == 0`, before what is traced; if a shard_map is listed, trace "
         "it with the same arguments in every process",
         names=tuple(dict.fromkeys(names)),
-        processes=tuple(process for _, processes in rest for process in processes),
+        processes=tuple(itertools.chain.from_iterable(processes for _, processes in rest)),
     )
 
 

@@ -241,12 +241,10 @@ class CastHooks(Hooks):
         if differentiates:
             fixed = self._needed_inside(run, moved)
             run = moved
-        whole = {  # over these axes bwd returns a cotangent that is already summed
-            axis
-            for i, atom in tangents.items()
-            if not run.zeros[i]
-            for axis in arriving - self._varying([atom]) - run.summed.get(i, NONE)
-        }
+        whole: set[str] = set()  # over these axes bwd returns a cotangent that is already summed
+        for i, atom in tangents.items():
+            if not run.zeros[i]:
+                whole |= arriving - self._varying([atom]) - run.summed.get(i, NONE)
         moves = (arriving & NONE.union(*run.summed.values())) - whole - fixed
         by_itself = None if run.linear_in is None else run.linear_in | fixed
         return BwdSums(sums, moves, by_itself, differentiates)

@@ -114,10 +114,14 @@ class Bwd:
             return jax.core.eval_jaxpr(needed, consts, *args)
 
         consts, args = inputs[: len(jaxpr.constvars)], inputs[len(jaxpr.constvars) :]
-        summed = [atom for eqn in sums for atom in eqn.invars]
+        summed: list[Any] = []
+        others: list[tuple[str, ...]] = []  # the other axes over which each of them is summed
+        for eqn in sums:
+            over = tuple(sorted(named_axes(eqn.params) - axes))
+            summed += eqn.invars
+            others += [over] * len(eqn.invars)
         shares = run(jaxpr.replace(outvars=summed), consts, args)
-        others = [sorted(named_axes(eqn.params) - axes) for eqn in sums for _ in eqn.invars]
-        shares = [jax.lax.psum(x, tuple(over)) if over else x for x, over in zip(shares, others)]
+        shares = [jax.lax.psum(x, over) if over else x for x, over in zip(shares, others)]
         return run(after, consts, [*shares, *args])[0]
 
     def differs(self, path: Path) -> frozenset[str]:

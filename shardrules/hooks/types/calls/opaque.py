@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -315,7 +316,7 @@ def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...
     """Return the lines to type that give a call a rule."""
     blockers = () if audit is None else audit.blockers
     shown = [blocker.axes for blocker in blockers if blocker.contradicts_no_communication]
-    named = tuple(dict.fromkeys(axis for group in shown for axis in group if axis in axes))
+    named = tuple(axis for axis in dict.fromkeys(itertools.chain(*shown)) if axis in axes)
     return suggestions.lines(
         call.name,
         call.module,

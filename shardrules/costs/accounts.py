@@ -188,6 +188,7 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
 def _made(judgement: hlo.Judgement, level: str) -> Account:
     entries, module = [], judgement.module
     arguments = {module.metadata(parameter).op_name for parameter in module.entry.parameters}
+    of_loops = walk.loop_lines(module)
     for number, verdict in enumerate(judgement.verdicts):
         collective = verdict.collective
         groups = collective.notation
@@ -218,7 +219,7 @@ def _made(judgement: hlo.Judgement, level: str) -> Account:
                 collective.each,
                 collective.reduction,
                 collective.dimension,
-                walk.line_within(module, collective)
+                walk.line_within(module, collective, of_loops)
                 or walk.argument(module, collective, arguments),
                 number,
                 verdict,

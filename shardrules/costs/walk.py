@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from shardrules import hlo
-from shardrules.hlo.proof import loops
+from shardrules.hlo.proof import loops, phases
 from shardrules.hlo.proof.collectives import reduction_of
 from shardrules.hlo.reader.module import users
 
@@ -77,16 +77,34 @@ def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
     return ""
 
 
-def line_within(module: hlo.Module, collective: hlo.Collective) -> str:
+# What an op_name ends in whose line is that of a loop or a checkpoint (JAX 0.4.28 to 0.12).
+_AROUND = frozenset("while remat remat2 checkpoint rematted_computation".split())
+
+
+def loop_lines(module: hlo.Module) -> frozenset[tuple[str, int]]:
+    """Return the source lines, each as (file, line), at which while loops stand."""
+    lines: set[tuple[str, int]] = set()
+    for computation in module.computations.values():
+        for position in computation.calling:
+            instruction = computation.instructions[position]
+            if instruction.opcode == "while":
+                lines |= {frame[:2] for frame in module.metadata(instruction).frames[:1]}
+    return frozenset(lines)
+
+
+def line_within(
+    module: hlo.Module, collective: hlo.Collective, of_loops: Collection[tuple[str, int]]
+) -> str:
     """Return a line that says more of a collective than its own, which is that of a loop.
 
     XLA may leave a collective that it made in a loop, or in a checkpoint, or for a loop's result,
     the line of the loop alone. Then this is a line, which that one calls, of what made its operand
     or takes its result; of a loop's result, a line that takes it. Empty where there is none.
+    ``of_loops``: ``loop_lines``.
     """
-    own = collective.frames
-    of_result = collective.op_name.endswith("/while")
-    if not own or not (of_result or collective.loop_depth or "remat" in collective.op_name):
+    own, operation = collective.frames, phases.operation(collective.op_name)
+    of_result = operation == "while"
+    if not own or not (operation in _AROUND or own[0][:2] in of_loops):
         return ""
     computation = module.computations[collective.computation]
     instructions, takers = computation.instructions, computation.users()

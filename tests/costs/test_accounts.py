@@ -554,6 +554,7 @@ StackFrames
         ("remat2", 3, "train.py:42 (block)"),  # the loop's line calls it
         ("remat2", 4, "train.py:46 (step)"),  # it doesn't
         ("dot_general", 3, "train.py:46 (step)"),  # the line is the collective's own
+        ("remat2/dot_general", 3, "train.py:46 (step)"),  # and in a checkpoint, too
         ("while", 4, "train.py:70 (block)"),  # who takes a loop's result
     ],
 )

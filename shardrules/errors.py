@@ -20,7 +20,8 @@ def few(names: Sequence[str], limit: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    name, said = type(error).__name__, str(error).strip()
+    return f"{name}: {said}".splitlines()[0] if said else f"{name} without a message"
 
 
 class ShardrulesError(Exception):

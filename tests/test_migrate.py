@@ -101,8 +101,10 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     (step,) = [line for line in lines if line.startswith("jit_step ")]
     now, then = (int(cell.split()[0]) for cell in step.split("|")[1:])
     assert then and now - then == 128  # other sums in it are one or two, by JAX's version
+    (compared,) = [line for line in lines if line.startswith("compared: ")]
+    assert compared.endswith("they are equal but for rounding")
     assert "out_specs is P(), but it varies over data:" in done.stderr
-    assert "train.py:40 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-2]
+    assert "train.py:40 (<lambda>): this call has no check_vma=False" in lines[-2]
     patch = (tmp_path / "on.patch").read_text()
     assert patch.count("\n-") - patch.count("\n--") == 1 and "+shardrules.install(" in patch
     assert shutil.which("patch"), "this test needs patch"
@@ -464,7 +466,8 @@ def test_a_patch_that_saves_no_bytes_says_so(tmp_path, after, is_said):
     site = call(tmp_path / "file.py", "x = shard_map(f, check_vma=False)\n")
     rows = [migration.SiteRow(site, (), migration.SWITCH)]
     step = "jit_step", ("f32[8]",)
-    said = migration.written(rows, before={step: 64}, after={step: after})
+    runs = results.Outcome(sent={step: 64}), results.Outcome(sent={step: after})
+    said = migration.written(rows, runs)
     assert ("saves no bytes" in said) is is_said
 
 

@@ -80,7 +80,7 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
         flags.say("the run with the patch was interrupted: no site was tried")
         rows, after = tried(untried, before, edit, None)
     said: list[str] = []
-    text = migration.written(rows, before.sent, after.sent if after else None)
+    text = migration.written(rows, (before, after) if after else None)
     if arguments.diff is not None:
         patch = edit(rows)
         flags.write(migration.diff(patch), arguments.diff, of_text=False)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shardrules.paths import is_here
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
-from shardrules.unchecked.results import Sent, sent_by_name
+from shardrules.unchecked.results import Outcome, Sent, compared, sent_by_name
 from shardrules.unchecked.retrace import sent_bytes
 from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
@@ -115,8 +115,8 @@ def place(site: Site | UncheckedSite) -> str:
     return f"{short(site.file)}:{site.line} ({site.function})"
 
 
-def written(rows: Sequence[SiteRow], before: Sent | None = None, after: Sent | None = None) -> str:
-    """Return the table of sites with details; ``before`` and ``after`` are of two runs."""
+def written(rows: Sequence[SiteRow], runs: tuple[Outcome, Outcome] | None = None) -> str:
+    """Return the table of sites with details; ``runs`` are those without and with the patch."""
     if not rows:
         return "no shard_map with its check off was called\n"
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in _ORDER}
@@ -127,8 +127,10 @@ def written(rows: Sequence[SiteRow], before: Sent | None = None, after: Sent | N
         "",
         table([("shard_map", "calls", "verdict"), *cells]),
     ]
-    if before is not None and after is not None:
-        lines += ["", *_sent(before, after)]
+    if runs is not None:
+        before, after = runs
+        lines += ["", *_sent(before.sent, after.sent)]
+        lines += ["", compared(before.results, after.results)]
     for row in rows:
         lines += _details(row)
     return "\n".join(lines).rstrip() + "\n"
@@ -198,7 +200,7 @@ def _details(row: SiteRow) -> list[str]:
     if reasons.keys() - {UNSTEADY}:
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
-        lines.append(f"  only its values were compared, since nothing can differentiate it: {why}")
+        lines.append(f"  only its values were compared, since JAX can't differentiate it: {why}")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
 
 
@@ -310,7 +312,7 @@ def _by_hand(site: Site) -> str:
     if not is_here(site.file):
         return "not your own file below this folder"
     if _flag(site) is None:
-        return "no check_vma=False or check_rep=False in this call"
+        return "this call has no check_vma=False or check_rep=False that is written out"
     return ""
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from shardrules.door import compiled
 from shardrules.paths import here
 from shardrules.unchecked.sites import UncheckedCall
+from shardrules.units import counted
 from shardrules.watching import compiling
 from shardrules.watching.reads import user_line
 
@@ -128,6 +129,23 @@ def different(before: Results, after: Results) -> str:
                         f"and its largest value is {scale:.3g}{_of_rounding(first, second, off)}"
                     )
     return ""
+
+
+def compared(before: Results, after: Results) -> str:
+    """Say how many results of two runs, which don't differ, were compared."""
+    counts: dict[str, int] = {}
+    for name, runs in before.items():
+        for first, second in zip(runs, after.get(name, ())):
+            pairs = zip(first.returned, second.returned)
+            alike = [a and b and (a.dtype, a.shape) == (b.dtype, b.shape) for a, b in pairs]
+            counts[name] = counts.get(name, 0) + sum(map(bool, alike))
+    results, programs = sum(counts.values()), sum(map(bool, counts.values()))
+    if not results:
+        return "nothing that the script's programs returned could be compared"
+    return (
+        f"compared: {counted(results, 'result')} of {counted(programs, 'program')}, with the "
+        "patch and without it; they are equal but for rounding"
+    )
 
 
 def _off(a: Result, b: Result) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules.hooks import shard_map
-from shardrules.unchecked import check_off, migration
+from shardrules.unchecked import check_off, migration, results
 
 W, X = np.ones((8, 4, 4), np.float32), np.ones((8, 4), np.float32)
 
@@ -86,7 +86,8 @@ def test_a_saving_that_three_digits_hide_is_written(tmp_path, after, shown):
     site = migration.Site(str(tmp_path / "a.py"), 1, 0, 1, 9, "f")
     found = [migration.SiteRow(site, (), migration.SWITCH)]
     step = "jit_step", ("f32[8]",)
-    said = migration.written(found, {step: 699_068}, {step: after})
+    runs = results.Outcome(sent={step: 699_068}), results.Outcome(sent={step: after})
+    said = migration.written(found, runs)
     (line,) = [line for line in said.splitlines() if line.startswith("jit_step")]
     assert [cell.strip() for cell in line.split("|")] == ["jit_step", "699 kB", shown]
 

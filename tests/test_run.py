@@ -422,6 +422,36 @@ def test_a_kernel_is_judged_as_with_the_hooks(tmp_path):
     assert on.returncode == 0, on.stderr
 
 
+INTERPRETED = """
+import jax, numpy as np
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+
+def place(x_ref, o_ref):
+    o_ref[...] = x_ref[...] + jax.lax.axis_index("data").astype(x_ref.dtype)
+
+def kernel(x):
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(place, out, interpret=True, name="place")(x)
+
+f = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+print(jax.jit(f)(np.ones((8, 128), np.float32)).sum())
+"""
+
+
+def test_a_rule_that_a_trace_obeyed_is_used_though_the_text_names_no_kernel(tmp_path):
+    """In interpret mode, a kernel's name stands in the trace alone."""
+    (tmp_path / "train.py").write_text(INTERPRETED)
+    rules = ("--rule", "place=per_device(data)", "--rule", "plaice=per_device(data)")
+    done = run("--install", *rules, "train.py", cwd=tmp_path)
+    assert done.stdout == "4608.0\n", done.stderr
+    said = [line for line in done.stderr.splitlines() if "matches no kernel" in line]
+    assert [line.split()[1] for line in said] == ["--rule=plaice=per_device(data)"]
+
+
 READS = """
 import os
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")

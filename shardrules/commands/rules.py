@@ -82,9 +82,14 @@ def _importable(name: str) -> Iterator[None]:
 
 
 class Rules:
-    """The default registry with the flags' rules; it records which entries it returned."""
+    """The default registry with the flags' rules; it records which entries it returned.
 
-    def __init__(self, arguments: argparse.Namespace):
+    ``is_traced``: the script was traced under them, so that kernels matched them already, some of
+    which a text doesn't name (interpret mode).
+    """
+
+    def __init__(self, arguments: argparse.Namespace, is_traced: bool = False):
+        self._matched = {*registry.default.matched} if is_traced else set()
         self._given = register(arguments)
         self._used: list[registry.Registration] = []
 
@@ -111,7 +116,8 @@ class Rules:
         named = list(dict.fromkeys(filter(None, kernels)))
         messages = []
         for flag, entries in self._given.items():
-            if entries and not any(entry in self._used for entry in entries):
+            used = (entry in self._used or entry.where in self._matched for entry in entries)
+            if entries and not any(used):
                 messages.append(unmatched(flag, entries[0].name, named))
         return messages
 

@@ -157,7 +157,7 @@ class _RunReport:
 
         output = self.arguments.output
         # Register rules only now: the script's programs must be traced without them.
-        self.seen.registry = registry = rules.Rules(self.arguments)
+        self.seen.registry = registry = rules.Rules(self.arguments, bool(self.handles))
         process, processes = self.seen.process
         if process:  # all of a job's processes compile the same programs
             results = self.seen.judged()

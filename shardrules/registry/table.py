@@ -140,6 +140,7 @@ class Registry:
         self._guards: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
         self._local = _ThreadScopes()
         self._version = 0
+        self.matched: set[str] = set()  # where the declarations stand that a kernel has matched
         self._entry_points = entry_points
         self._prover = prover
         self._shipped = dict(shipped or {})
@@ -213,6 +214,7 @@ class Registry:
                     places=(earlier.where, entry.where),
                 )
             self._entries[key] = entry
+            self.matched.discard(entry.where)
             self._changed()
         return entry
 
@@ -367,6 +369,7 @@ class Registry:
         if not matching:
             return None
         best = self._best(name, matching)
+        self.matched.add(best.where)
         if function and best.rule.drops and not best.is_pattern and ":" not in best.name:
             self._claim(best, function)
         return best

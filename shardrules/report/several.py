@@ -20,11 +20,6 @@ from shardrules.units import counted, duration, percent, size
 _SPENDING = 5  # programs without findings of which is said what they send
 _DIFFERENCES = 3  # with more kinds of collectives that differ, a program is not called alike
 
-_ALONE = (
-    "every program runs on one device, so that nothing is communicated; where JAX has only one, "
-    "XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight on CPU, set before JAX starts"
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Several:
@@ -145,8 +140,7 @@ class Several:
         rest = sum(self.counts) - sum(count for _, count in self.shown)
         noun = f"{'more ' if rows else ''}{'programs have' if rest > 1 else 'program has'}"
         more = f"{rest} {noun} no collective"
-        alone = self.of_process and {c.account.device_count for c in self.contents} == {1}
-        notes = [note if rows else "", more if rest else "", _ALONE if alone else "", *self.notes]
+        notes = [note if rows else "", more if rest else "", *self.notes]
         columns = tuple(rows[0]) if rows else ()
         cells = [tuple(row.values()) for row in rows]
         return Block("", "\n".join(filter(None, notes)), columns, cells)

@@ -331,6 +331,7 @@ class Watched:
             failures,
             len(programs) - judged,
             notes=[
+                *_on_one_device(judges),
                 *made_again.notes(judges),
                 *map(here, dict.fromkeys(self._above_check_off)),
                 *_of_cpu(judges),
@@ -432,6 +433,23 @@ class Watched:
         from shardrules.report.page import in_notebook
 
         return in_notebook(self.judged())
+
+
+def _on_one_device(programs: list[WatchedProgram]) -> Iterator[str]:
+    """Say so where every program runs on one device, and how to get more where JAX has no more."""
+    import jax
+
+    if {program.content.account.device_count for program in programs} != {1}:
+        return
+    count = jax.device_count()
+    more = (
+        "; XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight on CPU, set before JAX "
+        "starts"
+    )
+    yield (
+        f"every program runs on one device, of {count}, so that nothing is communicated"
+        f"{more if count == 1 else ''}"
+    )
 
 
 def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:

@@ -108,3 +108,16 @@ def test_an_argument_of_a_tuple_of_all_is_named_by_its_number():
     program = types.SimpleNamespace(_parsed=lambda: (module,))
     names = [WatchedProgram.argument(program, number) for number in (0, 7)]
     assert names == ["argument 0 (x)", "argument 7"]
+
+
+def test_programs_of_one_device_are_told_how_many_there_are():
+    with shardrules.watch() as seen:
+        jax.jit(lambda x: 2 * x)(np.ones(8))
+    (said,) = [n for n in seen.judged().notes if "one device" in n]
+    assert said == "every program runs on one device, of 8, so that nothing is communicated"
+
+
+def test_programs_of_several_devices_are_not(split):
+    with shardrules.watch() as seen:
+        jax.jit(lambda x: 2 * x)(jax.device_put(np.ones((8, 16)), split))
+    assert not [n for n in seen.judged().notes if "one device" in n]

@@ -401,7 +401,7 @@ def _row(content: Content, number: int, row: Row, ids: dict[str, str]) -> str:
     estimated = f", {cells['est. a run'].text} a run" if "est. a run" in cells else ""
     says = (
         f"{first.what}: {first.verdict}, {row.sites} x {size(first.wire_bytes * (first.runs or 1))}"
-        f" on the wire{estimated}, {first.place}"
+        f" on the wire{estimated}, {_where(first)}"
     )
     groups = " ".join(dict.fromkeys(ids[entry.groups] for entry in row.entries))
     written = "".join(
@@ -422,7 +422,7 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
     parts = [f'<p class="narrow">{escaped(hidden)}</p>']
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):
         count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""
-        parts.append(f"<p>{count}because {escaped(same[0].reason)}</p>")
+        parts.append(f"<p>{count}because {escaped(here(same[0].reason))}</p>")
         rests = resting_on(same[0])
         parts.append(dim(f"resting on: {rests}") if rests else "")
     if row.first.place:

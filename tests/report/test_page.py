@@ -463,3 +463,10 @@ def test_names_of_neighbouring_phases_stand_apart():
     names = [re.sub(r"\s", "", label["text"]) for label in labels]
     assert names == ["backward", "forward"]
     assert float(labels[0]["x"]) + 6.9 * len("backward") < float(labels[1]["x"])
+
+
+def test_what_a_bar_says_names_its_file_as_the_table_does():
+    file = pathlib.Path("step.py").absolute()
+    metadata = f', metadata={{op_name="jit(f)/psum" source_file="{file}" source_line=3}}'
+    (row,) = (e for e in Tree(report.page(content(program(1, metadata)))).all("tr") if "id" in e)
+    assert row["data-says"].endswith(", step.py:3")

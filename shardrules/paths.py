@@ -51,4 +51,4 @@ def here(source: str) -> str:
         folder = os.path.join(os.getcwd(), "")
     except OSError:  # it was removed
         return source
-    return re.sub(rf"(?<!\S){re.escape(folder)}", "", source)
+    return re.sub(rf"(?<![^\s(]){re.escape(folder)}", "", source)

@@ -81,10 +81,12 @@ def test_formats_say_the_same(found):
     assert data["failures"] == [{"program": "jit_broken", "reason": "it can't be read"}]
     markdown = report.markdown(found)
     assert "\n## jit_<step>\n" in markdown and markdown.startswith("# Programs\n")
-    page = report.page(found)
+    assert "<iframe" not in report.page(found)  # one program is the page itself
+    needed = content("jit_needed", T.all_reduce("%x", T.OVER_DATA))
+    page = report.page(several.gather([*found.contents, needed], [3, 1, 1]))
     assert "&lt;base href=&quot;about:srcdoc&quot;&gt;" in page  # without it #row leaves the frame
     assert page.count("<caption class") == page.count("<table>") == 1  # the frames' own are escaped
-    assert "jit_&lt;step&gt;" in page and "<step>" not in page and page.count("<iframe") == 1
+    assert "jit_&lt;step&gt;" in page and "<step>" not in page and page.count("<iframe") == 2
     assert report.plain(several.gather([content("jit_one")], [1])).startswith("1 program compiled")
 
 
@@ -130,6 +132,8 @@ def test_what_clean_programs_send_is_said():
         "spent:\n  jit_step: 96 B on the wire per device, in 2 runs of 2 collectives; the costliest "
         "(100%) is 2 x unknown all-reduce(data), 32 B\n"
     ) in report.plain(found)
-    assert "Spent" in report.markdown(found) and "Spent" in report.page(found)
+    assert "Spent" in report.markdown(found)
+    both = several.gather([*found.contents, content("jit_two", *needed[:1])], [1, 1, 1])
+    assert "Spent" in report.page(both)
     wrong = several.gather([content("jit_wrong", T.all_reduce("%x"))], [1])
     assert "spent:" not in report.plain(wrong)  # its own part has the table

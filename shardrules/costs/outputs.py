@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import donation
+from shardrules.costs.advice import give_a_rule
 from shardrules.errors import HloError
 from shardrules.hlo.proof.judgement import Broken
 from shardrules.hlo.reader import notations
@@ -129,8 +130,8 @@ def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Une
             advice = (
                 f"shardrules.register({names[0]!r}, shardrules.no_communication), if that holds"
             )
-        elif any(b.target for b in output.blockers):
-            advice = "give the call a rule"
+        elif calls := [b for b in output.blockers if b.target]:
+            advice = give_a_rule(calls[0])
     kind = "differs" if broken.differs else "unproven"
     return Unequal(kind, name(path), str(output.shape), broken.axes, over, reason, carried, advice)
 

@@ -11,18 +11,9 @@ from shardrules.costs.comparing import Change
 from shardrules.report.content import Content
 from shardrules.report.data import SCHEMA
 from shardrules.report.drawn import escaped
+from shardrules.report.elements import badge, dim, html_table, tiles, titled, whole, wide
 from shardrules.report.grouping import sent
-from shardrules.report.page import (
-    badge,
-    dim,
-    html_table,
-    meshes,
-    tiles,
-    timeline,
-    titled,
-    whole,
-    wide,
-)
+from shardrules.report.page import meshes, timeline
 from shardrules.report.text import markdown_table
 from shardrules.units import size
 

@@ -18,6 +18,7 @@ _ACROSS = 16  # of them in a line
 _COLOURS = 8  # of groups; they come round again
 _MEMBERS = 16  # of a group that are listed
 _HEIGHT = 90  # of the timeline's highest bar
+_LETTER = 6.8  # the width of a letter below it
 _LOWEST = 2.0  # of any bar
 _WIDTH = 1080  # of a step that is drawn to time
 _LANE = 24  # of it, for collectives that don't overlap
@@ -212,7 +213,7 @@ def strip(
 ) -> str:
     """Draw the collectives in program order, as high as their sizes: loops above, phases below."""
     count = sum(event.kind == "collective" for event in events)
-    pitch = max(3.0, min(54.0, _WIDTH / max(1, count)))
+    pitch = max(3.0, min(58.0, _WIDTH / max(1, count)))
     gap = min(3.0, pitch / 4)
     wide = pitch - gap
     most = max(sizes, default=0) or 1
@@ -253,8 +254,8 @@ def _span(phase: str, start: float, end: float, base: float) -> str:
     """Draw how far a phase goes, with its name; with its first letter where that has no room."""
     title = f"<title>{escaped(phase)}</title>"
     line = f'<path class="edge" d="M{start:.1f} {base + 5}H{end:.1f}">{title}</path>'
-    shown = phase if end - start > 6 * len(phase) else phase[:1]
-    if end - start <= 6 * len(shown):
+    shown = phase if end - start > _LETTER * len(phase) else phase[:1]
+    if end - start <= _LETTER * len(shown):
         return line
     return line + _text(start, base + 18, f"{title}{escaped(shown)}")
 

@@ -42,7 +42,7 @@ def advice_on(same: Sequence[outputs.Unequal]) -> str:
 def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence[str] = ()) -> Item:
     """Say what is known of an output, and name those of which all but the reason is the same."""
     more = ("likewise", few(likewise, LISTED)) if likewise else ("", "")
-    lines = (("because", output.because), more, (label, here(text)))
+    lines = (("because", here(output.because)), more, (label, here(text)))
     return Item(output.kind, output.what, "", tuple(line for line in lines if line[0]))
 
 
@@ -116,7 +116,7 @@ def item(
         into = few([*dict.fromkeys(names)], LISTED)
         gradients = "the gradient that goes" if count == 1 else "gradients that go"
         lines.append(("of", f"{gradients} into {into}" if into else ""))
-        lines.append(("because", verdict.reason))
+        lines.append(("because", here(verdict.reason)))
         lines.append((RESTING, resting_on(verdict)))
     same_way, *other_ways = alike((same, *others), lambda group: words(group[0].advice))
     lines.append(("likewise", few([*dict.fromkeys(map(place, same_way[1:]))], LISTED)))

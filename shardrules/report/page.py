@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import collections
 import functools
-import hashlib
 import html
 import os
 import pathlib
 import re
-import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardrules import units
 from shardrules.arguments import checked
@@ -21,6 +18,7 @@ from shardrules.paths import here
 from shardrules.report import drawn, treemap
 from shardrules.report.content import Content, TableCell
 from shardrules.report.drawn import BarLabel, escaped
+from shardrules.report.elements import badge, classed, dim, html_table, tiles, titled, whole, wide
 from shardrules.report.grouping import Row, alike
 from shardrules.report.items import RESTING, resting_on
 from shardrules.report.sections import Block, Item
@@ -65,33 +63,43 @@ def page(content: Content | Several) -> str:
     """
     if isinstance(content, Several):
         return _of_several(content)
+    head = _head(content, content.about, content.failing)
+    return whole(content.title, head, _body(content))
+
+
+def _head(content: Content, about: str, failing: int) -> list[str]:
+    """Write the figures, and below them what they don't say."""
     total, avoidable, cost = content.account.total, content.avoidable, content.ledger.total
-    changes, others = content.changes, content.blocks[len(content.changes) :]
     figures = [
         ("avoidable", f"{size(avoidable.bytes)}, {percent(avoidable.bytes, cost.bytes)}"),
         ("on the wire, per device", size(cost.bytes)),
         ("collectives run" + (" (and more)" if total.unknown else ""), f"{total.count:,}"),
-        ("findings", str(content.failing)),
+        ("findings", str(failing)),
         ("could be cheaper", str(len(content.hints))),
     ]
     if content.target is not None:
-        about = f"~{units.duration(avoidable.seconds)} of ~{units.duration(cost.seconds)}"
-        figures.insert(1, (f"of communication, {content.target.name}", about))
+        part = f"~{units.duration(avoidable.seconds)} of ~{units.duration(cost.seconds)}"
+        figures.insert(1, (f"of communication, {content.target.name}", part))
     if content.timings is not None:
         step, saved = content.timings.step_seconds, avoidable.exposed_seconds
         on = " on CPU" if "CPU" in content.timings.device else ""
-        about = f"avoidable of {milliseconds(step)} a step, measured{on}"
-        figures.insert(0, (about, f"{milliseconds(saved)}, {percent(saved, step)}"))
-    body = [
+        of = f"avoidable of {milliseconds(step)} a step, measured{on}"
+        figures.insert(0, (of, f"{milliseconds(saved)}, {percent(saved, step)}"))
+    worth = f"{content.worth}; " if content.worth else ""
+    about = about.replace(worth, "", 1)  # the tiles have that
+    if len(content.changes) == 1:  # the costliest stands first in it
+        about = about.removesuffix(f"; {content.costliest}")
+    why = content.measured if avoidable.bytes and not avoidable.exposed_seconds else ""
+    return [tiles(figures), dim(*(f"{sentence}." for sentence in (why, about) if sentence))]
+
+
+def _body(content: Content) -> list[str]:
+    changes, others = content.changes, content.blocks[len(content.changes) :]
+    return [
         *map(_section, changes),
         *(_pictures(content) if content.account.entries else [dim("No collectives.")]),
         *(_section(block) for block in others if block.title),
     ]
-    worth = f"{content.worth}; " if content.worth else ""
-    about = content.about.replace(worth, "", 1)  # the tiles have that
-    why = content.measured if not avoidable.exposed_seconds else ""
-    said = [f"{sentence}." for sentence in (why, about) if sentence]
-    return whole(content.title, [tiles(figures), dim(*said)], body)
 
 
 def in_notebook(content: Content | Several) -> str:
@@ -101,89 +109,43 @@ def in_notebook(content: Content | Several) -> str:
 
 
 def _of_several(several: Several) -> str:
-    first = f"<p><b>{escaped(several.measured)}.</b></p>" if several.measured else ""
-    programs, *others = several.blocks
-    body = [_section(programs._replace(note=""))]
-    for content in several.detailed:
-        # A frame of its own keeps each page's names and styles apart. Its links to #row would be
-        # links to this page, which a frame in it may not load; the base makes them its own.
-        own = page(content).replace("<head>", '<head><base href="about:srcdoc">', 1)
-        own = own.replace("<body>", '<body class="framed">', 1)  # its title stands above it
-        title = escaped(f"{content.title}{content.axes}")
-        body.append(
-            f"<details open><summary>{title}</summary>"
-            f'<iframe title="{title}" srcdoc="{html.escape(own)}"></iframe></details>'
-        )
-    body += [*map(_section, (*others, *several.ends)), dim(*programs.notes)]
-    ran = f": {several.ran}" if several.ran else ""
-    when = dim(f"{several.ran}.") if several.ran else ""
-    head = [when, first, f"<p>{escaped(several.headline)}.</p>"]
-    return whole(several.title, head, body, ran)
+    spends = several.spends
+    quiet = several.quiet[: len(spends.items)]  # one for each line
+    head = [dim(f"{several.ran}.") if several.ran else ""]
+    said = f"<p>{escaped(several.headline)}.</p>"
+    notes = several.programs.notes
+    body = [_section(several.on_host)]
+    if len(several.detailed) + len(quiet) == 1:
+        (content,) = several.detailed or quiet
+        about = f"{content.title}: {several.about_of(content)}"
+        head += [said, *_head(content, about, several.findings)]
+        body += [*_body(content), _section(several.alike)]
+        notes = notes[1:]  # the first is on the table of programs
+    else:
+        head += [f"<p><b>{escaped(several.measured)}.</b></p>" if several.measured else "", said]
+        body.insert(0, _section(several.programs._replace(note="")))
+        for content in several.detailed:
+            named = f"{content.title}{content.axes}"
+            body.append(_frame(content, several.about_of(content), named, is_open=True))
+        body.append(_section(several.alike))
+        frames = [_frame(c, c.about, i.what, is_open=False) for c, i in zip(quiet, spends.items)]
+        rest = dim(f"{spends.rest}.") if spends.rest else ""
+        body.append(titled(spends.title, *frames, rest) if frames else "")
+    body += [*map(_section, several.ends), dim(*notes)]
+    return whole(several.title, head, body, f": {several.ran}" if several.ran else "")
 
 
-def whole(
-    heading: str, head: Iterable[str], body: Iterable[str], about: str = ": collectives"
-) -> str:
-    """Write a page of this look: one style and one script, both inside of it."""
-    # No other script runs, whatever a program's names hold.
-    script = _asset("page.js")
-    return string.Template(_asset("page.html")).substitute(
-        title=escaped(heading + about),
-        heading=escaped(heading),
-        style=_asset("page.css"),
-        head="\n".join(head),
-        body="\n".join(filter(None, body)),
-        script=script,
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    )
-
-
-@functools.cache
-def _asset(name: str) -> str:
-    return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def titled(title: str, *parts: str) -> str:
-    heading = f"<h2>{escaped(title)}</h2>" if title else ""
-    return f"<section>{heading}{''.join(parts)}</section>"
-
-
-def tiles(pairs: Iterable[tuple[str, str]]) -> str:
-    """Write the figures at the top, each with what it is."""
-    shown = "".join(f"<li><b>{escaped(v)}</b>{escaped(k)}</li>" for k, v in pairs)
-    return f'<ul class="tiles">{shown}</ul>'
-
-
-def wide(name: str, inside: str) -> str:
-    """Let a wide part scroll by itself, by keys too."""
-    name = escaped(name)
-    return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{inside}</div>'
-
-
-def html_table(says: str, columns: Mapping[str, str], rows: Iterable[str], kind: str = "") -> str:
-    """Write a table with a hidden caption, from its columns' names, each with its CSS classes."""
-    start, end = ('<button type="button">', "</button>") if kind == "collectives" else ("", "")
-    heads = "".join(
-        f'<th scope="col"{_class(classes)}>{start}{escaped(column)}{end}</th>'
-        for column, classes in columns.items()
-    )
-    body = "\n".join(rows)
+def _frame(content: Content, about: str, summary: str, is_open: bool) -> str:
+    """Fold a program's page away below one line."""
+    own = whole(content.title, _head(content, about, content.failing), _body(content))
+    # A frame of its own keeps each page's names and styles apart. Its links to #row would be
+    # links to this page, which a frame in it may not load; the base makes them its own.
+    own = own.replace("<head>", '<head><base href="about:srcdoc">', 1)
+    own = own.replace("<body>", '<body class="framed">', 1)  # its title stands above it
     return (
-        f'<table{_class(kind)}><caption class="said">{escaped(says)}</caption>'
-        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        f"<details{' open' if is_open else ''}><summary>{escaped(summary)}</summary>"
+        f'<iframe title="{escaped(content.title)}" srcdoc="{html.escape(own)}"></iframe></details>'
     )
-
-
-def _class(names: str) -> str:
-    return f' class="{names}"' if names else ""
-
-
-def dim(*lines: str) -> str:
-    return "".join(f'<p class="dim">{escaped(line)}</p>' for line in lines)
-
-
-def badge(verdict: str, kind: str) -> str:
-    return f'<span class="badge {verdict}">{escaped(kind)}</span>'
 
 
 # -- what is drawn --------------------------------------------------------------------------------
@@ -384,12 +346,12 @@ def _section(block: Block) -> str:
 
 def _cell(cell: object, classes: str) -> str:
     shown = "?" if cell is None else f"{cell:,}" if type(cell) is int else here(str(cell))
-    return f"<td{_class(classes)}>{escaped(shown)}</td>"
+    return f"<td{classed(classes)}>{escaped(shown)}</td>"
 
 
 def _item(item: Item, is_open: bool) -> str:
     if not item.kind:
-        return f"<li><code>{escaped(item.what)}</code></li>"
+        return f"<li>{escaped(item.what)}</li>"
     where = f" at <code>{escaped(item.source)}</code>" if item.source else ""
     lines = dict(item.lines)
     saves = f"<b>saves {escaped(lines.pop('saves'))}</b>: " if "saves" in lines else ""
@@ -439,7 +401,7 @@ def _row(content: Content, number: int, row: Row, ids: dict[str, str]) -> str:
     estimated = f", {cells['est. a run'].text} a run" if "est. a run" in cells else ""
     says = (
         f"{first.what}: {first.verdict}, {row.sites} x {size(first.wire_bytes * (first.runs or 1))}"
-        f" on the wire{estimated}, {first.place}"
+        f" on the wire{estimated}, {_where(first)}"
     )
     groups = " ".join(dict.fromkeys(ids[entry.groups] for entry in row.entries))
     written = "".join(
@@ -460,7 +422,7 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
     parts = [f'<p class="narrow">{escaped(hidden)}</p>']
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):
         count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""
-        parts.append(f"<p>{count}because {escaped(same[0].reason)}</p>")
+        parts.append(f"<p>{count}because {escaped(here(same[0].reason))}</p>")
         rests = resting_on(same[0])
         parts.append(dim(f"resting on: {rests}") if rests else "")
     if row.first.place:

@@ -117,6 +117,16 @@ class Several:
 
     headline = about
 
+    def about_of(self, content: Content) -> str:
+        """Say of a program what ``about`` doesn't say of it already."""
+        own, whole = content.about, self.about
+        if not any(content is first for first in (self.detailed or self.quiet)[:1]):
+            return own
+        if f"in {content.title} {content.worth}, " in f"{whole}, ":
+            own = own.replace(f"{content.worth}; ", "", 1)
+        last = content.costliest or content.spent
+        return own.removesuffix(f"; {last}") if last in whole else own
+
     @property
     def first(self) -> str:
         """Name the costliest thing to do; where nothing is, what the costliest program spends."""
@@ -146,17 +156,30 @@ class Several:
         return Block("", "\n".join(filter(None, notes)), columns, cells)
 
     @property
+    def quiet(self) -> list[Content]:
+        """List the programs with collectives that have no part of their own in the report."""
+        return [c for c, _ in self.shown if c.account.entries and not _has_more(c)]
+
+    @property
     def spends(self) -> Block:
-        """Say what programs send that have no part of their own in the report."""
-        quiet = [c for c, _ in self.shown if c.account.entries and not _has_more(c)]
+        """Say what the quiet programs send."""
+        quiet = self.quiet
         lines = [_spends(content) for content in quiet[:_SPENDING]]
         rest = f"and {len(quiet) - _SPENDING} more, which send less"
         return listed("Spent", lines)._replace(rest=rest if len(quiet) > _SPENDING else "")
 
     @property
+    def on_host(self) -> Block:
+        return listed("Findings on the host", self.reads)
+
+    @property
+    def alike(self) -> Block:
+        """Say of programs without a part of their own how they differ from one that has one."""
+        return listed("Alike", self._parts[1])
+
+    @property
     def blocks(self) -> tuple[Block, ...]:
-        more = listed("Findings on the host", self.reads), listed("Alike", self._parts[1])
-        return (self.programs, *filled(*more, self.spends))
+        return (self.programs, *filled(self.on_host, self.alike, self.spends))
 
     @property
     def ends(self) -> tuple[Block, ...]:

@@ -130,10 +130,10 @@ def plain(content: Content | Several) -> str:
         for block in one.changes:
             items += block.items
     common = _common(items)
-    lines = _plain(content, common)
+    lines = _plain(content, content.headline, common)
     if isinstance(content, Several):
         for each in content.detailed:
-            own = _plain(each, common)
+            own = _plain(each, f"{each.title}: {content.about_of(each)}", common)
             own = own[1:] if own[0] == content.measured else own  # the first line has it
             lines += ["=" * 72, "\n".join(own).rstrip(), ""]
         lines += _as_text(content.ends)
@@ -141,8 +141,8 @@ def plain(content: Content | Several) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _plain(content: Content | Several, common: Sequence[str]) -> list[str]:
-    first = filter(None, (content.measured, content.headline))
+def _plain(content: Content | Several, headline: str, common: Sequence[str]) -> list[str]:
+    first = filter(None, (content.measured, headline))
     return [*first, "", *_as_text(_without(content.blocks, common))]
 
 
@@ -186,17 +186,18 @@ def _without(blocks: Iterable[Block], common: Sequence[str]) -> Iterable[Block]:
 @checked
 def markdown(content: Content | Several) -> str:
     """Return a report as GitHub's Markdown."""
-    return _markdown(content, "#")
+    return _markdown(content, content.about, "#")
 
 
-def _markdown(content: Content | Several, level: str) -> str:
+def _markdown(content: Content | Several, about: str, level: str) -> str:
     lines = [f"{level} {content.title}", ""]
     if isinstance(content, Several) and content.ran:
         lines += [f"{content.ran}.", ""]
     lines += [f"{content.measured}.", ""] if content.measured else []
-    lines += [f"{content.about}.", "", *_as_markdown(content.blocks, f"{level}#")]
+    lines += [f"{about}.", "", *_as_markdown(content.blocks, f"{level}#")]
     if isinstance(content, Several):
-        lines += [_markdown(each, f"{level}#") for each in content.detailed]
+        parts = ((each, content.about_of(each)) for each in content.detailed)
+        lines += [_markdown(each, own, f"{level}#") for each, own in parts]
         lines += _as_markdown(content.ends, f"{level}#")
     return "\n".join(lines).rstrip() + "\n"
 

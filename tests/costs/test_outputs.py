@@ -87,6 +87,16 @@ def test_the_state_that_a_step_carries_is_named_and_why(cpu_mesh):
     assert "for a weight, reduce its gradient, not the weight" in one.advice
 
 
+def test_a_call_without_a_kernel_s_name_is_given_a_rule_by_the_name_of_its_operation(cpu_mesh):
+    def step(x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    args = programs.structs(cpu_mesh, (SHAPES[0], P()))
+    (one,) = outputs.find(testing.judge(jax.jit(unchecked(step, cpu_mesh, P())), *args))
+    assert one.kind == "unproven"
+    assert "pass '--rule=jit(step)/shard_map/pure_callback=no_communication'" in one.advice
+
+
 def optimized(reduce):
     """A step of Adam whose gradients are clipped by their norm, under a scan over the layers."""
 

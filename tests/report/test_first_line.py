@@ -1,5 +1,7 @@
 """The first line says what to do first; where nothing is, what a program spends most."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import programs
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from shardrules import report, testing
 from shardrules.commands import closing
 from shardrules.costs import findings
+from shardrules.paths import here
 from shardrules.report import items, several
 from shardrules.report.grouping import connected
 
@@ -201,3 +204,9 @@ def test_advice_of_other_sizes_is_other_advice():
     """Of two arrays on one line, to pad to 12 and to 16, each is told its own."""
     assert items.words("it sends 896 B, kept, 64 B") == items.words("it sends 917504 B, kept, 8 B")
     assert items.words("pad it to 12") != items.words("pad it to 16")
+
+
+def test_a_reason_names_a_file_as_it_is_named_elsewhere():
+    call = f"no rule at jit(f)/callback ({os.path.join(os.getcwd(), 'a.py')}:8 (f))"
+    assert here(call) == "no rule at jit(f)/callback (a.py:8 (f))"
+    assert here("https://a.b (/elsewhere/a.py:8)") == "https://a.b (/elsewhere/a.py:8)"

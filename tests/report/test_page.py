@@ -365,13 +365,14 @@ def classes(page, column):
 
 def test_a_narrow_screen_shows_what_can_be_avoided_first():
     """Not a count of devices, which would push it out of sight."""
-    whole = report.page(several.gather([content(program(30), title="jit_step")], [1]))
+    both = [content(program(30), title="jit_step"), content(program(3), title="jit_loss")]
+    whole = report.page(several.gather(both, [1, 1]))
     table = whole[whole.index("<table>") : whole.index("</table>")]
     heads = {e["text"]: e.get("class", "") for e in Tree(table + "</table>").all("th")}
     shown = [column for column, kind in heads.items() if kind != "less"]
     assert shown == ["program", "wire bytes", "avoidable", "findings"]
     cells = [e.get("class", "") for e in Tree(table + "</table>").all("td")]
-    assert cells == list(heads.values())
+    assert cells == list(heads.values()) * 2
 
 
 def test_a_measured_page_has_a_short_tile_and_three_columns_on_a_narrow_screen():
@@ -419,7 +420,53 @@ def test_a_mesh_of_one_axis_is_one_row():
 
 
 def test_what_to_change_stands_above_all_notes_and_the_headline_once():
-    program_ = content(program(30), title="jit_step")
-    whole = report.page(several.gather([program_], [1], notes=["jit_step was compiled twice"]))
-    assert whole.index("<iframe") < whole.index("jit_step was compiled twice")
-    assert html.unescape(whole).count(program_.worth) == 1
+    program_, other = content(program(30), title="jit_step"), content(program(3), title="jit_loss")
+    notes = ["jit_step was compiled twice"]
+    for both, part in (([program_], "<h2>Findings</h2>"), ([program_, other], "<iframe")):
+        found = several.gather(both, [1] * len(both), notes=notes)
+        for whole in map(html.unescape, (report.page(found), report.plain(found))):
+            assert whole.count(program_.worth) == 1
+            assert whole.count(program_.costliest) == 1 or other in both
+        assert report.page(found).index(part) < report.page(found).index(notes[0])
+
+
+def needed(name="jit_eval"):
+    lines = [T.parameter(T.DATA), T.all_reduce("%x", T.OVER_DATA)]
+    return content(T.module("\n".join(lines)), title=name)
+
+
+def test_one_program_is_the_page_itself_and_needed_collectives_are_drawn_too():
+    for one in (content(program(3)), needed()):
+        page = report.page(several.gather([one, content(T.module(T.parameter(T.BOTH)))], [1, 1]))
+        assert "<iframe" not in page and "<h2>In program order</h2>" in page
+        assert page.count("on the wire") and Tree(page).text.count("all needed") <= 1
+    page = report.page(several.gather([content(program(3)), needed()], [1, 1]))
+    first, second = re.findall(r"<details( open)?><summary>[^<]*</summary><iframe", page)
+    assert first and not second and "<summary>jit_eval: 48 B on the wire" in page
+
+
+def test_findings_on_the_host_stand_above_the_programs_and_are_counted():
+    found = several.gather([needed()], [1]).with_reads({"a.py:3": "a.py:3 read it"}, ())
+    page = report.page(found)
+    assert "<b>1</b>findings" in page and "<li>a.py:3 read it</li>" in page
+    assert page.index("Findings on the host") < page.index("In program order")
+    both = several.gather([needed(), content(program(3))], [1, 1])
+    page = report.page(both.with_reads({"a.py:3": "a.py:3 read it"}, ()))
+    assert page.index("Findings on the host") < page.index("<iframe")
+
+
+def test_names_of_neighbouring_phases_stand_apart():
+    """A letter of 11 pixels is at most some 6.9 wide."""
+    marks = [drawn.BarLabel("", "needed", "")] * 2
+    events = [drawn.Event("collective", n) for n in range(2)]
+    labels = Tree(drawn.strip(events, marks, [1, 1], ["backward", "forward"])).all("text")
+    names = [re.sub(r"\s", "", label["text"]) for label in labels]
+    assert names == ["backward", "forward"]
+    assert float(labels[0]["x"]) + 6.9 * len("backward") < float(labels[1]["x"])
+
+
+def test_what_a_bar_says_names_its_file_as_the_table_does():
+    file = pathlib.Path("step.py").absolute()
+    metadata = f', metadata={{op_name="jit(f)/psum" source_file="{file}" source_line=3}}'
+    (row,) = (e for e in Tree(report.page(content(program(1, metadata)))).all("tr") if "id" in e)
+    assert row["data-says"].endswith(", step.py:3")

@@ -1,0 +1,78 @@
+"""The parts that every page is made of: the whole with its style and script, titles, tables."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import pathlib
+import string
+from collections.abc import Iterable, Mapping
+
+from shardrules.report.drawn import escaped
+
+
+def whole(
+    heading: str, head: Iterable[str], body: Iterable[str], about: str = ": collectives"
+) -> str:
+    """Write a page of this look: one style and one script, both inside of it."""
+    # No other script runs, whatever a program's names hold.
+    script = _asset("page.js")
+    return string.Template(_asset("page.html")).substitute(
+        title=escaped(heading + about),
+        heading=escaped(heading),
+        style=_asset("page.css"),
+        head="\n".join(head),
+        body="\n".join(filter(None, body)),
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def titled(title: str, *parts: str) -> str:
+    heading = f"<h2>{escaped(title)}</h2>" if title else ""
+    return f"<section>{heading}{''.join(parts)}</section>"
+
+
+def tiles(pairs: Iterable[tuple[str, str]]) -> str:
+    """Write the figures at the top, each with what it is."""
+    shown = "".join(f"<li><b>{escaped(v)}</b>{escaped(k)}</li>" for k, v in pairs)
+    return f'<ul class="tiles">{shown}</ul>'
+
+
+def wide(name: str, inside: str) -> str:
+    """Let a wide part scroll by itself, by keys too."""
+    name = escaped(name)
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{inside}</div>'
+
+
+def html_table(says: str, columns: Mapping[str, str], rows: Iterable[str], kind: str = "") -> str:
+    """Write a table with a hidden caption, from its columns' names, each with its CSS classes."""
+    start, end = ('<button type="button">', "</button>") if kind == "collectives" else ("", "")
+    heads = "".join(
+        f'<th scope="col"{classed(classes)}>{start}{escaped(column)}{end}</th>'
+        for column, classes in columns.items()
+    )
+    body = "\n".join(rows)
+    return (
+        f'<table{classed(kind)}><caption class="said">{escaped(says)}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def classed(names: str) -> str:
+    """Write an element's CSS classes, nothing for none."""
+    return f' class="{names}"' if names else ""
+
+
+def dim(*lines: str) -> str:
+    return "".join(f'<p class="dim">{escaped(line)}</p>' for line in lines)
+
+
+def badge(verdict: str, kind: str) -> str:
+    return f'<span class="badge {verdict}">{escaped(kind)}</span>'

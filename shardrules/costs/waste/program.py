@@ -280,6 +280,10 @@ class Site:
         # In a line of code: 'data', or ('data', 'model').
         axes = entry.axes or ()
         self.over = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis_name"
+        # What has a dimension for the shards before an array's own: that may be sharded, too.
+        others = {axis for axis, size in program.mesh.items() if size > 1}.difference(axes)
+        self.and_own = f"{self.over}, *spec" if others else self.over
+        self.own_spec = f", spec being w's own without {self.over}" if others else ""
 
     @property
     def node(self) -> Node:
@@ -331,9 +335,9 @@ class Site:
         return (
             "add up each shard's own gradient, jax.vmap(jax.grad(loss), (None, 0))(w, "
             "x.reshape(n, -1, *x.shape[1:])) for n shards of the batch, in "
-            f"{kept} sharded by P({self.over}), and once {when} take jnp.mean over the shards for "
-            "a loss that is a mean over the batch, jnp.sum for one that is a sum (XLA for TPU and "
-            "GPU moves it there by itself)"
+            f"{kept} sharded by P({self.and_own}){self.own_spec}, and once {when} take jnp.mean "
+            "over the shards for a loss that is a mean over the batch, jnp.sum for one that is a "
+            "sum (XLA for TPU and GPU moves it there by itself)"
         )
 
     def runs_of(self, computation: str) -> int:

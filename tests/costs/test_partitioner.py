@@ -6,13 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from core import versions
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules
-from costs.test_waste import CASES, JITS, D, follow, hints, program, random_like, structs
+from costs.test_waste import (
+    CASES,
+    JITS,
+    D,
+    follow,
+    hints,
+    program,
+    random_like,
+    round_trips,
+    structs,
+)
 from shardrules import hlo, testing
 from shardrules.costs import waste
 from shardrules.door.compiled import placements
@@ -412,6 +423,41 @@ def all_roots(a):
 def test_loops_whose_devices_depend_on_each_other(cpu_mesh, f):
     found = hints(jax.jit(f), structs(cpu_mesh, [BATCH]))
     assert not [h for h in found if h.kind == "asked each trip"]
+
+
+# -- two arrays that are made whole ---------------------------------------------------------------
+
+
+@versions.where(versions.names_gathers_by_use)
+@pytest.mark.parametrize("along", [None, 0, 1])
+def test_arrays_are_put_together_along_a_dimension_that_stays(cpu_mesh, along):
+    """Along the sharded one, their rows would first move to other devices: a round trip more."""
+    given = structs(cpu_mesh, [((64, 32), D)] * 3)
+
+    def both(x, y):
+        if along is None:
+            return lax.with_sharding_constraint(jnp.stack([x, y]), P())
+        return jnp.split(
+            lax.with_sharding_constraint(jnp.concatenate([x, y], along), P()), 2, along
+        )
+
+    def apart(x, y):
+        return [lax.with_sharding_constraint(a, P()) for a in (x, y)]
+
+    def read(whole):
+        def f(q, x, y):
+            x, y = whole(jnp.sin(x), jnp.sin(y))
+            return jax.nn.softmax(q @ x.T) @ y
+
+        return jax.jit(f)
+
+    with jax.set_mesh(cpu_mesh):
+        f, g = read(apart), read(both)
+        (found,) = hints(f, given)
+        now, then = (round_trips(testing.judge(p.lower(*given).compile())) for p in (f, g))
+    assert found.kind == "left apart" and "along a dimension that stays as it is" in found.advice
+    saved = found.round_trips_before - found.round_trips_after
+    assert (now - then == saved) == (along != 0)
 
 
 # -- gradients that a loop accumulates ------------------------------------------------------------

@@ -496,6 +496,41 @@ def test_a_gradient_that_each_trip_reduces(cpu_mesh):
     assert said + "the loop take jnp.mean" in found.advice
 
 
+def in_blocks(x):
+    return x.reshape(2, -1, x.shape[1])
+
+
+def in_turn(x):
+    return x.reshape(-1, 2, x.shape[1]).swapaxes(0, 1)
+
+
+def test_a_batch_that_a_reshape_leaves_on_half_of_the_devices(cpu_mesh):
+    """The shards' own gradients alone would move rows on each trip, and save nothing."""
+    given = structs(cpu_mesh, [((128, 128), P()), ((128, 128), D)])
+
+    def run(sums, split):
+        return jax.jit(lambda w, x: sums(w, split(x)))
+
+    with jax.set_mesh(cpu_mesh):
+        f, halfway, g = (
+            run(accumulated, in_blocks),
+            run(accumulated_apart, in_blocks),
+            run(accumulated_apart, in_turn),
+        )
+        sent = [testing.account(p, *given).total.wire_bytes for p in (f, halfway, g)]
+        found = [h for h in hints(f, given) if h.kind == "accumulated"]
+        assert hints(g, given) == []
+        arrays = random_like(given)
+        np.testing.assert_allclose(f(*arrays), g(*arrays), rtol=2e-5, atol=1e-6)
+    assert [h.sent_before for h in found] == [2 * 128 * 128 * 4]
+    assert [h.sent_after for h in found] == [2 * 3 * 128 * 128 * 4 // 4]
+    assert sent[1] >= sent[0]
+    assert sent[0] - sent[2] >= found[0].sent_before - found[0].sent_after
+    assert "over parts of data alone" in found[0].advice
+    assert ".swapaxes(0, 1) first; then add up each shard's own" in found[0].advice
+    assert "a carry sharded by P('data', *spec)" in found[0].advice
+
+
 def with_metrics(loss):
     """Accumulate gradients, the loss, and a count of examples, as training steps do."""
 

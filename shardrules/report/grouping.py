@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from shardrules.costs import accounts
 from shardrules.costs.timings import Timing
-from shardrules.units import milliseconds, size
+from shardrules.units import milliseconds, percent, size
 
 T = TypeVar("T")
 MEASURED_NOTE = (
@@ -42,7 +42,7 @@ def of_step(
       hidden: those of collectives for which no device is seen to wait.
     """
     of = f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step"
-    parts = [f"{avoidable_seconds / step_seconds:.1%}"] if step_seconds else []
+    parts = [percent(avoidable_seconds, step_seconds)] if step_seconds else []
     if staying and not avoidable_seconds:
         parts.append(f"the {size(staying)} that can be avoided travel in round trips that stay")
     elif hidden and not avoidable_seconds:
@@ -60,7 +60,7 @@ def took(timing: Timing | None, step_seconds: float) -> str:
         return "not measured: the profile has no event of it"
     if not timing.seconds:
         return "in fewer than half of the steps"
-    share = f", {timing.seconds / step_seconds:.1%} of it" if step_seconds else ""
+    share = f", {percent(timing.seconds, step_seconds)} of it" if step_seconds else ""
     exposed = milliseconds(timing.exposed_seconds)
     return f"{milliseconds(timing.seconds)} a step{share}; {exposed} exposed"
 

@@ -201,7 +201,8 @@ def test_each_call_sums_up_what_one_sum_after_the_loop_would(cpu_mesh, before, a
     calls = STEPS * CALLS
     for hint in found:
         assert hint.kind == "each call"
-        assert f"so {calls} calls build up one sum" in hint.advice
+        assert f"so {calls} calls build up {STEPS} sums. " in hint.advice
+        assert "P('data', *spec)" in hint.advice and "spec being w's own without" in hint.advice
         assert f"reduce once after the loop, where the total is used: {STEPS} all" in hint.advice
         assert f"instead of {calls}. Each device keeps a whole gradient until then (" in hint.advice
     other, left, then = watched(cpu_mesh, after)

@@ -19,8 +19,8 @@ def find(site: Site) -> Hint | None:
         "jax.vmap of a while loop runs until the examples of all devices are done, and asks "
         "the other devices on every trip: jax.shard_map(jax.vmap(f), mesh=mesh, "
         f"in_specs={spec}, out_specs={spec}), with the axis at the dimension that vmap maps "
-        "and P() for what all examples share, lets each device stop by itself, and saves that "
-        "round trip on every trip"
+        "and P() for what all examples share, after shardrules.install(), which casts what a carry "
+        "starts from, lets each device stop by itself, and saves that round trip on every trip"
     )
     return site.hint(advice)
 

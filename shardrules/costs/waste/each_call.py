@@ -23,9 +23,10 @@ def find(site: Site) -> Hint | None:
         return None
     size, sent = site.entry.bytes, site.entry.wire_bytes
     after = f"{first} all-reduce{'s' * (first > 1)}"
+    sums = "one sum" if first == 1 else f"{first} sums"
     return site.hint(
         "each call only adds its result to an argument that it returns, and the next call "
-        f"takes that sum, so {runs} calls build up one sum. {_change(site)}, and reduce once after "
+        f"takes that sum, so {runs} calls build up {sums}. {_change(site)}, and reduce once after "
         f"the loop, where the total is used: {after} instead of {runs}. Each device keeps a whole "
         "gradient until then (equal up to rounding)",
         bytes_after=-(-size * first // runs),
@@ -35,17 +36,16 @@ def find(site: Site) -> Hint | None:
 
 
 def _change(site: Site) -> str:
-    over = site.over
     if site.in_shard_map:
         return (
             f"Keep each device's own sum, of shape (1, ...) there: total + g[None] without the "
-            f"psum, with P({over}) for the total in in_specs and out_specs"
+            f"psum, with P({site.and_own}) for the total in in_specs and out_specs{site.own_spec}"
         )
     return (
         "Keep each shard's own sum: for n shards of the batch add jax.vmap(jax.grad(loss), "
         f"(None, 0))(w, x.reshape(n, -1, *x.shape[1:])) to a total of shape (n, ...) that is "
-        f"sharded by P({over}), take the mean over the shards for a loss that is a mean over the "
-        "batch"
+        f"sharded by P({site.and_own}){site.own_spec}, take the mean over the shards for a loss "
+        "that is a mean over the batch"
     )
 
 

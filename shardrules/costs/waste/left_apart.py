@@ -23,13 +23,31 @@ def _hint(site: Site, group: list[Site]) -> Hint:
     change = "concatenate the operands, flattened, and split the result"
     if site.collective.kind != "all-reduce":
         change = "stack the operands and take the result apart"
+    if _may_be_one(site, group):
+        change += (
+            " (if that line moves one complex array, XLA for TPU moves its real and imaginary "
+            "parts apart: move jnp.stack([x.real, x.imag]))"
+        )
     if not site.in_shard_map:
-        change = "concatenate or stack the arrays before the reduction or the constraint"
+        change = "concatenate or stack the arrays before the reduction"
+        if site.collective.kind != "all-reduce":
+            change = (
+                "stack the arrays before the constraint, or concatenate them along a dimension "
+                "that stays as it is"
+            )
+    trips = "round trips of each trip of the loop" if site.in_loop else "round trips"
     advice = (
         f"it is independent of the {site.collective.kind} at {group[0].where}, which runs over the "
-        f"same devices: {change}: {len(group)} round trips become 1, with the same {size} B"
+        f"same devices: {change}: {len(group)} {trips} become 1, with the same {size} B"
     )
     return site.hint(advice, bytes_after=site.in_all(site.entry.bytes))
+
+
+def _may_be_one(site: Site, group: list[Site]) -> bool:
+    """Return whether two may be what XLA makes of one that is written: of a complex array."""
+    of = site.program.module.metadata
+    same = len(group) == 2 and len({of(s.instruction) for s in group}) == 1
+    return same and site.program.platform == "tpu" and site.collective.element_type[:1] == "f"
 
 
 def _alone(site: Site) -> bool:
@@ -112,6 +130,9 @@ ROWS = {
             "not combine"
         ),
         in_shard_map="concatenate or stack the operands, and run one collective",
-        under_jit="concatenate or stack the arrays before the reduction or the constraint",
+        under_jit=(
+            "stack the arrays before the reduction or the constraint, or concatenate them along a "
+            "dimension that stays as it is"
+        ),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from shardrules.costs import accounts
 from shardrules.costs.waste.loop_flow import Unread, unread
 from shardrules.costs.waste.program import SMALL, WITHIN_SHARDS, Hint, Kind, Program, Site
 from shardrules.hlo.proof.collectives import KINDS, OPCODES
@@ -76,6 +77,8 @@ def accumulated(site: Site) -> Hint | None:
     """Find the gradient that each microbatch reduces, and that the loop only adds up."""
     if not site.is_gradient or not site.program.remembered(_are_apart):
         return None
+    if site.program.mesh and site.entry.axes is None and not site.split:
+        return None  # no spec says how the batch is sharded
     return _after(site, {"adds up"})
 
 
@@ -116,7 +119,10 @@ def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
     elif "stacks" in own.ways or not site.pays_alone(after):
         return None
     advice = _advice(site, own, after, times) + site.cast("before the loop")
-    return site.hint(advice, bytes_after=after, trips_after=times, together=whole)
+    sent = None
+    if site.split and after is not None:  # then over the whole axis
+        sent = accounts.wire_bytes(site.collective.kind, after, site.program.mesh[site.split[0]])
+    return site.hint(advice, bytes_after=after, trips_after=times, sent_after=sent, together=whole)
 
 
 def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
@@ -143,6 +149,12 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
         )
     if site.is_gradient:
         change = site.own_gradients("a carry", "after the loop")
+    if site.split:
+        change = (
+            f"a trip's batch is over parts of {site.split[0]} alone, as a reshape to (steps, batch "
+            "/ steps, ...) leaves it, and several devices compute the same: split it by "
+            f"x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1) first; then {change}"
+        )
     then = f"{'?' if after is None else after} B in {times}"
     if runs is None:
         return f"{what}: {change}, and {size} B on every trip become {then} round trips{_NOTE}"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from shardrules import hlo
 from shardrules.costs import accounts, launches, walk
@@ -278,8 +281,12 @@ class Site:
         self.in_inner_shard_map = self.in_shard_map and bool(re.search("while.*shard_map", name))
         self.where = entry.place or collective.name  # for people
         # In a line of code: 'data', or ('data', 'model').
-        axes = entry.axes or ()
+        axes = entry.axes or self.split
         self.over = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis_name"
+        # What has a dimension for the shards before an array's own: that may be sharded, too.
+        others = {axis for axis, size in program.mesh.items() if size > 1}.difference(axes)
+        self.and_own = f"{self.over}, *spec" if others else self.over
+        self.own_spec = f", spec being w's own without {self.over}" if others else ""
 
     @property
     def node(self) -> Node:
@@ -308,6 +315,17 @@ class Site:
         results = self.program.remembered(_results, self.computation.name, self.position)
         return results[self.operand] if results else None
 
+    @functools.cached_property
+    def split(self) -> tuple[str, ...]:
+        """Return the axis of which XLA's partitioner made parts for it; empty where none is."""
+        sizes = tuple(self.program.mesh.values())
+        known = self.entry.axes is None and math.prod(sizes) == self.program.device_count
+        if not known or self.in_shard_map:
+            return ()
+        places = [np.array(np.unravel_index(group, sizes)) for group in self.collective.groups]
+        along = {n for of in places for n in np.flatnonzero((of != of[:, :1]).any(1))}
+        return tuple(a for n, a in enumerate(self.program.mesh) if n in along and len(along) == 1)
+
     @property
     def is_written(self) -> bool:
         """Return whether the source asks for it by a shard_map, a constraint or a reduction."""
@@ -331,9 +349,9 @@ class Site:
         return (
             "add up each shard's own gradient, jax.vmap(jax.grad(loss), (None, 0))(w, "
             "x.reshape(n, -1, *x.shape[1:])) for n shards of the batch, in "
-            f"{kept} sharded by P({self.over}), and once {when} take jnp.mean over the shards for "
-            "a loss that is a mean over the batch, jnp.sum for one that is a sum (XLA for TPU and "
-            "GPU moves it there by itself)"
+            f"{kept} sharded by P({self.and_own}){self.own_spec}, and once {when} take jnp.mean "
+            "over the shards for a loss that is a mean over the batch, jnp.sum for one that is a "
+            "sum (XLA for TPU and GPU moves it there by itself)"
         )
 
     def runs_of(self, computation: str) -> int:

@@ -207,13 +207,16 @@ def _reduced(site: Site, uses: list[Use]) -> tuple[Node, str] | None:
 
 # -- two sums that are added ----------------------------------------------------------------------
 
-# The gradient of an embedding that is used twice: its rows are looked up, and it is multiplied by.
-_OF_AN_ARRAY = (
-    "if both are the gradient of one array w, give each shard its own, "
-    "ws = jax.lax.with_sharding_constraint(jnp.broadcast_to(w, (n, *w.shape)), "
-    "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes))) for n shards of the "
-    "batch, and read it by jax.vmap over ws and x.reshape(n, -1, *x.shape[1:])"
-)
+
+def _of_an_array(site: Site) -> str:
+    """Advise on an embedding of which rows are looked up, and that is multiplied by, too."""
+    return (
+        "if both are the gradient of one array w, give each shard its own, "
+        "ws = jax.lax.with_sharding_constraint(jnp.broadcast_to(w, (n, *w.shape)), "
+        f"jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec({site.and_own}))) for n "
+        f"shards of the batch{site.own_spec}, and read it by jax.vmap over ws and "
+        "x.reshape(n, -1, *x.shape[1:])"
+    )
 
 
 def add_first(site: Site) -> Hint | None:
@@ -227,7 +230,7 @@ def add_first(site: Site) -> Hint | None:
     if not site.in_shard_map:
         change = f"in both, {WITHIN_SHARDS}, add these, and reduce over the shards once"
         if indexed:
-            change = _OF_AN_ARRAY
+            change = _of_an_array(site)
         elif is_gradient:
             change = site.own_gradients("arrays", "at the end")
     advice = (

@@ -191,7 +191,8 @@ def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
         if line.timing:
             took = units.milliseconds(line.seconds) + grouping.spread(line.timing)
             exposed = units.milliseconds(line.exposed_seconds)
-        share = f"{line.seconds / step_seconds:.1%}" if step_seconds else "?"
+        known = line.timing is not None and step_seconds
+        share = units.percent(line.seconds, step_seconds) if known else "?"
         speed = "?" if line.bytes_per_s is None else f"{units.size(line.bytes_per_s)}/s"
         what, size = line.entry.what, units.size(line.entry.bytes)
         rows.append([took, exposed, share, what, size, speed, paths.here(line.entry.place)])

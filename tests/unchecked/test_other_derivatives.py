@@ -274,3 +274,51 @@ def test_a_primitive_is_not_known_by_its_name(cpu_mesh, fresh_registry):
     off, on, sites = gradient_of(asked, cpu_mesh)
     np.testing.assert_array_equal(off, on)
     assert [site.switched for site in sites] == [False]
+
+
+def printed(g, note):
+    jax.debug.callback(note, g)
+
+
+def told(g, note):
+    jax.experimental.io_callback(note, None, g)
+
+
+def printed_in_a_loop(g, note):
+    jax.lax.fori_loop(0, 2, lambda i, _: jax.debug.callback(note, g[i]), None)
+
+
+@pytest.mark.parametrize("show", [printed, told, printed_in_a_loop])
+def test_a_bwd_that_shows_a_cotangent_leaves_its_site(show, cpu_mesh):
+    shown = []
+
+    def asked(mapped):
+        def bwd(_, g):
+            show(g, lambda x: shown.append(round(float(np.sum(x)), 3)))
+            return (g,)
+
+        op = op_of(lambda w: (w * 1.0, None), bwd)
+        f = mapped(lambda x, w: x * op(w), P("data"))
+        return jax.grad(lambda w: jnp.sum(f(X, w) ** 2))(W)
+
+    off, on, sites = gradient_of(asked, cpu_mesh)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(off, on)
+    assert not any(site.switched for site in sites)
+    half = len(shown) // 2
+    assert sorted(shown[:half]) == sorted(shown[half:])
+
+
+def test_a_bwd_that_shows_what_it_saved_is_switched(cpu_mesh):
+    def asked(mapped):
+        def bwd(w, g):
+            jax.debug.callback(lambda x: None, w)
+            return (g,)
+
+        op = op_of(lambda w: (w * 1.0, w), bwd)
+        f = mapped(lambda x, w: x * op(w), P("data"))
+        return jax.grad(lambda w: jnp.sum(f(X, w) ** 2))(W)
+
+    off, on, sites = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-6)
+    assert [site.switched for site in sites] == [True]

@@ -13,7 +13,7 @@ import pytest
 from core import versions
 from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 import shardrules
@@ -322,3 +322,25 @@ def test_a_bwd_that_shows_what_it_saved_is_switched(cpu_mesh):
     off, on, sites = gradient_of(asked, cpu_mesh)
     np.testing.assert_allclose(off, on, 1e-6)
     assert [site.switched for site in sites] == [True]
+
+
+def test_a_primitive_whose_batched_form_somebody_wrote_is_left(cpu_mesh, fresh_registry):
+    """No look sees what a vmap around the call makes of it: here something that clips."""
+    own = Primitive("doubled")
+    own.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(own, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+    ad.primitive_jvps[own] = lambda primals, tangents: (own.bind(*primals), tangents[0] * 2)
+
+    def asked(mapped):
+        f = jax.vmap(mapped(lambda x, w: x * own.bind(w), P("data")), (None, 0))
+        return jax.grad(lambda w: jnp.sum(f(X, jnp.stack([w, w])) ** 2))(W)
+
+    shardrules.register("doubled", shardrules.no_communication)
+    batching.defvectorized(own)
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-6)
+    assert site.switched
+    batching.primitive_batchers[own] = lambda args, dims: (clip(*args) * 2, *dims)
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "vmap calls a rule that somebody wrote for 'doubled'"

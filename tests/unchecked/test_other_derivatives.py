@@ -63,6 +63,16 @@ def with_a_metric(mapped):
     return jax.grad(loss)(W)
 
 
+def rounded_beside_a_loop(mapped):
+    f = mapped(lambda x, w: (x * jax.lax.reduce_precision(w, 5, 2), halved(w)), (P("data"), P()))
+    return jax.grad(lambda w: jnp.sum(f(X, w)[0] ** 2))(W)
+
+
+def of_few_bits_beside_a_loop(mapped):
+    f = mapped(lambda x, w: (jnp.where(x > 1, w * w, w), halved(w)), (P("data"), P()))
+    return jax.grad(lambda w: jnp.sum(f(X, w)[0].astype(jnp.float32)))(W.astype(np.float16))
+
+
 def without_a_result(mapped):
     def bwd(_, g):
         if not isinstance(g[1], SymbolicZero):
@@ -138,6 +148,8 @@ def of_one_tangent(mapped):
 ASKED = (
     twice_past_a_solve,
     beside_a_loop,
+    rounded_beside_a_loop,
+    of_few_bits_beside_a_loop,
     with_a_metric,
     without_a_result,
     by_a_pair,

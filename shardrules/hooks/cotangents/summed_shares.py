@@ -76,6 +76,12 @@ def has_rule(door: Door, eqn: Eqn) -> bool:
     )
 
 
+def rounds(eqn: Eqn) -> bool:
+    """Return whether an equation or its transpose may round a share as it doesn't round a sum."""
+    floats = [var.aval.dtype for var in eqn.outvars if is_inexact(var.aval)]
+    return narrows(eqn) or any(is_narrow(precision(dtype)) for dtype in floats)
+
+
 def narrows(eqn: Eqn) -> bool:
     """Return whether an equation, or its transpose, makes a value less precise."""
     if name_of(eqn) != "convert_element_type":

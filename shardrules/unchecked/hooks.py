@@ -252,12 +252,29 @@ class _Unchecked:
             derivatives, why = retrace.derivatives(trace, args, self._has_rules)
         return _Off(called, changed, derivatives, why, is_steady)
 
-    def _has_rules(self, closed: ClosedJaxpr, or_rounds: bool = True) -> bool:
+    def _has_rules(self, closed: ClosedJaxpr) -> bool:
         """Return whether a program's derivative runs rules of authors, or may round."""
-        from shardrules.hooks.cotangents.summed_shares import has_rule, narrows  # it imports jax
+        from shardrules.hooks.cotangents.summed_shares import narrows  # it imports jax
+
+        return self._has_step(closed, narrows)
+
+    def _is_unknown(self, off: _Off, args: tuple[Any, ...]) -> bool:
+        """Return whether a derivative that can't be traced may differ with the check on."""
+        from shardrules.hooks.cotangents.summed_shares import rounds  # it imports jax
+
+        # It may exist: of fewer results, say, of which a bwd makes something else. Steps of JAX's
+        # own are seen in the one by each argument, if there is one.
+        traced = {n for derivative in off.derivatives for n in derivative.chosen}
+        leaves = {*retrace.floats(args)}
+        also = rounds if leaves - traced else (lambda eqn: False)
+        return bool(leaves) and self._has_step(off.called, also)
+
+    def _has_step(self, closed: ClosedJaxpr, also: Callable[[Eqn], bool]) -> bool:
+        """Return whether a derivative runs a rule of an author's, or a step that is asked for."""
+        from shardrules.hooks.cotangents.summed_shares import has_rule  # it imports jax
 
         def visit(eqn: Eqn, around: None, inside: Inside[None, None]) -> Iterator[None]:
-            if has_rule(self.door, eqn) or (or_rounds and narrows(eqn)):
+            if has_rule(self.door, eqn) or also(eqn):
                 yield None
             if name_of(eqn) not in (*KERNELS, "while"):  # of which there is no reverse gradient
                 yield from itertools.chain(*inside(None))
@@ -320,8 +337,7 @@ class _Unchecked:
                     )
                 elif derivative.is_last and order == 2 and rules.holds_uncounted(last_on):
                     reasons.append("its derivative rules can't be looked at in order 2")
-        # Another derivative may exist: of fewer results, say, of which a bwd makes something else.
-        if undifferentiated and retrace.floats(args) and self._has_rules(called, or_rounds=False):
+        if undifferentiated and self._is_unknown(off, args):
             reasons.append(f"its derivative rules can't be looked at: {undifferentiated}")
         reasons += self._by_arguments(off)
         if not is_steady:

@@ -13,7 +13,7 @@ import pytest
 from core import versions
 from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 import shardrules
@@ -61,6 +61,16 @@ def with_a_metric(mapped):
         return jnp.sum(y**2) + 0 * jnp.sum(jax.lax.stop_gradient(metric))
 
     return jax.grad(loss)(W)
+
+
+def rounded_beside_a_loop(mapped):
+    f = mapped(lambda x, w: (x * jax.lax.reduce_precision(w, 5, 2), halved(w)), (P("data"), P()))
+    return jax.grad(lambda w: jnp.sum(f(X, w)[0] ** 2))(W)
+
+
+def of_few_bits_beside_a_loop(mapped):
+    f = mapped(lambda x, w: (jnp.where(x > 1, w * w, w), halved(w)), (P("data"), P()))
+    return jax.grad(lambda w: jnp.sum(f(X, w)[0].astype(jnp.float32)))(W.astype(np.float16))
 
 
 def without_a_result(mapped):
@@ -138,6 +148,8 @@ def of_one_tangent(mapped):
 ASKED = (
     twice_past_a_solve,
     beside_a_loop,
+    rounded_beside_a_loop,
+    of_few_bits_beside_a_loop,
     with_a_metric,
     without_a_result,
     by_a_pair,
@@ -274,3 +286,73 @@ def test_a_primitive_is_not_known_by_its_name(cpu_mesh, fresh_registry):
     off, on, sites = gradient_of(asked, cpu_mesh)
     np.testing.assert_array_equal(off, on)
     assert [site.switched for site in sites] == [False]
+
+
+def printed(g, note):
+    jax.debug.callback(note, g)
+
+
+def told(g, note):
+    jax.experimental.io_callback(note, None, g)
+
+
+def printed_in_a_loop(g, note):
+    jax.lax.fori_loop(0, 2, lambda i, _: jax.debug.callback(note, g[i]), None)
+
+
+@pytest.mark.parametrize("show", [printed, told, printed_in_a_loop])
+def test_a_bwd_that_shows_a_cotangent_leaves_its_site(show, cpu_mesh):
+    shown = []
+
+    def asked(mapped):
+        def bwd(_, g):
+            show(g, lambda x: shown.append(round(float(np.sum(x)), 3)))
+            return (g,)
+
+        op = op_of(lambda w: (w * 1.0, None), bwd)
+        f = mapped(lambda x, w: x * op(w), P("data"))
+        return jax.grad(lambda w: jnp.sum(f(X, w) ** 2))(W)
+
+    off, on, sites = gradient_of(asked, cpu_mesh)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(off, on)
+    assert not any(site.switched for site in sites)
+    half = len(shown) // 2
+    assert sorted(shown[:half]) == sorted(shown[half:])
+
+
+def test_a_bwd_that_shows_what_it_saved_is_switched(cpu_mesh):
+    def asked(mapped):
+        def bwd(w, g):
+            jax.debug.callback(lambda x: None, w)
+            return (g,)
+
+        op = op_of(lambda w: (w * 1.0, w), bwd)
+        f = mapped(lambda x, w: x * op(w), P("data"))
+        return jax.grad(lambda w: jnp.sum(f(X, w) ** 2))(W)
+
+    off, on, sites = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-6)
+    assert [site.switched for site in sites] == [True]
+
+
+def test_a_primitive_whose_batched_form_somebody_wrote_is_left(cpu_mesh, fresh_registry):
+    """No look sees what a vmap around the call makes of it: here something that clips."""
+    own = Primitive("doubled")
+    own.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(own, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+    ad.primitive_jvps[own] = lambda primals, tangents: (own.bind(*primals), tangents[0] * 2)
+
+    def asked(mapped):
+        f = jax.vmap(mapped(lambda x, w: x * own.bind(w), P("data")), (None, 0))
+        return jax.grad(lambda w: jnp.sum(f(X, jnp.stack([w, w])) ** 2))(W)
+
+    shardrules.register("doubled", shardrules.no_communication)
+    batching.defvectorized(own)
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-6)
+    assert site.switched
+    batching.primitive_batchers[own] = lambda args, dims: (clip(*args) * 2, *dims)
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "vmap calls a rule that somebody wrote for 'doubled'"

@@ -300,11 +300,11 @@ class _TracedBwd:
         used = {id(atom) for one in equations(self.jaxpr) for atom in one.invars}
         used.update(map(id, self.jaxpr.outvars))
         self.ignores_a_cotangent = not used.issuperset(map(id, self.cotangents))
-        # The axes over which it sums; None if it is not linear, or rounds.
+        # The axes over which it sums; None if it is not linear, rounds or prints.
         self.linear_in: Axes | None = NONE
         for jaxpr in self._by_precision(door):
             proof = linearity(jaxpr, self.cotangents, kernels=True)
-            if proof.rounds or proof.is_narrow or proof.summed is None:
+            if proof.rounds or proof.is_narrow or proof.shows or proof.summed is None:
                 self.linear_in = None
             elif self.linear_in is not None:
                 self.linear_in |= proof.summed

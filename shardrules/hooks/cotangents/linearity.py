@@ -25,7 +25,7 @@ from shardrules.door.jaxprs import (
 )
 from shardrules.door.protocols import Eqn, Jaxpr, Params, Primitive, Var
 from shardrules.hooks.types.owners import is_users
-from shardrules.jaxprs.fold import Cell, Fold, TooLong
+from shardrules.jaxprs.fold import NESTED, Cell, Fold, TooLong
 from shardrules.jaxprs.walk import equations, program_text
 
 # How a value depends on the inputs: it is zero, it doesn't, linearly, or in an unknown way.
@@ -35,6 +35,12 @@ _KNOWN = frozenset({_ZERO, _FIXED})
 # Primitives that only read and store, by the names of JAX 0.6 to 0.12; of these, copies.
 _STORES = READS | set("swap addupdate masked_swap".split())
 _COPIES = frozenset("dma_start dma_wait".split())
+
+# The effects of callbacks, prints and foreign calls, by the names of JAX 0.4 to 0.12.
+_SHOWING = frozenset(
+    "DebugEffect OrderedDebugEffect IOEffect OrderedIOEffect BufferCallbackEffect FfiEffect "
+    "PrintEffect".split()
+)
 
 # How many fwds and rules are read, each within another.
 _MOST_RULES = 4
@@ -98,6 +104,7 @@ class LinearityProof(NamedTuple):
     summed_of_others: frozenset[str]  # those of its sums of what doesn't depend on them
     rounds: bool  # whether what depends on them is less precise than both ends
     is_narrow: bool  # whether something that depends on them has a narrow range
+    shows: bool = False  # whether the host, or a foreign call, sees what depends on them
 
 
 def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> LinearityProof:
@@ -124,7 +131,7 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
                 others = dict.fromkeys(set(inputs) - set(some), _ZERO)
                 each.run(jaxpr, [*(given | others).values()])
     except TooLong:
-        return LinearityProof(None, frozenset(), True, True)
+        return LinearityProof(None, frozenset(), True, True, True)
     is_linear = {_LINEAR, _ZERO}.issuperset(results)
     rounds = False
     for each, of_inputs in zip(folds, alike or [of_outputs]):
@@ -135,6 +142,7 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
         frozenset(fold.summed_of_others),
         rounds,
         any(map(is_narrow, fold.precisions)),
+        fold.shows,
     )
 
 
@@ -157,6 +165,7 @@ class _Linearity(Fold[str]):
         self.summed: set[str] = set()
         self.summed_of_others: set[str] = set()
         self.precisions: set[Precision] = set()  # of all that depends on the inputs
+        self.shows = False
         self._rules: dict[Any, Any] = {}  # of each custom_vjp and custom_jvp, by place
         self._texts: list[str] = []  # of those that are being read
 
@@ -174,6 +183,7 @@ class _Linearity(Fold[str]):
         return value if by in _KNOWN else _UNKNOWN
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+        self.shows |= _shows(eqn, [*map(self.content, operands)])
         results = super().equation(eqn, operands)
         if name_of(eqn) in CUSTOM_CALLS and not _KNOWN.issuperset(map(self.content, operands)):
             results = [
@@ -267,6 +277,18 @@ class _Linearity(Fold[str]):
             for cell in cells:
                 self.store(cell, kind)
         return [self.join([*data, *(cell.value for cell in cells)])] * len(eqn.outvars)
+
+
+def _shows(eqn: Eqn, operands: Sequence[str]) -> bool:
+    """Return whether an equation shows operands that depend on the inputs, or shows by them."""
+    if _SHOWING.isdisjoint(type(effect).__name__ for effect in eqn.effects):
+        return False
+    # What a call shows is seen inside of it; a predicate, or a loop, decides whether it does.
+    if name_of(eqn) == "cond":
+        operands = operands[:1]
+    elif name_of(eqn) in NESTED - {"while"}:
+        return False
+    return not _KNOWN.issuperset(operands)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from shardrules.hooks.cotangents.linearity import (
 from shardrules.hooks.retyping.retyping import differentiated_by_jax, transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 from shardrules.hooks.types.join_law import hijax_object
+from shardrules.hooks.types.owners import is_foreign
 from shardrules.jaxprs.fold import TooLong
 from shardrules.jaxprs.reach import Reach
 from shardrules.jaxprs.walk import equations, program_text
@@ -75,6 +76,12 @@ def has_rule(door: Door, eqn: Eqn) -> bool:
     )
 
 
+def rounds(eqn: Eqn) -> bool:
+    """Return whether an equation or its transpose may round a share as it doesn't round a sum."""
+    floats = [var.aval.dtype for var in eqn.outvars if is_inexact(var.aval)]
+    return narrows(eqn) or any(is_narrow(precision(dtype)) for dtype in floats)
+
+
 def narrows(eqn: Eqn) -> bool:
     """Return whether an equation, or its transpose, makes a value less precise."""
     if name_of(eqn) != "convert_element_type":
@@ -100,13 +107,15 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
 
 
 def why_by_arguments(door: Door, eqn: Eqn) -> str:
-    """Say why an equation's derivative may differ if fewer arguments are differentiated.
+    """Say why an equation's derivative may differ under a vmap, or by fewer arguments.
 
-    A look differentiates all of them. Empty if the derivative asks for none of that.
+    A look differentiates all of them, without the vmaps around. Empty if neither matters.
     """
-    if sum(is_inexact(atom.aval) for atom in eqn.invars) < 2:
+    name, count = name_of(eqn), sum(is_inexact(atom.aval) for atom in eqn.invars)
+    if count and is_foreign((door.batchers or {}).get(eqn.primitive)):
+        return f"vmap calls a rule that somebody wrote for {name!r}"
+    if count < 2:
         return ""
-    name = name_of(eqn)
     asks = eqn.params.get("symbolic_zeros") if name.startswith("custom_jvp_call") else False
     if (asks and not _is_jaxs(door, eqn)) or not differentiated_by_jax(door, eqn.primitive):
         asks_for = " (symbolic_zeros)" if asks else ""

@@ -37,6 +37,9 @@ class WholeCotangents:
         # shares to the sum of its results.
         bwd, name, live, returned = self.bwd, self.parts.name, self._live, self._returned
         primals = [t.axes for t, aval in zip(bwd.primals, self.parts.in_avals) if is_inexact(aval)]
+        equal = any(axis not in axes for axis in self._several for axes in live)
+        if equal and self._shows():
+            return f"the bwd {name!r} shows a cotangent outside of the program"
         for axis in self._several if live and returned else ():
             differs = {axis in axes for axes in live}
             if differs == {True}:
@@ -117,6 +120,13 @@ class WholeCotangents:
 
     def _opaque_call(self, eqn: Eqn) -> Any:
         return self.state.opaque_call_of(eqn.primitive, eqn.params)
+
+    def _shows(self) -> bool:
+        """Return whether a callback or a print of bwd sees what depends on a cotangent."""
+        trace = self.bwd.trace
+        inputs = trace.jaxpr.invars[len(trace.jaxpr.invars) - len(trace.dynamic) :]
+        arriving = [v for v, leaf in zip(inputs, trace.dynamic) if leaf >= self.bwd.first]
+        return linearity(trace.jaxpr, arriving, kernels=True).shows
 
     def _nonlinear(self, paths: Sequence[Any], axis: str) -> str:
         """Say why cotangents may not be linear in those that arrive; empty if they are."""

@@ -24,14 +24,15 @@ def is_users(door: Door, primitive: Primitive) -> bool:
     # A lowering alone doesn't tell, since a plugin may lower JAX's primitives its own way: then it
     # matters whether JAX holds the primitive.
     own = [vars(primitive).get(name) for name in ("abstract_eval", "impl")]
-    if any(map(_is_foreign, own)):
+    if any(map(is_foreign, own)):
         return True
     tables = (door.lowerings, *door.platform_lowerings.values())
     rules = [door.lowering_rule(t[primitive]) for t in tables if primitive in t]
-    return any(map(_is_foreign, rules)) and not is_held_by_jax(primitive)
+    return any(map(is_foreign, rules)) and not is_held_by_jax(primitive)
 
 
-def _is_foreign(function: Any) -> bool:
+def is_foreign(function: Any) -> bool:
+    """Return whether a function, or one that it is made of, is a user's or a library's."""
     return any(module not in _NEUTRAL for module in _code_modules(function))
 
 

@@ -170,3 +170,30 @@ def test_reading_a_kernel_with_scratch_in_a_loop_ends():
 
     jaxpr = jax.make_jaxpr(call)(np.ones(4, np.float32)).jaxpr
     assert linearity(jaxpr, jaxpr.invars, kernels=True).summed == frozenset()
+
+
+def test_what_a_bwd_prints_of_its_cotangent_stays_as_with_late_casts(cpu_mesh):
+    def printed(casts):
+        shown = []
+
+        @jax.custom_vjp
+        def watched(w):
+            return w * 1.0
+
+        def bwd(_, g):
+            jax.debug.callback(lambda g: shown.append(round(float(g.sum()), 2)), g)
+            return (g,)
+
+        watched.defvjp(lambda w: (w * 1.0, None), bwd)
+
+        def body(w, x):
+            return lax.scan(lambda h, _: (jnp.sin(h * watched(w)), None), x, length=3)[0]
+
+        w, x = np.linspace(0.3, 1, 4, dtype=np.float32), np.ones((8, 4), np.float32)
+        with sr.install(casts=casts):
+            f = jax.shard_map(body, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+            jax.block_until_ready(jax.jit(jax.grad(lambda w: (f(w, x) ** 2).sum()))(w))
+            jax.effects_barrier()
+        return sorted(shown)
+
+    assert printed("cheapest") == printed("late")

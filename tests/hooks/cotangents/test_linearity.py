@@ -196,3 +196,29 @@ def test_what_takes_too_many_passes_is_unknown(monkeypatch):
     assert (proof.summed, proof.rounds) == (None, True)
     with pytest.raises(fold.TooLong, match="don't settle: after 0 equations its values still"):
         reach.Reach().run(jaxpr, [True])
+
+
+def printed_if_large(r, t):
+    lax.cond(t.max() > 3, lambda: jax.debug.callback(lambda: None), lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("shows", "f"),
+    [
+        (True, lambda r, t: jax.debug.print("{}", t)),
+        (True, lambda r, t: jax.experimental.io_callback(lambda x: None, None, 2 * t)),
+        (True, jax.jit(lambda r, t: jax.debug.print("{}", t))),
+        (True, printed_if_large),
+        (False, lambda r, t: jax.debug.print("{}", r)),
+        (False, jax.jit(lambda r, t: jax.debug.print("{}", r))),
+        (False, lambda r, t: printed_if_large(t, r)),
+    ],
+)
+def test_what_the_host_sees_of_the_inputs_is_said(shows, f):
+    def bwd(r, t):
+        f(r, t)
+        return t * r
+
+    jaxpr = jax.make_jaxpr(bwd)(SHAPE, SHAPE).jaxpr
+    proof = linearity(jaxpr, jaxpr.invars[1:])
+    assert (proof.shows, proof.summed) == (shows, frozenset())

@@ -46,16 +46,6 @@ def test_the_costliest_first_and_what_has_no_collective_in_one_line(found):
     assert found.contents[0].title == "jit_<step>"
 
 
-def test_a_process_of_one_device_is_told_how_to_have_more(found):
-    one = report.content(
-        hlo.judge("HloModule jit_one\n\nENTRY e {\n  ROOT x = f32[] parameter(0)\n}\n")
-    )
-    said = report.plain(several.gather([one], [1]))
-    flag = "--xla_force_host_platform_device_count=8"
-    assert flag in said and flag not in report.plain(found)
-    assert flag not in report.plain(several.gather([one], [1], of_process=False))
-
-
 @pytest.mark.parametrize("of_process", [True, False])
 def test_a_program_like_another_is_told_by_what_differs(of_process):
     """Compiled for the first call and for the others, a step is told once."""

@@ -108,7 +108,10 @@ def item(
     elif verdict.range is not None:
         part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
     moved = f" of {entry.place}" if entry.place and not entry.source else ""
-    what = f"{f'{count} x ' if count > 1 else ''}{entry.what}{moved}, {each}{part} ({name})"
+    runs = {one.entry.runs for one in same}
+    often = f", {entry.runs} runs" if len(runs) == 1 and (entry.runs or 0) > 1 else ""
+    sites = f"{count} x " if count > 1 else ""
+    what = f"{sites}{entry.what}{moved}, {each}{part}{often} ({name})"
     lines = [("saves", saves), ("took", time)]
     if isinstance(first, Finding):
         weights = [one.gradient_of for one in flat([same]) if isinstance(one, Finding)]

@@ -252,6 +252,7 @@ def _row(content: Content, count: int | None) -> dict[str, str]:
         saved += f" ({percent(avoidable.bytes, content.ledger.total.bytes)})"
     if content.target is not None:
         saved += f", ~{duration(avoidable.seconds)}"
+    cheaper = f"{len(content.hints)} cheaper" if content.hints else ""
     return {
         "program": content.title,
         **({} if count is None else {"times": str(count)}),
@@ -260,7 +261,7 @@ def _row(content: Content, count: int | None) -> dict[str, str]:
         "runs": f"{'at most ' if total.at_most else ''}{total.count}{loops}",
         "wire bytes": sent(total),
         "avoidable": saved,
-        "findings": content.kinds or ("cheaper" if content.hints else "none"),
+        "findings": ", ".join(filter(None, (content.kinds, cheaper))) or "none",
         "other": ", ".join(_costs(content)).lower(),
     }
 

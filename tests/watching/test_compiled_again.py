@@ -110,11 +110,14 @@ def test_an_argument_of_a_tuple_of_all_is_named_by_its_number():
     assert names == ["argument 0 (x)", "argument 7"]
 
 
-def test_programs_of_one_device_are_told_how_many_there_are():
+@pytest.mark.parametrize("count", [1, 8])
+def test_programs_of_one_device_are_told_how_many_there_are(count, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: count)
     with shardrules.watch() as seen:
         jax.jit(lambda x: 2 * x)(np.ones(8))
     (said,) = [n for n in seen.judged().notes if "one device" in n]
-    assert said == "every program runs on one device, of 8, so that nothing is communicated"
+    assert said.startswith(f"every program runs on one device, of {count}, so that nothing is ")
+    assert ("--xla_force_host_platform_device_count=8" in said) == (count == 1)
 
 
 def test_programs_of_several_devices_are_not(split):

@@ -169,10 +169,15 @@ def test_a_flag_behind_the_script_is_pointed_out(tmp_path):
     )
 
 
-def test_modules_are_run_from_the_patch(tmp_path):
+@pytest.mark.parametrize("is_imported", [True, False])
+def test_modules_are_run_from_the_patch(tmp_path, is_imported):
     head, main = SCRIPT.split("if __name__")
-    (tmp_path / "model.py").write_text(head)
-    (tmp_path / "train.py").write_text(f"from model import *\n\n\nif __name__{main}\n")
+    # By then the other file has installed the hooks.
+    whole = SCRIPT.replace('assert not {"jax", "numpy"} & set(sys.modules)\n', "")
+    (tmp_path / "model.py").write_text(head if is_imported else whole)
+    runs = "import runpy\n\nrunpy.run_path('./model.py', run_name='__main__')\n"
+    text = f"from model import *\n\n\nif __name__{main}\n" if is_imported else runs
+    (tmp_path / "train.py").write_text(text)
     run(tmp_path, "train.py")  # its bytecode is there
     done = run(tmp_path, "-m", "shardrules", "migrate", "--diff", "on.patch", "-m", "train", "1")
     assert done.stdout == "['1'] 9248.0\n", done.stderr

@@ -10,6 +10,7 @@ import argparse
 import collections
 import contextlib
 import importlib.machinery
+import io
 import linecache
 import os
 import pathlib
@@ -189,7 +190,7 @@ def _compiled(texts: Mapping[str, str], file: str) -> types.CodeType:
 
 
 def _compile_from(texts: Mapping[str, str]) -> None:
-    """Make imports compile these files from the given texts, and tracebacks show them."""
+    """Make imports and runpy compile these files from the given texts; tracebacks show them."""
     loader: Any = importlib.machinery.SourceFileLoader
     get_code = loader.get_code
 
@@ -197,7 +198,14 @@ def _compile_from(texts: Mapping[str, str]) -> None:
         file = os.path.abspath(self.path)
         return _compiled(texts, file) if file in texts else get_code(self, name)
 
+    open_code = io.open_code
+
+    def opened(path: str) -> Any:  # by runpy.run_path
+        file = os.path.abspath(path)
+        return io.BytesIO(texts[file].encode()) if file in texts else open_code(path)
+
     if texts:
         loader.get_code = code_of
+        io.open_code = opened
     for file, text in texts.items():
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file

@@ -265,15 +265,20 @@ def _factor(reduction: str, count: int) -> str:
     return f"; then reduce {count} copies of it"
 
 
-def give_a_rule(call: hlo.Blocker) -> str:
+def _give_a_rule(call: hlo.Blocker) -> str:
     """Say how to give a rule to a custom call that isn't known by a kernel's name."""
-    name = call.where.partition(" (")[0]
-    rule = shlex.quote(f"--rule={name}=no_communication")
+    rule = rule_flag(call)
     here = f"; for this text, pass {rule} to the command if that is true of the kernel"
     return (
         "trace the program after shardrules.install(), with a rule for the kernel: the "
-        f"compiled text of its custom call then says what it does{here if name else ''}"
+        f"compiled text of its custom call then says what it does{here if rule else ''}"
     )
+
+
+def rule_flag(call: hlo.Blocker) -> str:
+    """Write the flag that says of a call that it communicates with no device; empty for none."""
+    name = call.where.partition(" (")[0]
+    return shlex.quote(f"--rule={name}=no_communication") if name else ""
 
 
 def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
@@ -296,7 +301,7 @@ def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
         )
     calls = [b for b in verdict.blockers if b.target]
     if calls:
-        return give_a_rule(calls[0])
+        return _give_a_rule(calls[0])
     if any("no sharding" in b.what for b in verdict.blockers):
         return (
             "say how its parameters are sharded: pass the flags that "

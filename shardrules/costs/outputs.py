@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import donation
-from shardrules.costs.advice import give_a_rule
+from shardrules.costs.advice import rule_flag
 from shardrules.errors import HloError
 from shardrules.hlo.proof.judgement import Broken
 from shardrules.hlo.reader import notations
@@ -131,7 +131,9 @@ def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Une
                 f"shardrules.register({names[0]!r}, shardrules.no_communication), if that holds"
             )
         elif calls := [b for b in output.blockers if b.target]:
-            advice = give_a_rule(calls[0])
+            rule = rule_flag(calls[0])
+            advice = "give the call a rule"
+            advice += f": pass {rule} to the command if that is true of it" if rule else ""
     kind = "differs" if broken.differs else "unproven"
     return Unequal(kind, name(path), str(output.shape), broken.axes, over, reason, carried, advice)
 

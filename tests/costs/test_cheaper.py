@@ -241,6 +241,23 @@ def test_siblings_are_found_once(cpu_mesh):
     assert cheaper(*local(cpu_mesh, body))[0] == ["add first"]
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["before", "behind"])
+def test_a_sum_beside_one_that_is_redundant(cpu_mesh, order):
+    """Adding first would replace both by one sum, and so does dropping the redundant one."""
+
+    def body(w, x):
+        first, last = (over(w), over(jnp.sin(x)))[::order]
+        return first + last
+
+    f = jax.shard_map(
+        body, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
+    args = programs.structs(cpu_mesh, ((8, 8), P()), ((32, 8), P("data")))
+    found = report.content(testing.judge(jax.jit(f).lower(*args).compile()))
+    assert [one.kind for one in found.findings] == ["redundant"] and not found.hints
+    assert found.avoidable.bytes * 2 == found.account.total.wire_bytes
+
+
 @pytest.mark.gpu
 def test_a_scatter_at_places_that_differ_stays(gpu_mesh):
     """Each device adds the whole sum at its own places: not the sum of what each adds."""

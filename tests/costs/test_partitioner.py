@@ -352,6 +352,61 @@ def test_calls_that_gain_nothing_or_that_xla_partitions(cpu_mesh, f):
     assert "called whole" not in found
 
 
+# -- FFTs that XLA gathers ------------------------------------------------------------------------
+
+
+def spectrum(x):
+    return lax.with_sharding_constraint(jnp.abs(jnp.fft.fft2(x)), D)
+
+
+def slabs(fft):
+    def f(x):
+        x = lax.with_sharding_constraint(fft(x, 1, D), P(None, "data"))
+        return jnp.abs(lax.with_sharding_constraint(fft(x, 0, P(None, "data")), D))
+
+    return f
+
+
+def by_xla(x, axis, spec):
+    return jnp.fft.fft(x, axis=axis)
+
+
+def by_hand(x, axis, spec):
+    return jax.shard_map(lambda x: jnp.fft.fft(x, axis=axis), in_specs=spec, out_specs=spec)(x)
+
+
+@pytest.mark.parametrize(
+    "before, after, count", [(spectrum, slabs(by_hand), 1), (slabs(by_xla), slabs(by_hand), 2)]
+)
+def test_an_fft_that_each_device_computes_whole(cpu_mesh, before, after, count):
+    given = structs(cpu_mesh, [((64, 64), D)])
+    with jax.set_mesh(cpu_mesh):
+        f, g = jax.jit(before), jax.jit(after)
+        found = hints(f, given)
+        assert [h.kind for h in found] == ["transformed whole"] * count
+        totals = [testing.account(p, *given).total.wire_bytes for p in (f, g)]
+        assert totals[0] - totals[1] >= sum(h.sent_before - h.sent_after for h in found) > 0
+        assert hints(g, given) == []
+        arrays = random_like(given)
+        np.testing.assert_allclose(f(*arrays), g(*arrays), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: lax.with_sharding_constraint(jnp.fft.fft2(x), P()),  # read whole
+        lambda x: jnp.abs(jnp.fft.fft(x.reshape(-1))),  # of one dimension
+        lambda x: jnp.abs(jnp.fft.fft2(x[:, :6])),
+        lambda x: jnp.abs(jnp.fft.rfft2(x)),
+    ],
+    ids="whole flat uneven real".split(),
+)
+def test_ffts_that_gain_nothing(cpu_mesh, f):
+    given = structs(cpu_mesh, [((64, 64), D)])
+    with jax.set_mesh(cpu_mesh):
+        assert not [h for h in hints(jax.jit(f), given) if h.kind == "transformed whole"]
+
+
 # -- a loop's condition that asks all devices -----------------------------------------------------
 
 BATCH = ((64,), D)

@@ -18,6 +18,7 @@ from shardrules.costs.waste import (
     reshapes,
     resharded,
     slices,
+    transforms,
     undone,
 )
 from shardrules.costs.waste.program import Fed, Hint, Kind, Program, Site
@@ -32,6 +33,7 @@ _MODULES = {
     "each call": each_call,
     "asked each trip": asked,
     "called whole": calls,
+    "transformed whole": transforms,
     "only returned": gathers,
     "uneven": gathers,
     "reduce first": reductions,

@@ -261,6 +261,7 @@ def _added_to_another(site: Site) -> bool:
         return False
     return (
         first.adds
+        and first.needed  # else it goes by itself, and this one stays
         and first.collective.groups == site.collective.groups
         and first.taken.element_type == site.taken.element_type
         and first.taken.element_count == site.taken.element_count

@@ -365,7 +365,7 @@ class _Unchecked:
             declared=tuple(dict.fromkeys(on.notes.declared)),
             annotations=tuple(dict.fromkeys(on.notes.annotations)),
             reasons_to_leave=tuple(
-                dict.fromkeys([*self._compared(called, forward.closed), *reasons])
+                dict.fromkeys([*self._compared(called, forward.closed, gradients), *reasons])
             ),
             holds_another=_count(called, "shard_map") > 1,
             **refused(self.site),
@@ -383,7 +383,7 @@ class _Unchecked:
         ]
         return [call, *inner]
 
-    def _compared(self, off: Any, on: Any) -> Iterator[str]:
+    def _compared(self, off: Any, on: Any, gradients: bool) -> Iterator[str]:
         """Yield reasons why values or gradients may differ with the check on."""
         import jax
 
@@ -399,6 +399,9 @@ class _Unchecked:
             was, now = map(retrace.constants, (off, on))
             if was.settings != now.settings or was.has_other(now) or now.has_other(was):
                 yield UNSTEADY
+            # With gradients in it, the sums stand at other places.
+            elif not gradients and retrace.made_of(off) != retrace.made_of(on):
+                yield COMPUTES_ELSE
 
     def _trace_on(
         self, args: tuple[Any, ...], derivative: retrace.Derivative | None, casts: str

@@ -14,6 +14,7 @@ import contextvars
 import functools
 import io
 import itertools
+import os
 import queue
 import sys
 import threading
@@ -27,8 +28,10 @@ from shardrules.unchecked import code, undo
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 1 << 28  # of arrays
 _HOLDERS = frozenset(
-    "types argparse collections functools weakref _weakrefset multiprocessing.sharedctypes".split()
+    "types argparse collections functools weakref _weakrefset multiprocessing.sharedctypes "
+    "unittest.mock contextlib configparser".split()
 )
+_FILE = "file"
 # By these, code reaches variables of its module whose names it may make.
 _BY_STRINGS = frozenset({"globals", "exec", "eval"})
 
@@ -81,7 +84,8 @@ class Kept:
         if "environ" in self._named:
             self._undo.append(undo.environment())
         for name, kind in self._stuck:
-            if not name or name in (self._own if name == "spawn" else self._named):
+            of_own = name == "spawn" or kind == _FILE
+            if name in (self._own if of_own else self._named) or (not name and kind != _FILE):
                 held = f"{name!r}, a {kind}" if name else f"a {kind}"
                 self.why = f"its body can change {held}, which can't be put back"
 
@@ -161,6 +165,10 @@ class Kept:
             self._context(value, name)
         elif issubclass(kind, weakref.ref):
             self._add((value(),), name)
+        elif value is os.environ:
+            self._undo.append(undo.environment())
+        elif issubclass(kind, io.IOBase):
+            self._stuck.append((name, _FILE))
         elif _is_stuck(kind):
             self._stuck.append((name, kind.__name__))
         elif issubclass(kind, _LOCAL):
@@ -327,6 +335,5 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _is_stuck(kind: type) -> bool:
-    """Return whether an object of this type is an iterator or a queue; files are read on."""
-    iterators = collections.abc.Iterator, queue.SimpleQueue, queue.Queue
-    return issubclass(kind, iterators) and not hasattr(kind, "fileno")
+    """Return whether an object of this type is an iterator or a queue."""
+    return issubclass(kind, (collections.abc.Iterator, queue.SimpleQueue, queue.Queue))

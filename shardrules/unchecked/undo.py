@@ -64,7 +64,8 @@ def attribute(owner: Any, name: str, before: Any) -> Undo:
         now = vars(owner).get(name) if isinstance(owner, type) else read(owner, name, ABSENT)
         if now is before:
             return None
-        setattr(owner, name, before)
+        # Past what a frozen class says; a class itself has no other way.
+        (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, before)
         return plain(now)
 
     return undo
@@ -83,6 +84,9 @@ def container(value: Any) -> Undo:
         if is_same:
             return None
         became = plain(value)
+        if isinstance(value, bytearray) and len(value) == len(before):  # it may have views
+            value[:] = before
+            return became
         value.clear()
         getattr(value, "extend" if hasattr(value, "extend") else "update")(before)
         return became

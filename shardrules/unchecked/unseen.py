@@ -6,7 +6,10 @@ other threads print, log and warn of is shown.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import functools
+import io
 import logging
 import sys
 import threading
@@ -15,7 +18,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from shardrules.unchecked import undo
 from shardrules.unchecked.python_state import Kept
+from shardrules.unchecked.retrace import Unseeable
 
 _lock = threading.Lock()
 # The threads that look, each with the warnings of its that were dropped: (text, category, line).
@@ -80,10 +85,31 @@ def _patch() -> None:
         else:
             dropped.append((str(message), category, lineno))
 
+    open_file = builtins.open
+
+    @functools.wraps(open_file)
+    def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if _is_looking() and not {*"wax+"}.isdisjoint(mode) and not _asked_by_jax():
+            raise Unseeable("its body opens a file to write to it")
+        return open_file(file, mode, *args, **options)
+
+    for module in (builtins, io):  # pathlib's is that of io
+        _patches.enter_context(mock.patch.object(module, "open", opened))
     _patches.enter_context(contextlib.redirect_stdout(out))
     _patches.enter_context(contextlib.redirect_stderr(err))
     _patches.enter_context(mock.patch.object(logging.Logger, "callHandlers", handled))
     _patches.enter_context(mock.patch.object(warnings, "showwarning", shown))
+
+
+def _asked_by_jax() -> bool:
+    """Return whether JAX opens a file, for its cache say, and not the program."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if not undo.is_others(name) or name.startswith("jax"):
+            return name.startswith("jax")
+        frame = frame.f_back
+    return False
 
 
 def _forget(dropped: list[tuple[str, type[Warning], int]]) -> None:

@@ -356,3 +356,29 @@ def test_a_primitive_whose_batched_form_somebody_wrote_is_left(cpu_mesh, fresh_r
     off, on, (site,) = gradient_of(asked, cpu_mesh)
     np.testing.assert_array_equal(off, on)
     assert site.reason == "vmap calls a rule that somebody wrote for 'doubled'"
+
+
+def _varying(x):
+    kind = jax.typeof(x)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+
+
+READS = {
+    "axes": lambda x, w: jax.lax.psum(x * w, [*_varying(x)] or ["data", "model"]),
+    "operands": lambda x, w: x - w if _varying(x) else w - x,
+    "place": lambda x, w: x * w + jax.lax.axis_index("data" if _varying(x) else "model"),
+    "dimension": lambda x, w: jnp.flip(x, 0 if _varying(x) else 1) * w,
+    "in a call": lambda x, w: jax.jit(lambda x, w: x - w if _varying(x) else w - x)(x, w),
+    "a result": lambda x, w: [x * w, x / w][bool(_varying(x))] + 0 * (x * w + x / w),
+    "a print": lambda x, w: [jax.debug.print("") if _varying(x) else 0, x * w][1],
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_a_body_that_computes_by_the_type_of_a_value_is_left(kind, cpu_mesh):
+    def asked(mapped):
+        return mapped(READS[kind], P() if kind == "axes" else P("data"))(X, W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "its body computes something else with the check on"

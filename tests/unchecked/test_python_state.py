@@ -7,6 +7,8 @@ import argparse
 import array
 import collections
 import concurrent.futures
+import configparser
+import contextlib
 import contextvars
 import ctypes
 import dataclasses
@@ -21,6 +23,7 @@ import random
 import sys
 import threading
 import types
+import unittest.mock
 import warnings
 import weakref
 from typing import NamedTuple
@@ -31,6 +34,7 @@ import numpy as np
 import pytest
 
 from shardrules.unchecked.python_state import Kept
+from shardrules.unchecked.retrace import Unseeable
 from shardrules.unchecked.unseen import unseen
 
 
@@ -225,7 +229,71 @@ def behind_many_objects():
     return lambda: many[-1][0]()
 
 
+def by_another_name():
+    environment = os.environ
+    environment["SHARDRULES_COUNTED"] = "0"
+
+    def draw():
+        environment["SHARDRULES_COUNTED"] += "1"
+        return environment["SHARDRULES_COUNTED"]
+
+    return draw
+
+
+def of_a_mock():
+    spy = unittest.mock.Mock(wraps=abs)
+    return lambda: (spy(1), spy.call_count)
+
+
+def of_a_stack():
+    stack = contextlib.ExitStack()
+
+    def draw():
+        stack.callback(int)
+        return len(stack._exit_callbacks)
+
+    return draw
+
+
+def of_a_configuration():
+    settings = configparser.ConfigParser()
+    settings["made"] = {"n": ""}
+
+    def draw():
+        settings["made"]["n"] += "1"
+        return settings["made"]["n"]
+
+    return draw
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sealed:
+    n: int = 0
+
+
+def in_a_frozen_slot():
+    owner = Sealed()
+
+    def draw():
+        object.__setattr__(owner, "n", owner.n + 1)
+        return owner.n
+
+    return draw
+
+
+def in_viewed_bytes():
+    counts = bytearray(1)
+    view = memoryview(counts)
+    return lambda: (of_an_item(view)(), bytes(counts))
+
+
 PUT_BACK = {
+    "environment by another name": by_another_name,
+    "mock": of_a_mock,
+    "stack": of_a_stack,
+    "configuration": of_a_configuration,
+    "frozen slot": in_a_frozen_slot,
+    "bytes that are viewed": in_viewed_bytes,
     "attribute": lambda: of_an_attribute(Counts()),
     "called object": Counts,
     "simple namespace": lambda: of_an_attribute(types.SimpleNamespace(n=0)),
@@ -343,7 +411,13 @@ def of_items(items, key=0):
     return lambda: next(items[key])
 
 
+def in_a_file():
+    file = open(os.devnull, "w")  # noqa: SIM115
+    return lambda: print(1, file=file)
+
+
 LEFT = {
+    "file": in_a_file,
     "number of all processes": lambda: of_a_value(multiprocessing.Value("i", 0)),
     "iterator by a made name": in_a_module("""
 it = iter(range(9))
@@ -568,3 +642,31 @@ def test_a_function_of_c_is_no_state():
     """A library that a module loads holds many; MaxText's body reaches some."""
     call = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)
     assert call._objects is not None and not Kept(lambda: call()).why
+
+
+def appended(path):
+    with open(path, "a") as file:
+        file.write("traced")
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        appended,
+        lambda path: path.write_text("traced"),
+        lambda path: np.save(path, np.ones(1)),
+        lambda path: path.open(mode="r+"),
+    ],
+)
+def test_a_body_that_writes_a_file_is_not_looked_at(writes, tmp_path):
+    path = tmp_path / "of.npy"
+    path.write_text("")
+    with unseen(Kept()), pytest.raises(Unseeable, match="opens a file to write to it"):
+        writes(path)
+    assert path.read_text() == ""
+    with unseen(Kept()):
+        assert path.open().read() == ""
+        other = threading.Thread(target=appended, args=(path,))
+        other.start()
+        other.join()
+    assert path.read_text() == "traced"

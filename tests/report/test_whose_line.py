@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import programs
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardrules import hlo, report, testing
@@ -56,3 +57,26 @@ def test_without_a_user_s_line_the_innermost_stays():
     assert module.users((own, *inside)) == own and module.library((own, *inside)) == ""
     assert module.users((*inside, own)) == own and module.library((*inside, own)) == "b/c.py:1 (f)"
     assert module.users(()) is None and module.library(()) == ""
+
+
+def first_step(h, ws):
+    return lax.scan(lambda h, w: (jnp.sin(h) * w.sum(), None), h, ws)[0].sum()
+
+
+def second_step(h, ws):
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    return lax.scan(layer, h, ws)[0].sum()
+
+
+def test_what_a_scan_takes_has_a_line_of_its_own_program(cpu_mesh):
+    """JAX traces the slice of a trip once in a process: its line is the first program's."""
+    given = programs.structs(cpu_mesh, ((64, 32), P("data")), ((6, 32, 32), P(None, "data")))
+    first, second = (testing.account(jax.jit(f), *given) for f in (first_step, second_step))
+    begin = second_step.__code__.co_firstlineno
+    gathers = [entry for entry in second if entry.kind == "all-gather"]
+    assert gathers and len(first.entries)
+    for entry in gathers:
+        assert entry.line in range(begin, begin + 5) and "second_step" in entry.function
+        assert not entry.within or "second_step" in entry.within

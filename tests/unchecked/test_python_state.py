@@ -412,7 +412,7 @@ def of_items(items, key=0):
 
 
 def in_a_file():
-    file = open(os.devnull, "w")  # noqa: SIM115
+    file = open(os.devnull, "w")
     return lambda: print(1, file=file)
 
 

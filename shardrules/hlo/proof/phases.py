@@ -65,6 +65,23 @@ def is_written(op_name: str) -> bool:
     return "pmap" in op_name or _WRITTEN.fullmatch(operation(op_name)) is not None
 
 
+# How a scan takes one trip's part of an array, and writes it. JAX traces each once, with the line
+# of the first scan in the process that took such an array, whichever program that is in.
+_OF_A_SCAN = re.compile(r".*/while/body/(?:[^/()]+/)*jit\(dynamic_(?:update_)?index_in_dim\)/.*")
+
+
+def lines(
+    module: hm.Module, computation: hm.Computation, metadata: hm.Metadata
+) -> tuple[hm.Frame, ...]:
+    """Return the source lines of an instruction; of what a scan itself does, those of its loop."""
+    if metadata.frames and _OF_A_SCAN.fullmatch(metadata.op_name):
+        for caller in module.computations.values():
+            for instruction, calls in caller.calls():
+                if instruction.opcode == "while" and computation.name in calls:
+                    return module.metadata(instruction).frames or metadata.frames
+    return metadata.frames
+
+
 def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
     """Return the phase of most bytes, "mixed" without a majority, and the first name of it."""
     sizes: collections.Counter[str] = collections.Counter()

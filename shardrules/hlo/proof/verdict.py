@@ -296,7 +296,7 @@ class _Judge:
             "loop_depth": run.depth,
             "trip_count": run.count,
             "op_name": metadata.op_name,
-            "frames": metadata.frames,
+            "frames": phases.lines(self.module, computation, metadata),
             "at_most": run.at_most,
             "each": run.each,
             "dimension": channel.dimension,
@@ -330,7 +330,9 @@ class _Judge:
         """Return the phase and the source of one operand, or of a range of it."""
         names = self.names(fields["computation"])
         phase, metadata = names.part(position, fields["operand"], elements)
-        own = {"phase": phase, "frames": metadata.frames or fields["frames"]}
+        home = self.module.computations[fields["computation"]]
+        lines = phases.lines(self.module, home, metadata) or fields["frames"]
+        own = {"phase": phase, "frames": lines}
         if metadata.op_name:
             return own | {"op_name": metadata.op_name}
         return {} if elements is not None and fields["op_name"] else own  # {}: it isn't combined

@@ -61,7 +61,7 @@ ARROWS = {
     "unchecked.code": set(),
     "unchecked.undo": set(),
     "unchecked.python_state": {"unchecked.code", "unchecked.undo"},
-    "unchecked.unseen": {"unchecked.python_state"},
+    "unchecked.unseen": {"unchecked.python_state", "unchecked.undo"},
     "unchecked.retrace": {"door", "jaxprs", "errors"},
     "unchecked.sites": {"unchecked.retrace"},
     "unchecked.hooks": set(

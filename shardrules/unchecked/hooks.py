@@ -27,6 +27,7 @@ from shardrules.errors import first_line
 from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
+from shardrules.jaxprs.made_of import made_of
 from shardrules.jaxprs.walk import Inside, equations, program_text, visited
 from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
@@ -254,24 +255,22 @@ class _Unchecked:
 
     def _has_rules(self, closed: ClosedJaxpr) -> bool:
         """Return whether a program's derivative runs rules of authors, or may round."""
-        from shardrules.hooks.cotangents.summed_shares import narrows  # it imports jax
+        from shardrules.hooks.cotangents.summed_shares import narrows
 
         return self._has_step(closed, narrows)
 
     def _is_unknown(self, off: _Off, args: tuple[Any, ...]) -> bool:
         """Return whether a derivative that can't be traced may differ with the check on."""
-        from shardrules.hooks.cotangents.summed_shares import rounds  # it imports jax
+        from shardrules.hooks.cotangents.summed_shares import rounds
 
-        # It may exist: of fewer results, say, of which a bwd makes something else. Steps of JAX's
-        # own are seen in the one by each argument, if there is one.
+        # It may exist, of fewer results say. JAX's own steps are seen in that by each argument.
         traced = {n for derivative in off.derivatives for n in derivative.chosen}
-        leaves = {*retrace.floats(args)}
-        also = rounds if leaves - traced else (lambda eqn: False)
-        return bool(leaves) and self._has_step(off.called, also)
+        also = rounds if {*retrace.floats(args)} - traced else lambda eqn: False
+        return bool(retrace.floats(args)) and self._has_step(off.called, also)
 
     def _has_step(self, closed: ClosedJaxpr, also: Callable[[Eqn], bool]) -> bool:
         """Return whether a derivative runs a rule of an author's, or a step that is asked for."""
-        from shardrules.hooks.cotangents.summed_shares import has_rule  # it imports jax
+        from shardrules.hooks.cotangents.summed_shares import has_rule
 
         def visit(eqn: Eqn, around: None, inside: Inside[None, None]) -> Iterator[None]:
             if has_rule(self.door, eqn) or also(eqn):
@@ -399,8 +398,7 @@ class _Unchecked:
             was, now = map(retrace.constants, (off, on))
             if was.settings != now.settings or was.has_other(now) or now.has_other(was):
                 yield UNSTEADY
-            # With gradients in it, the sums stand at other places.
-            elif not gradients and retrace.made_of(off) != retrace.made_of(on):
+            elif not gradients and made_of(off) != made_of(on):
                 yield COMPUTES_ELSE
 
     def _trace_on(

@@ -20,12 +20,15 @@ from unittest import mock
 
 from shardrules.unchecked import undo
 from shardrules.unchecked.python_state import Kept
-from shardrules.unchecked.retrace import Unseeable
 
 _lock = threading.Lock()
 # The threads that look, each with the warnings of its that were dropped: (text, category, line).
 _looking: dict[int, list[tuple[str, type[Warning], int]]] = {}
 _patches = contextlib.ExitStack()  # those of the process, while any thread looks
+
+
+class WritesToFile(Exception):
+    """A body that opens a file to write to it: each look would write once more."""
 
 
 def _is_looking() -> bool:
@@ -90,7 +93,7 @@ def _patch() -> None:
     @functools.wraps(open_file)
     def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
         if _is_looking() and not {*"wax+"}.isdisjoint(mode) and not _asked_by_jax():
-            raise Unseeable("its body opens a file to write to it")
+            raise WritesToFile("its body opens a file to write to it")
         return open_file(file, mode, *args, **options)
 
     for module in (builtins, io):  # pathlib's is that of io

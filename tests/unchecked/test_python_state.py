@@ -34,8 +34,7 @@ import numpy as np
 import pytest
 
 from shardrules.unchecked.python_state import Kept
-from shardrules.unchecked.retrace import Unseeable
-from shardrules.unchecked.unseen import unseen
+from shardrules.unchecked.unseen import WritesToFile, unseen
 
 
 class Counts:
@@ -661,7 +660,7 @@ def appended(path):
 def test_a_body_that_writes_a_file_is_not_looked_at(writes, tmp_path):
     path = tmp_path / "of.npy"
     path.write_text("")
-    with unseen(Kept()), pytest.raises(Unseeable, match="opens a file to write to it"):
+    with unseen(Kept()), pytest.raises(WritesToFile, match="opens a file to write to it"):
         writes(path)
     assert path.read_text() == ""
     with unseen(Kept()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import array
+import builtins
 import collections
 import contextvars
 import functools
@@ -148,11 +149,12 @@ class Kept:
         elif issubclass(kind, np.ndarray):
             if value.flags.writeable:
                 self._array(value, name)
+        elif value is vars(builtins) or value is sys.modules:
+            return  # Python's own; what is imported stays
         elif issubclass(kind, (list, dict, set, collections.deque, bytearray)):
             self._undo.append(undo.container(value))
-            self._add(
-                itertools.chain(value, value.values() if issubclass(kind, dict) else ()), name
-            )
+            held = undo.contents(value)
+            self._add(itertools.chain(*held) if issubclass(kind, dict) else held, name)
         elif issubclass(kind, (tuple, frozenset)):
             self._add(value, name)
         elif issubclass(kind, array.array):
@@ -177,6 +179,9 @@ class Kept:
             if not undo.is_others(value.__module__):
                 self._class(value)
         elif not issubclass(kind, types.ModuleType):
+            self._instance(value, name)
+        # What is one of these by its class has attributes, too, if the class is the program's.
+        if issubclass(kind, (*_HOLDING, np.ndarray)) and not undo.is_others(kind.__module__):
             self._instance(value, name)
 
     def _function(self, function: types.FunctionType) -> None:
@@ -311,6 +316,19 @@ class Kept:
                 self._add((held,), slot)
 
 
+_HOLDING = (
+    list,
+    dict,
+    set,
+    collections.deque,
+    bytearray,
+    tuple,
+    frozenset,
+    functools.partial,
+    array.array,
+    io.StringIO,
+    io.BytesIO,
+)
 _LRU = type(functools.lru_cache(object))
 # Cached functions that were called where state changed by how often something was traced: what one
 # of them changes isn't changed again while its cache holds the result.

@@ -71,27 +71,64 @@ def attribute(owner: Any, name: str, before: Any) -> Undo:
     return undo
 
 
+_CONTAINERS: tuple[Any, ...] = (
+    collections.OrderedDict,
+    dict,
+    list,
+    set,
+    collections.deque,
+    bytearray,
+)
+
+
+def contents(value: Any) -> Any:
+    """Copy what a container holds, past the methods of its own class; of a dict, the items."""
+    kind = _container_kind(value)
+    if kind is bytearray:
+        return kind.copy(value)
+    return [*(kind.items(value) if issubclass(kind, dict) else kind.__iter__(value))]
+
+
+def _container_kind(value: Any) -> Any:
+    return next(kind for kind in _CONTAINERS if issubclass(type(value), kind))
+
+
 def container(value: Any) -> Undo:
-    before = value.copy()
+    # A class of the program's may load what it holds when it is asked, or not let itself be copied.
+    kind, before = _container_kind(value), contents(value)
 
     def undo() -> object:
-        now = value.items() if isinstance(value, dict) else value
-        then = before.items() if isinstance(value, dict) else before
-        if isinstance(value, set):  # a copy has another order
-            is_same = value == before
+        now = contents(value)
+        if kind is set:  # what is put back has another order
+            is_same = set(now) == set(before)
         else:
-            is_same = len(now) == len(then) and all(map(_is_same, now, then))
+            is_same = len(now) == len(before) and all(map(_is_same, now, before))
         if is_same:
             return None
         became = plain(value)
-        if isinstance(value, bytearray) and len(value) == len(before):  # it may have views
-            value[:] = before
+        if kind is bytearray and len(now) == len(before):  # it may have views
+            kind.__setitem__(value, slice(None), before)
             return became
-        value.clear()
-        getattr(value, "extend" if hasattr(value, "extend") else "update")(before)
+        if issubclass(kind, dict):
+            _put_items(value, now, before)
+        else:
+            kind.clear(value)
+            (kind.update if kind is set else kind.extend)(value, before)
         return became
 
     return undo
+
+
+def _put_items(value: Any, now: Any, before: Any) -> None:
+    kind = _container_kind(value)
+    new = [key for key, _ in now]
+    if new[: len(before)] != [key for key, _ in before]:  # others, or in another order
+        new, before = [], [*before]
+        kind.clear(value)
+    for key in new[len(before) :]:
+        kind.__delitem__(value, key)
+    for key, item in before:
+        kind.__setitem__(value, key, item)
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -218,8 +255,9 @@ def _held(value: Any, depth: int = 4) -> Any:
         return kind, bytes(value)
     if depth and issubclass(kind, (tuple, list, collections.deque)):
         return kind, *(_held(each, depth - 1) for each in value)
-    if depth and kind is dict:
-        return kind, frozenset((_held(k, depth - 1), _held(v, depth - 1)) for k, v in value.items())
+    if depth and issubclass(kind, dict):
+        items = contents(value)
+        return kind, frozenset((_held(k, depth - 1), _held(v, depth - 1)) for k, v in items)
     if depth and issubclass(kind, (set, frozenset)):
         return kind, frozenset(_held(each, depth - 1) for each in value)
     if depth and not is_others(kind.__module__):

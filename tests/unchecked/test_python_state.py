@@ -5,6 +5,7 @@ Each kind here makes a function that returns another value at each call, by stat
 
 import argparse
 import array
+import builtins
 import collections
 import concurrent.futures
 import configparser
@@ -68,6 +69,25 @@ def in_thread():
     owner = threading.local()
     owner.n = 0
     return of_an_attribute(owner)
+
+
+def in_a_container_of_its_own():
+    """It loads what it holds when it is asked, as transformers' tables of models do."""
+
+    class Table(collections.OrderedDict):
+        def __init__(self, held):
+            self.update(held)
+
+        def values(self):
+            raise ImportError("the module of a value isn't installed")
+
+        items = keys = __iter__ = values
+
+    return of_an_item(Table({"n": 0}), "n")
+
+
+class Numbered(np.ndarray):
+    n = 0
 
 
 def in_slots():
@@ -323,6 +343,9 @@ PUT_BACK = {
     "generator's method": lambda: np.random.default_rng(0).normal,
     "python's generator": lambda: random.Random(0).random,
     "many objects": behind_many_objects,
+    "container with methods of its own": in_a_container_of_its_own,
+    "attribute of a container": lambda: of_an_attribute(type("Table", (dict,), {"n": 0})()),
+    "attribute of an array": lambda: of_an_attribute(np.zeros(3).view(Numbered)),
 }
 
 
@@ -669,3 +692,16 @@ def test_a_body_that_writes_a_file_is_not_looked_at(writes, tmp_path):
         other.start()
         other.join()
     assert path.read_text() == "traced"
+
+
+@pytest.mark.parametrize("names", [vars(builtins), sys.modules], ids=["builtins", "modules"])
+def test_python_s_own_tables_are_left_alone(names):
+    """What a body imports, or what a library adds while it is traced, stays."""
+    held = {"names": names}
+    kept = Kept(lambda: held)
+    names["one_more_of_shardrules"] = types.ModuleType("one_more_of_shardrules")
+    try:
+        assert kept.put_back() == ()
+        assert "one_more_of_shardrules" in names
+    finally:
+        del names["one_more_of_shardrules"]

@@ -81,6 +81,8 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
         rows, after = tried(untried, before, edit, None)
     said: list[str] = []
     text = migration.written(rows, (before, after) if after else None)
+    if before.failure and not rows:
+        text = f"until the script failed ({before.failure}), {text}"
     if arguments.diff is not None:
         patch = edit(rows)
         flags.write(migration.diff(patch), arguments.diff, of_text=False)

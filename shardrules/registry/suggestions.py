@@ -65,7 +65,8 @@ def lines(
             else f"@{rule}  # above the def at {shown}{after}"
         )
     if named:
-        of = f"{module}:" if is_function else ""
+        # A script's __main__ has another name where it is imported, by a test say.
+        of = f"{module}:" if is_function and module != "__main__" else ""
         texts.append(f"shardrules.register({of + registered(kernel)!r}, {rule}){after}")
         if pattern(kernel):
             sizes = "  # of all block sizes" + after.replace("  # or ", "; or ")

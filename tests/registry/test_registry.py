@@ -480,6 +480,8 @@ def test_a_line_to_type_for_a_kernel_of_many_block_sizes_is_a_pattern(kernel, wr
 
 
 def test_a_line_to_type_matches_a_kernel_whose_name_looks_like_a_pattern():
+    (line,) = suggestions.lines("k", "__main__")  # which a test imports by another name
+    assert line == "shardrules.register('k', shardrules.no_communication)"
     (line,) = suggestions.lines("k[a]*", "m")
     assert line == "shardrules.register('m:k_a__', shardrules.no_communication)"
     own = Registry()

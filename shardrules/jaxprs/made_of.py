@@ -11,6 +11,9 @@ from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr, Params
 from shardrules.jaxprs.walk import Inside, visited
 
 
+_MOST_ELEMENTS = 1 << 16  # of an array that is compared
+
+
 class _Around(NamedTuple):
     """The equation around a jaxpr, and what its operands are made of."""
 
@@ -20,7 +23,7 @@ class _Around(NamedTuple):
     read: list[tuple[Jaxpr, dict[Any, Any]]]  # the jaxprs of the equation so far
 
     def of(self, atom: Any) -> Any:
-        return "literal" if hasattr(atom, "val") else self.makes.get(atom, "constant")
+        return _held(atom.val) if hasattr(atom, "val") else self.makes.get(atom, "constant")
 
 
 def made_of(closed: ClosedJaxpr) -> collections.Counter[Any]:
@@ -32,6 +35,8 @@ def made_of(closed: ClosedJaxpr) -> collections.Counter[Any]:
 
     def enter(jaxpr: Jaxpr, around: _Around) -> _Around:
         inside = around._replace(makes=dict(zip(jaxpr.invars, _given(jaxpr, around))))
+        if jaxpr is whole_jaxpr:
+            inside.makes.update(zip(jaxpr.constvars, map(_held, getattr(closed, "consts", ()))))
         around.read.append((jaxpr, inside.makes))
         return inside
 
@@ -57,12 +62,28 @@ def made_of(closed: ClosedJaxpr) -> collections.Counter[Any]:
         counted.update(keys)
         around.makes.update(zip(eqn.outvars, keys))
 
-    jaxpr = opened(closed)
-    whole = _Around("", range(len(jaxpr.invars)), {}, [])
-    visited(jaxpr, visit, whole, enter)
+    whole_jaxpr = opened(closed)
+    whole = _Around("", range(len(whole_jaxpr.invars)), {}, [])
+    visited(whole_jaxpr, visit, whole, enter)
     ends = whole._replace(makes=whole.read[0][1])
-    counted.update(enumerate(map(ends.of, jaxpr.outvars)))
+    counted.update(enumerate(map(ends.of, whole_jaxpr.outvars)))
     return counted
+
+
+def _held(value: Any) -> Any:
+    """Return an array's elements, hashed; scalars are compared elsewhere, as casts round them."""
+    import jax
+    import numpy as np
+
+    if isinstance(value, jax.core.Tracer) or not 1 < getattr(value, "size", 1) <= _MOST_ELEMENTS:
+        return "constant"
+    if isinstance(value, jax.Array) and (value.is_deleted() or not value.is_fully_addressable):
+        return "constant"
+    try:
+        elements = np.asarray(value)
+    except Exception:  # a key's, say  # noqa: BLE001
+        return "constant"
+    return elements.shape, str(elements.dtype), hash(elements.tobytes())
 
 
 def _numbers(eqn: Eqn) -> range:

@@ -363,6 +363,8 @@ def _varying(x):
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
+NUMBERS = np.arange(2.0 * W.size, dtype=np.float32).reshape(2, -1)
+ARRAYS = [jnp.asarray(numbers) for numbers in NUMBERS]
 READS = {
     "axes": lambda x, w: jax.lax.psum(x * w, [*_varying(x)] or ["data", "model"]),
     "operands": lambda x, w: x - w if _varying(x) else w - x,
@@ -370,6 +372,8 @@ READS = {
     "dimension": lambda x, w: jnp.flip(x, 0 if _varying(x) else 1) * w,
     "in a call": lambda x, w: jax.jit(lambda x, w: x - w if _varying(x) else w - x)(x, w),
     "a result": lambda x, w: [x * w, x / w][bool(_varying(x))] + 0 * (x * w + x / w),
+    "arrays": lambda x, w: x * w + NUMBERS[bool(_varying(x))],
+    "arrays of JAX's": lambda x, w: x * w + ARRAYS[bool(_varying(x))],
     "a print": lambda x, w: [jax.debug.print("") if _varying(x) else 0, x * w][1],
 }
 

@@ -10,7 +10,6 @@ from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, name_of, named_axes, op
 from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr, Params
 from shardrules.jaxprs.walk import Inside, visited
 
-
 _MOST_ELEMENTS = 1 << 16  # of an array that is compared
 
 

@@ -29,6 +29,7 @@ from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.jaxprs.walk import Inside, equations, program_text, visited
 from shardrules.unchecked import retrace
+from shardrules.unchecked.made_of import made_of
 from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
@@ -400,7 +401,7 @@ class _Unchecked:
             if was.settings != now.settings or was.has_other(now) or now.has_other(was):
                 yield UNSTEADY
             # With gradients in it, the sums stand at other places.
-            elif not gradients and retrace.made_of(off) != retrace.made_of(on):
+            elif not gradients and made_of(off) != made_of(on):
                 yield COMPUTES_ELSE
 
     def _trace_on(

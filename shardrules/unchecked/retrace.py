@@ -10,17 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import (
-    CASTS,
-    KERNELS,
-    SUMS,
-    inner_jaxprs,
-    is_inexact,
-    name_of,
-    named_axes,
-    opened,
-)
-from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr, Params
+from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, is_inexact, name_of, opened
+from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
 from shardrules.jaxprs.walk import Inside, equations, visited
 
@@ -196,70 +187,6 @@ def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
         if eqn.primitive.name not in CASTS | {"convert_element_type"}
         for var in eqn.outvars
     )
-
-
-def made_of(closed: ClosedJaxpr) -> collections.Counter[Any]:
-    """Count what a jaxpr computes by what it makes that of; casts and conversions are left out.
-
-    A body may read the type of a value, and sum over other axes or swap operands by that.
-    """
-    counted: collections.Counter[Any] = collections.Counter()
-
-    def read(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
-        makes = dict(zip(jaxpr.invars, inputs))
-
-        def of(atom: Any) -> Any:
-            return "literal" if hasattr(atom, "val") else makes.get(atom, "constant")
-
-        for eqn in jaxpr.eqns:
-            name, operands = name_of(eqn), [of(atom) for atom in eqn.invars]
-            if name in CASTS | {"convert_element_type"}:
-                makes |= zip(eqn.outvars, operands)
-                continue
-            inner = [] if name in KERNELS else [*inner_jaxprs(eqn.params)]
-            if name in SUMS:
-                results: list[Any] = [
-                    ("psum", named_axes(eqn.params), operand) for operand in operands
-                ]
-            elif inner:
-                # There may be more operands with the check on: a value, and what it is cast to.
-                inside = [read(each, _given(name, each, operands)) for each in inner]
-                results = [(name, n, inside, {*operands}) for n in range(len(eqn.outvars))]
-            else:
-                of_all = name, _plain(eqn.params), operands
-                results = [(*of_all, n) for n in range(len(eqn.outvars))] or [of_all]
-            keys = [_key(result) for result in results]
-            counted.update(keys)
-            makes |= zip(eqn.outvars, keys)
-        return [of(atom) for atom in jaxpr.outvars]
-
-    jaxpr = opened(closed)
-    counted.update(enumerate(read(jaxpr, range(len(jaxpr.invars)))))
-    return counted
-
-
-def _given(name: str, jaxpr: Jaxpr, operands: Sequence[Any]) -> Sequence[Any]:
-    """Return what the inputs of a jaxpr in an equation are made of, as far as it is known."""
-    count = len(jaxpr.invars)
-    is_known = name != "while" and count <= len(operands)
-    return operands[len(operands) - count :] if is_known else ["input"] * count
-
-
-def _key(value: Any) -> int:
-    if isinstance(value, (tuple, list)):
-        return hash((*map(_key, value),))
-    return hash(frozenset(map(_key, value)) if isinstance(value, (set, frozenset)) else value)
-
-
-def _plain(params: Params) -> list[Any]:
-    """Return the parameters of an equation that are made of numbers and names."""
-
-    def held(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return [*map(held, value)]
-        return value if type(value) in (bool, int, float, str) else None
-
-    return [(name, held(value)) for name, value in params.items() if name != "weak_type"]
 
 
 class Constants(NamedTuple):

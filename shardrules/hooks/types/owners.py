@@ -48,7 +48,7 @@ def _code_modules(function: Any, depth: int = _DEPTH) -> Iterator[str]:
     else:
         wrapped = getattr(function, "__wrapped__", None)
         # An object is called by a method of its class.
-        call = getattr(type(function), "__call__", None) if wrapped is None else wrapped
+        call = vars(type(function)).get("__call__") if wrapped is None else wrapped
         inside = () if call is None else (call,)
     for part in inside if depth else ():
         if callable(part):

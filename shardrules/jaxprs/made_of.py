@@ -1,100 +1,160 @@
-"""What each value of a jaxpr is made of, to compare two traces of one function."""
+"""What a program computes, by what it makes that of."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
+import enum
+import functools
+import operator
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, name_of, named_axes, opened
-from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr, Params
+from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, name_of, named_axes, opened
+from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr
 from shardrules.jaxprs.walk import Inside, visited
 
-_MOST_ELEMENTS = 1 << 16  # of an array that is compared
+_LOOPS = frozenset({"scan", "while"})
+_MOST_BYTES = 1 << 20  # of a constant that is read whole
+
+
+class _Inner(NamedTuple):
+    """A jaxpr's constants, and what its inputs are made of."""
+
+    consts: Sequence[Any]
+    inputs: Sequence[Any]
 
 
 class _Around(NamedTuple):
-    """The equation around a jaxpr, and what its operands are made of."""
+    """What is known around a jaxpr."""
 
-    name: str
-    operands: Sequence[Any]
-    makes: dict[Any, Any]  # what each variable of the jaxpr is made of
-    read: list[tuple[Jaxpr, dict[Any, Any]]]  # the jaxprs of the equation so far
+    makes: dict[Any, Any]  # what each variable is made of
+    left: list[_Inner]  # the jaxprs of an equation that are to be read
+    read: list[tuple[Jaxpr, dict[Any, Any]]]  # those that were, with what their variables are
 
     def of(self, atom: Any) -> Any:
-        return _held(atom.val) if hasattr(atom, "val") else self.makes.get(atom, "constant")
+        return _constant(atom.val) if hasattr(atom, "val") else self.makes.get(atom, "constant")
 
 
 def made_of(closed: ClosedJaxpr) -> collections.Counter[Any]:
-    """Count what a jaxpr computes by what it makes that of; casts and conversions are left out.
+    """Count what a jaxpr computes by what it makes that of; casts are left out.
 
     A body may read the type of a value, and sum over other axes or swap operands by that.
     """
     counted: collections.Counter[Any] = collections.Counter()
 
     def enter(jaxpr: Jaxpr, around: _Around) -> _Around:
-        inside = around._replace(makes=dict(zip(jaxpr.invars, _given(jaxpr, around))))
-        if jaxpr is whole_jaxpr:
-            inside.makes.update(zip(jaxpr.constvars, map(_held, getattr(closed, "consts", ()))))
-        around.read.append((jaxpr, inside.makes))
-        return inside
+        inner = around.left.pop(0)
+        makes = dict(zip(jaxpr.constvars, map(_constant, inner.consts)))
+        makes |= zip(jaxpr.invars, inner.inputs)
+        around.read.append((jaxpr, makes))
+        return _Around(makes, [], [])
 
     def visit(eqn: Eqn, around: _Around, inside: Inside[_Around, None]) -> Iterator[None]:
         name, operands = name_of(eqn), [around.of(atom) for atom in eqn.invars]
         if name in CASTS | {"convert_element_type"}:
-            around.makes.update(zip(eqn.outvars, operands))
+            results = [_converted(each, v) for each, v in zip(operands, eqn.outvars)]
+            around.makes.update(zip(eqn.outvars, results))
             return
-        inner = _Around(name, operands, {}, [])
-        for found in () if name in KERNELS else inside(inner):
-            yield from found
-        results: list[Any] = [(name, _plain(eqn.params), operands, n) for n in _numbers(eqn)]
+        inner = _Around({}, [*_inside(eqn, operands)], [])
         if name in SUMS:
             results = [("psum", named_axes(eqn.params), operand) for operand in operands]
-        elif inner.read:
+        elif inner.left:
+            for found in inside(inner):
+                yield from found
             # There may be more operands with the check on: a value, and what it is cast to.
-            ends = [
-                [inner._replace(makes=makes).of(atom) for atom in jaxpr.outvars]
-                for jaxpr, makes in inner.read
-            ]
-            results = [(name, n, ends, {*operands}) for n in _numbers(eqn)]
+            taken = operands if name in KERNELS else {*operands}
+            of_all: tuple[Any, ...] = name, _plain(eqn), _results(inner), taken
+            results = [(*of_all, n) for n in range(len(eqn.outvars))]
+        else:
+            of_all = name, _plain(eqn), operands
+            results = [(*of_all, n) for n in range(len(eqn.outvars))] or [of_all]
         keys = [_key(result) for result in results]
         counted.update(keys)
         around.makes.update(zip(eqn.outvars, keys))
 
-    whole_jaxpr = opened(closed)
-    whole = _Around("", range(len(whole_jaxpr.invars)), {}, [])
-    visited(whole_jaxpr, visit, whole, enter)
-    ends = whole._replace(makes=whole.read[0][1])
-    counted.update(enumerate(map(ends.of, whole_jaxpr.outvars)))
+    jaxpr = opened(closed)
+    whole = _Around({}, [_Inner(closed.consts, range(len(jaxpr.invars)))], [])
+    visited(jaxpr, visit, whole, enter)
+    (results,) = _results(whole)
+    counted.update(enumerate(map(_key, results)))
     return counted
 
 
-def _held(value: Any) -> Any:
-    """Return an array's elements, hashed; scalars are compared elsewhere, as casts round them."""
+def _results(around: _Around) -> list[list[Any]]:
+    """Return what the results of each jaxpr that was read are made of."""
+    results = []
+    for jaxpr, makes in around.read:
+        of = around._replace(makes=makes).of
+        results.append([of(atom) for atom in jaxpr.outvars])
+    return results
+
+
+def _inside(eqn: Eqn, operands: list[Any]) -> Iterator[_Inner]:
+    """Yield what is known of each jaxpr in an equation, in the order of ``inner_jaxprs``."""
+    name, params = name_of(eqn), eqn.params
+    counts = params.get("cond_nconsts", 0), params.get("body_nconsts", 0)
+    carried = sum(counts) if name == "while" else params.get("num_consts", 0)
+    for value in params.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            if (jaxpr := opened(each)) is None:
+                continue
+            count = len(jaxpr.invars)
+            given: Sequence[Any] = operands[len(operands) - count :]
+            if name in _LOOPS:
+                # What is carried may start equal, and differ later.
+                later = [("carried", n, operand) for n, operand in enumerate(operands[carried:])]
+                given = operands[:carried]
+                if name == "while":
+                    is_body = value is params["body_jaxpr"]
+                    given = given[counts[0] :] if is_body else given[: counts[0]]
+                given = [*given, *map(_key, later)]
+            if name in KERNELS or count != len(given):
+                given = [("input", n) for n in range(count)]
+            yield _Inner(getattr(each, "consts", ()), given)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Elements:
+    """A number or an array, without the casts and conversions that it went through."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    held: bytes
+
+
+def _constant(value: Any) -> Any:
     import jax
     import numpy as np
 
-    if isinstance(value, jax.core.Tracer) or not 1 < getattr(value, "size", 1) <= _MOST_ELEMENTS:
-        return "constant"
-    if isinstance(value, jax.Array) and (value.is_deleted() or not value.is_fully_addressable):
+    is_far = isinstance(value, jax.Array) and not getattr(value, "is_fully_addressable", False)
+    if isinstance(value, jax.core.Tracer) or is_far:
         return "constant"
     try:
-        elements = np.asarray(value)
-    except Exception:  # a key's, say  # noqa: BLE001
+        if (size := value.nbytes if hasattr(value, "nbytes") else 0) > _MOST_BYTES:
+            return "large", size
+        array = np.asarray(value)
+    except Exception:  # a key  # noqa: BLE001
         return "constant"
-    return elements.shape, str(elements.dtype), hash(elements.tobytes())
+    return _Elements(str(array.dtype), array.shape, array.tobytes())
 
 
-def _numbers(eqn: Eqn) -> range:
-    """Return the numbers of an equation's results; one without any may show something."""
-    return range(len(eqn.outvars) or 1)
+def _converted(value: Any, to: Any) -> Any:
+    """Return a value that was cast or converted: JAX converts a Python number after its cast."""
+    import ml_dtypes  # noqa: F401  # its dtypes have names
+    import numpy as np
 
-
-def _given(jaxpr: Jaxpr, around: _Around) -> Sequence[Any]:
-    """Return what the inputs of a jaxpr in an equation are made of, as far as it is known."""
-    count = len(jaxpr.invars)
-    is_known = around.name != "while" and count <= len(around.operands)
-    return around.operands[len(around.operands) - count :] if is_known else ["input"] * count
+    dtype = str(getattr(to.aval, "dtype", ""))
+    if not isinstance(value, _Elements) or value.dtype == dtype:
+        return value
+    try:
+        with np.errstate(all="ignore"):
+            array = np.frombuffer(value.held, value.dtype).astype(dtype)
+    except (TypeError, ValueError):
+        return "constant"
+    return _Elements(dtype, value.shape, array.tobytes())
 
 
 def _key(value: Any) -> int:
@@ -103,12 +163,47 @@ def _key(value: Any) -> int:
     return hash(frozenset(map(_key, value)) if isinstance(value, (set, frozenset)) else value)
 
 
-def _plain(params: Params) -> list[Any]:
-    """Return the parameters of an equation that are made of numbers and names."""
+def _plain(eqn: Eqn) -> list[Any]:
+    """Return the parameters of an equation that are made of numbers, names and functions."""
+    if any(inner_jaxprs(eqn.params)):
+        # Of what holds jaxprs, some count or mark the inputs, of which there may be others.
+        return [
+            (name, value)
+            for name, value in eqn.params.items()
+            if type(value) in (bool, int, str)
+            and not name.endswith("consts")
+            and not name.startswith("check_")
+        ]
+    return [(name, _held(v)) for name, v in eqn.params.items() if name != "weak_type"]
 
-    def held(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return [*map(held, value)]
-        return value if type(value) in (bool, int, float, str) else None
 
-    return [(name, held(value)) for name, value in params.items() if name != "weak_type"]
+def _held(value: Any, depth: int = 6) -> Any:
+    import numpy as np
+
+    if isinstance(value, (tuple, list)):
+        return [_held(each, depth) for each in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, np.integer):
+        return operator.index(value)
+    if type(value) in (bool, int, float, str):
+        return value
+    return _function(value, depth - 1) if depth else None
+
+
+def _function(value: Any, depth: int) -> Any:
+    """Return what tells a function, or an object that holds one, from others."""
+    if isinstance(value, functools.partial):
+        return _held([value.func, value.args, [*value.keywords.items()]], depth)
+    if isinstance(value, types.FunctionType):
+        cells: list[Any] = []
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not assigned yet
+                cells.append(cell.cell_contents)
+        place = value.__module__, value.__qualname__, value.__code__.co_firstlineno
+        return _held([place, cells, value.__defaults__], depth)
+    if callable(value) and not isinstance(value, type):
+        if hasattr(value, "callback_func"):  # of JAX's pure_callback
+            return _held(value.callback_func, depth)
+        return getattr(value, "__name__", None)
+    return None

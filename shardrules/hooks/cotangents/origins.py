@@ -371,6 +371,8 @@ def _number(eqn: Eqn, operands: Sequence[Any]) -> float | None:
     known = [number for number in numbers if number is not None]
     if not known or len(known) < len(numbers):
         return None
+    if not eqn.outvars:  # a print
+        return None
     first, is_float = known[0], is_inexact(eqn.outvars[0].aval)
     if name in _ARITHMETIC and is_float:
         try:

@@ -47,7 +47,9 @@ def _code_modules(function: Any, depth: int = _DEPTH) -> Iterator[str]:
         inside = tuple(value for _, value in held_by(function))
     else:
         wrapped = getattr(function, "__wrapped__", None)
-        inside = () if wrapped is None else (wrapped,)
+        # An object is called by a method of its class.
+        call = vars(type(function)).get("__call__") if wrapped is None else wrapped
+        inside = () if call is None else (call,)
     for part in inside if depth else ():
         if callable(part):
             yield from _code_modules(part, depth - 1)

@@ -18,7 +18,6 @@ from shardrules.costs.waste import (
     reshapes,
     resharded,
     slices,
-    transforms,
     undone,
 )
 from shardrules.costs.waste.program import Fed, Hint, Kind, Program, Site
@@ -33,7 +32,7 @@ _MODULES = {
     "each call": each_call,
     "asked each trip": asked,
     "called whole": calls,
-    "transformed whole": transforms,
+    "transformed whole": calls,
     "only returned": gathers,
     "uneven": gathers,
     "reduce first": reductions,

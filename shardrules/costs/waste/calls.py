@@ -1,4 +1,4 @@
-"""Operands that XLA gathers for a call or an FFT that it can't partition: each device computes it."""
+"""Operands that XLA gathers for calls and FFTs that it can't partition, computed on each device."""
 
 from __future__ import annotations
 

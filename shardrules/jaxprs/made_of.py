@@ -129,10 +129,11 @@ def _constant(value: Any) -> Any:
     import jax
     import numpy as np
 
-    is_far = isinstance(value, jax.Array) and not getattr(value, "is_fully_addressable", False)
-    if isinstance(value, jax.core.Tracer) or is_far:
+    if isinstance(value, jax.core.Tracer):
         return "constant"
     try:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return "constant"
         if (size := value.nbytes if hasattr(value, "nbytes") else 0) > _MOST_BYTES:
             return "large", size
         array = np.asarray(value)
@@ -173,6 +174,7 @@ def _plain(eqn: Eqn) -> list[Any]:
             if type(value) in (bool, int, str)
             and not name.endswith("consts")
             and not name.startswith("check_")
+            and name != "rewrite"  # shard_map's with the check on (JAX 0.5.3 and older)
         ]
     return [(name, _held(v)) for name, v in eqn.params.items() if name != "weak_type"]
 

@@ -166,17 +166,18 @@ def _key(value: Any) -> int:
 
 def _plain(eqn: Eqn) -> list[Any]:
     """Return the parameters of an equation that are made of numbers, names and functions."""
+    # Sorted: they may stand in another order with the check on (JAX 0.5.3 and older).
     if any(inner_jaxprs(eqn.params)):
         # Of what holds jaxprs, some count or mark the inputs, of which there may be others.
         return [
             (name, value)
-            for name, value in eqn.params.items()
+            for name, value in sorted(eqn.params.items())
             if type(value) in (bool, int, str)
             and not name.endswith("consts")
             and not name.startswith("check_")
             and name != "rewrite"  # shard_map's with the check on (JAX 0.5.3 and older)
         ]
-    return [(name, _held(v)) for name, v in eqn.params.items() if name != "weak_type"]
+    return [(name, _held(v)) for name, v in sorted(eqn.params.items()) if name != "weak_type"]
 
 
 def _held(value: Any, depth: int = 6) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import inspect
 import itertools
 import sys
@@ -28,7 +27,7 @@ from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.jaxprs.made_of import made_of
-from shardrules.jaxprs.walk import Inside, equations, program_text, visited
+from shardrules.jaxprs.walk import Inside, equations, visited
 from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
@@ -185,6 +184,8 @@ class _Unchecked:
         return decision
 
     def _decide(self, args: tuple[Any, ...], scope: Scope) -> UncheckedSite:
+        from shardrules.hooks.cotangents.summed_shares import told_apart
+
         try:
             if (kept := Kept(self.body, args)).why:
                 raise retrace.Unseeable(kept.why)
@@ -193,7 +194,8 @@ class _Unchecked:
                 return self._note((self.site, _REFS_MAPPED), self.site.decided(_REFS_MAPPED))
             # The key holds all that the decision depends on; derivatives around the call don't.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
-            key = self.site, off.fingerprint(), off.changing, plain, self.state.registry.version
+            made = told_apart(self.door, off.programs)
+            key = self.site, made, off.changing, plain, self.state.registry.version
             if key in self.hooks.decisions:
                 return self._note(key, self.hooks.decisions[key])
             kind = _kind(args)
@@ -443,10 +445,6 @@ class _Off(NamedTuple):
     def programs(self) -> list[ClosedJaxpr]:
         """Return the program and its derivatives, which hold what bwds compute."""
         return [self.called, *(derivative.closed for derivative in self.derivatives)]
-
-    def fingerprint(self) -> str:
-        text = "\n".join(map(program_text, self.programs))
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def holds_refs(self, kind: type) -> bool:
         """Return whether a program makes or uses refs outside of kernels."""

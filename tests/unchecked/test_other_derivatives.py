@@ -369,6 +369,17 @@ def test_a_primitive_whose_batched_form_somebody_wrote_is_left(cpu_mesh, fresh_r
         np.testing.assert_array_equal(off, on)
         assert site.reason == "vmap calls a rule that somebody wrote for 'doubled'"
 
+    def mapped(body, out_specs):
+        return shard_map(body, cpu_mesh, (P("data"), P()), out_specs, check=False)
+
+    with shardrules.install(unchecked="check") as handle:  # a program's text names the primitive
+        jax.jit(lambda: asked(mapped)).lower()
+        before = collections.Counter(handle.unchecked())
+        batching.defvectorized(own)
+        jax.jit(lambda: asked(mapped)).lower()
+        (site,) = (collections.Counter(handle.unchecked()) - before).elements()
+    assert site.switched
+
 
 def _varying(x):
     kind = jax.typeof(x)

@@ -9,7 +9,8 @@ function is only if its jaxpr proves it.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Container, Sequence
+import hashlib
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from shardrules.door import places
@@ -24,7 +25,7 @@ from shardrules.door.jaxprs import (
     name_of,
     opened,
 )
-from shardrules.door.protocols import Eqn, Jaxpr, Var
+from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr, Var
 from shardrules.hooks.cotangents.linearity import (
     is_less,
     is_narrow,
@@ -121,6 +122,20 @@ def why_by_arguments(door: Door, eqn: Eqn) -> str:
         asks_for = " (symbolic_zeros)" if asks else ""
         return f"the jvp of {name!r} may depend on what is differentiated{asks_for}"
     return ""
+
+
+def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozenset[object]]:
+    """Return a digest of programs' text, and what it only names: primitives.
+
+    With each goes the batching rule that somebody wrote for it, of which no program's text tells.
+    """
+    text, found = hashlib.sha256(), set()
+    for program in programs:
+        text.update(program_text(program).encode())
+        found |= {eqn.primitive for eqn in equations(opened(program))}
+    rules = {primitive: (door.batchers or {}).get(primitive) for primitive in found}
+    named = ((p, id(rule) if is_foreign(rule) else None) for p, rule in rules.items())
+    return text.hexdigest(), frozenset(named)
 
 
 def absent_tangents(eqn: Eqn) -> Sequence[bool]:

@@ -342,12 +342,17 @@ def test_a_bwd_that_shows_what_it_saved_is_switched(cpu_mesh):
     assert [site.switched for site in sites] == [True]
 
 
-def test_a_primitive_whose_batched_form_somebody_wrote_is_left(cpu_mesh, fresh_registry):
-    """No look sees what a vmap around the call makes of it: here something that clips."""
+def doubled():
     own = Primitive("doubled")
     own.def_abstract_eval(lambda x: x)
     mlir.register_lowering(own, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
     ad.primitive_jvps[own] = lambda primals, tangents: (own.bind(*primals), tangents[0] * 2)
+    return own
+
+
+def test_a_primitive_whose_batched_form_somebody_wrote_is_left(cpu_mesh, fresh_registry):
+    """No look sees what a vmap around the call makes of it: here something that clips."""
+    own = doubled()
 
     def asked(mapped):
         f = jax.vmap(mapped(lambda x, w: x * own.bind(w), P("data")), (None, 0))
@@ -372,7 +377,9 @@ def test_a_primitive_whose_batched_form_somebody_wrote_is_left(cpu_mesh, fresh_r
     def mapped(body, out_specs):
         return shard_map(body, cpu_mesh, (P("data"), P()), out_specs, check=False)
 
-    with shardrules.install(unchecked="check") as handle:  # a program's text names the primitive
+    own = doubled()  # another one: a program's text names it alone
+    batching.primitive_batchers[own] = Rule()
+    with shardrules.install(unchecked="check") as handle:
         jax.jit(lambda: asked(mapped)).lower()
         before = collections.Counter(handle.unchecked())
         batching.defvectorized(own)

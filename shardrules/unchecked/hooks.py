@@ -265,7 +265,8 @@ class _Unchecked:
         """Return whether a derivative that can't be traced may differ with the check on."""
         from shardrules.hooks.cotangents.summed_shares import rounds
 
-        # It may exist, of fewer results say. JAX's own steps are seen in that by each argument.
+        # The program may take it of fewer results, say. Of an argument by which a derivative was
+        # traced, JAX's own steps were compared there; of the others, a step may round.
         traced = {n for derivative in off.derivatives for n in derivative.chosen}
         also = rounds if {*retrace.floats(args)} - traced else lambda eqn: False
         return bool(retrace.floats(args)) and self._has_step(off.called, also)

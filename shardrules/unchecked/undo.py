@@ -120,13 +120,14 @@ def container(value: Any) -> Undo:
 
 
 def _put_items(value: Any, now: Any, before: Any) -> None:
-    kind = _container_kind(value)
-    new = [key for key, _ in now]
-    if new[: len(before)] != [key for key, _ in before]:  # others, or in another order
-        new, before = [], [*before]
+    """Put back a dict's items, which are ``now`` others, or in another order."""
+    kind, pairs = _container_kind(value), zip(now, before)
+    if len(now) >= len(before) and all(a[0] is b[0] for a, b in pairs):
+        # Not cleared first: Python itself may need what is in it meanwhile.
+        for key, _ in now[len(before) :]:
+            kind.__delitem__(value, key)
+    else:
         kind.clear(value)
-    for key in new[len(before) :]:
-        kind.__delitem__(value, key)
     for key, item in before:
         kind.__setitem__(value, key, item)
 

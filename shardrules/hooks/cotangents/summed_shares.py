@@ -125,17 +125,16 @@ def why_by_arguments(door: Door, eqn: Eqn) -> str:
 
 
 def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozenset[object]]:
-    """Return a digest of programs' text, and what it only names: primitives.
+    """Return what tells programs apart: a digest of their text, and their primitives.
 
-    With each goes the batching rule that somebody wrote for it, of which no program's text tells.
+    A text only names primitives, and doesn't say whether somebody wrote the batching rule of one.
     """
     text, found = hashlib.sha256(), set()
     for program in programs:
         text.update(program_text(program).encode())
         found |= {eqn.primitive for eqn in equations(opened(program))}
-    rules = {primitive: (door.batchers or {}).get(primitive) for primitive in found}
-    named = ((p, id(rule) if is_foreign(rule) else None) for p, rule in rules.items())
-    return text.hexdigest(), frozenset(named)
+    batchers = door.batchers or {}
+    return text.hexdigest(), frozenset((p, is_foreign(batchers.get(p))) for p in found)
 
 
 def absent_tangents(eqn: Eqn) -> Sequence[bool]:

@@ -28,6 +28,8 @@ def draws(code: types.CodeType, module: types.ModuleType) -> bool:
 
 def draws_from_jax(code: types.CodeType, variables: dict[str, Any]) -> bool:
     """Return whether each ``random`` in code is jax.random, whose keys are the program's own."""
+    if "random" not in names(code):
+        return True  # reading instructions takes long
 
     def is_jax_s(value: Any) -> bool:
         name = value.__name__ if issubclass(type(value), types.ModuleType) else ""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from shardrules.unchecked import code, undo
 
-_MOST_OBJECTS = 50_000
+_MOST_OBJECTS = 200_000
 _MOST_BYTES = 1 << 28  # of arrays
 _HOLDERS = frozenset(
     "types argparse collections functools weakref _weakrefset multiprocessing.sharedctypes "
@@ -223,7 +223,8 @@ class Kept:
         new = {name for name in names if (id(variables), name) not in self._variables}
         self._variables |= {(id(variables), name) for name in new}
         self._undo.append(undo.variables(variables, new))
-        self._add_items((name, variables[name]) for name in new & variables.keys())
+        held = {name for name in new & variables.keys() if not undo.is_counter(variables, name)}
+        self._add_items((name, variables[name]) for name in held)
         return bool(new)
 
     def _cell(self, cell: types.CellType, name: str) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
+import itertools
 import os
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -32,12 +35,17 @@ def slots_of(kind: type) -> Iterable[str]:
 
 def variables(variables: dict[str, Any], names: Iterable[str], new: bool = False) -> Undo:
     """Keep a module's variables by their names; with ``new``, remove those that it gets, too."""
-    before = {name: variables.get(name, ABSENT) for name in names}
+    before = {name: _Counter.held(variables, name) for name in names}
 
     def undo() -> object:
         became: dict[str, Any] = {}
         for name in before.keys() | variables.keys() if new else before:
             now, value = variables.get(name, ABSENT), before.get(name, ABSENT)
+            if type(value) is _Counter:
+                if repr(now) != value.text:
+                    became[name] = repr(now)
+                    variables[name] = value.renewed()
+                continue
             # An import sets the name of a submodule once only, so it has to stay.
             if now is value or (value is ABSENT and isinstance(now, types.ModuleType)):
                 continue
@@ -49,6 +57,43 @@ def variables(variables: dict[str, Any], names: Iterable[str], new: bool = False
         return plain(became) if became else None
 
     return undo
+
+
+class _Counter:
+    """An ``itertools.count`` that one variable of a module holds, and where it stood.
+
+    It can't be set back, so the variable gets another one, which nobody can tell from the first as
+    long as nothing else holds that.
+    """
+
+    __slots__ = ("text",)
+
+    def __init__(self, counter: Any):
+        self.text = repr(counter)
+
+    @classmethod
+    def held(cls, variables: dict[str, Any], name: str) -> Any:
+        """Return a variable's value, or what keeps it if it is such a counter."""
+        value = variables.get(name, ABSENT)
+        return cls(value) if is_counter(variables, name) else value
+
+    def renewed(self) -> Any:
+        """Make a counter that stands where the first one stood."""
+        return itertools.count(*map(int, _NUMBERS.findall(self.text)))
+
+
+_NUMBERS = re.compile(r"-?\d+")
+
+
+def is_counter(variables: dict[str, Any], name: str) -> bool:
+    """Return whether a variable is an ``itertools.count`` of integers that nothing else holds."""
+    value = variables.get(name)
+    if type(value) is not itertools.count or not re.fullmatch(r"count\([-\d, ]+\)", repr(value)):
+        return False
+    if any(holder is not variables for holder in gc.get_referrers(value)):
+        return False
+    # By its id, since an inner function that uses the value would be one of its holders.
+    return [*map(id, variables.values())].count(id(value)) == 1
 
 
 def read(value: Any, name: str, otherwise: Any = None) -> Any:

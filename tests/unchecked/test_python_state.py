@@ -187,6 +187,15 @@ def draw():
 """)
 
 
+COUNTED = """
+import itertools
+numbers = itertools.count(3, 2)
+
+def draw():
+    return next(numbers)
+"""
+
+
 def in_a_submodule():
     package, inner = types.ModuleType("counting"), types.ModuleType("counting.inner")
     package.inner, inner.n = inner, 0
@@ -328,6 +337,10 @@ PUT_BACK = {
     "user dict": lambda: of_an_item(collections.UserDict(n=0), "n"),
     "new class attribute": in_a_new_attribute,
     "new variable": in_a_new_variable,
+    "counter": in_a_module(COUNTED),
+    "counter by a made name": in_a_module(
+        COUNTED.replace("(numbers)", "(globals()['num' 'bers'])")
+    ),
     "submodule": in_a_submodule,
     "cache": in_a_cache,
     "weak reference": behind_a_reference,
@@ -447,6 +460,8 @@ it = iter(range(9))
 def draw():
     return next(globals()["i" + "t"])
 """),
+    "counter with two names": in_a_module(COUNTED + "other = numbers"),
+    "counter of fractions": in_a_module(COUNTED.replace("(3, 2)", "(.5)")),
     "list": lambda: of_items([itertools.count()]),
     "dict": lambda: of_items({"n": itertools.count()}, "n"),
     "tuple": lambda: of_items((yields(),)),

@@ -15,6 +15,15 @@ def names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(code.co_freevars, *inner)
 
 
+def attributes(code: types.CodeType) -> set[tuple[str, str]]:
+    """Return the attributes that code reads or sets of what it calls by a name, with that name."""
+    return {
+        (first.argval, then.argval)
+        for first, then in _pairs(code)
+        if then.opname in (*_ATTRIBUTE, "STORE_ATTR") and type(first.argval) is str
+    }
+
+
 def draws(code: types.CodeType, module: types.ModuleType) -> bool:
     """Return whether code that uses a module may draw from the generators of Python or NumPy."""
     if module.__name__ in ("random", "numpy.random"):

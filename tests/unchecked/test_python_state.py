@@ -617,12 +617,14 @@ def test_other_threads_warn_and_log_while_one_looks(caplog):
         warnings.warn("from a thread", UserWarning, stacklevel=1)
         logging.getLogger("kernels").warning("from a thread")
 
+    looks = threading.Event()
+    thread = threading.Thread(target=lambda: (looks.wait(), tell()))
+    thread.start()
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         with unseen(Kept()):
             tell()
-            thread = threading.Thread(target=tell)
-            thread.start()
+            looks.set()
             thread.join()
     assert len(shown) == len(caplog.records) == 1
 
@@ -630,16 +632,18 @@ def test_other_threads_warn_and_log_while_one_looks(caplog):
 def test_two_threads_that_look_leave_nothing_behind():
     """The one that began later put back what the first had put in place."""
     handle, show, out = logging.Logger.callHandlers, warnings.showwarning, sys.stdout
-    began, end = threading.Event(), threading.Event()
+    looks, began, end = threading.Event(), threading.Event(), threading.Event()
 
     def look():
+        looks.wait()
         with unseen(Kept()):
             began.set()
             end.wait()
 
     thread = threading.Thread(target=look)
+    thread.start()
     with unseen(Kept()):
-        thread.start()
+        looks.set()
         began.wait()
     end.set()
     thread.join()

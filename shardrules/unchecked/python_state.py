@@ -23,7 +23,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shardrules.unchecked import code, undo
@@ -251,9 +251,13 @@ class Kept:
             self._undo.append(undo.variables(variables, set(variables), new=True))
             self._named |= variables.keys()
         self._module(variables, names)
-        held = map(_contents, function.__closure__ or ())
-        modules = [value for value in held if issubclass(type(value), types.ModuleType)]
-        used = names - {"random"} if code.draws_from_jax(function.__code__, variables) else names
+        closed = dict(
+            zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()))
+        )
+        modules = [value for value in closed.values() if issubclass(type(value), types.ModuleType)]
+        used = names
+        if "random" in names and code.draws_from_jax(function.__code__, variables):
+            used = names - {"random"}
         modules += [variables[name] for name in used & variables.keys()]
         # A function of the body's own package may import others when it is called; those of other
         # packages do so to print, mostly.
@@ -262,19 +266,19 @@ class Kept:
         if home == self._home:
             self._own |= names | by_default.keys()
             modules += [sys.modules[name] for name in used & sys.modules.keys()]
-            self._standard(code.attributes(function.__code__), variables)
+            self._standard(function.__code__, collections.ChainMap(closed, variables, sys.modules))
         for module in modules:
             if issubclass(type(module), types.ModuleType):
                 self._inside(module, names)
                 self._draws |= code.draws(function.__code__, module)
 
-    def _standard(self, attributes: Iterable[tuple[str, str]], variables: dict[str, Any]) -> None:
+    def _standard(self, of: types.CodeType, variables: Mapping[str, Any]) -> None:
         """Keep what code names in modules of the standard library."""
-        for name, attribute in attributes:
-            module: Any = variables.get(name, sys.modules.get(name))
-            if issubclass(type(module), types.ModuleType) and attribute not in _REPLACED:
-                if module.__name__.partition(".")[0] in sys.stdlib_module_names:
-                    self._module(vars(module), {attribute})
+        held = {name: variables[name] for name in code.names(of) if name in variables}
+        modules = {name: value for name, value in held.items() if _is_standard(value)}
+        for name, attribute in code.attributes(of) if modules else ():
+            if name in modules and attribute not in _REPLACED:
+                self._module(vars(modules[name]), {attribute})
 
     def _setting(self, function: Any, name: str) -> None:
         """Keep the setting of the process that a function of the standard library changes."""
@@ -424,6 +428,13 @@ def _alone() -> bool:
     dummy: Any = getattr(threading, "_DummyThread", ())
     here = threading.current_thread()
     return all(isinstance(thread, dummy) or thread is here for thread in threading.enumerate())
+
+
+def _is_standard(value: Any) -> bool:
+    """Return whether something is a module of the standard library."""
+    if not issubclass(type(value), types.ModuleType):
+        return False
+    return str(undo.read(value, "__name__")).partition(".")[0] in sys.stdlib_module_names
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -283,6 +283,12 @@ def writes_inside():
     return inner()
 
 
+def of_an_outer_function():
+    import os as system
+
+    return lambda: system.umask(0o22)
+
+
 def registers():
     atexit.register(int)
 
@@ -325,7 +331,19 @@ def shows():
 
 @pytest.mark.parametrize(
     "body",
-    [writes, writes_inside, registers, starts, disables, handles, speaks, ends, nests, waits],
+    [
+        writes,
+        writes_inside,
+        of_an_outer_function(),
+        registers,
+        starts,
+        disables,
+        handles,
+        speaks,
+        ends,
+        nests,
+        waits,
+    ],
 )
 def test_what_no_event_tells_of_is_not_called(body):
     assert "whose effect can't be put back" in Kept(body).why

@@ -44,8 +44,8 @@ _ADVANCING = frozenset(
 _UNTOLD = frozenset(
     f"{module}.{name}"
     for module, names in {
-        "posix": "write writev pwrite pwritev sendfile splice umask dup2 mkfifo mknod nice setsid",
-        "nt": "write umask dup2",
+        "posix": "write writev pwrite pwritev sendfile umask dup2 mkfifo nice putenv unsetenv",
+        "nt": "write umask dup2 putenv unsetenv",
         "signal": "signal alarm setitimer raise_signal pthread_sigmask set_wakeup_fd",
         "atexit": "register unregister",
         "weakref": "finalize",
@@ -55,6 +55,8 @@ _UNTOLD = frozenset(
         "locale": "setlocale",
         "time": "tzset",
         "threading": "Thread Timer",
+        "thread": "start_new_thread",
+        "concurrent.futures.thread": "ThreadPoolExecutor",
         "faulthandler": "enable disable register unregister dump_traceback_later",
     }.items()
     for name in names.split()

@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import pathlib
+import pdb
 import shutil
 import socket
 import sqlite3
@@ -75,6 +76,8 @@ CHANGES = {
     "datagram": lambda path: socket.socket(type=socket.SOCK_DGRAM).sendto(b"", ("127.0.0.1", 9)),
     "connection": lambda path: socket.create_connection(("127.0.0.1", 9)),
     "input": lambda path: input(),
+    "breakpoint": lambda path: breakpoint(),
+    "debugger": lambda path: pdb.Pdb(),
 }
 
 

@@ -27,6 +27,7 @@ import types
 import warnings
 import weakref
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from decimal import getcontext
 
 import jax.numpy as jnp
@@ -295,6 +296,15 @@ def registers():
 
 def starts():
     threading.Thread(target=int).start()
+
+
+def starts_some():
+    with ThreadPoolExecutor() as pool:
+        pool.submit(int)
+
+
+def sets():
+    os.putenv("SHARDRULES_TEST", "1")
 
 
 def disables():

@@ -61,7 +61,8 @@ ARROWS = {
     "unchecked.code": set(),
     "unchecked.undo": set(),
     "unchecked.python_state": {"unchecked.code", "unchecked.undo"},
-    "unchecked.unseen": {"unchecked.python_state", "unchecked.undo"},
+    "unchecked.outside": {"unchecked.undo"},
+    "unchecked.unseen": {"unchecked.outside", "unchecked.python_state", "unchecked.retrace"},
     "unchecked.retrace": {"door", "jaxprs", "errors"},
     "unchecked.sites": {"unchecked.retrace"},
     "unchecked.hooks": set(

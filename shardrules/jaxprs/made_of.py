@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import hashlib
 import operator
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, name_of, named_axes, opened
@@ -17,7 +18,8 @@ from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr
 from shardrules.jaxprs.walk import Inside, visited
 
 _LOOPS = frozenset({"scan", "while"})
-_MOST_BYTES = 1 << 20  # of a constant that is read whole
+_LARGE_BYTES = 1 << 20  # of a constant that is read if it isn't the same object
+_MOST_BYTES = 1 << 28  # of a constant that is read
 
 
 class _Inner(NamedTuple):
@@ -33,24 +35,33 @@ class _Around(NamedTuple):
     makes: dict[Any, Any]  # what each variable is made of
     left: list[_Inner]  # the jaxprs of an equation that are to be read
     read: list[tuple[Jaxpr, dict[Any, Any]]]  # those that were, with what their variables are
+    large: Callable[[Any], object]  # what stands for a large constant
 
     def of(self, atom: Any) -> Any:
-        return _constant(atom.val) if hasattr(atom, "val") else self.makes.get(atom, "constant")
+        if hasattr(atom, "val"):
+            return _constant(atom.val, self.large)
+        return self.makes.get(atom, "constant")
 
 
-def made_of(closed: ClosedJaxpr) -> collections.Counter[Any]:
-    """Count what a jaxpr computes by what it makes that of; casts are left out.
+def is_same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
+    """Return whether jaxprs compute the same, made of the same; casts are left out.
 
     A body may read the type of a value, and sum over other axes or swap operands by that.
     """
+    # To read a large constant may take a copy from the device: mostly, both hold one object.
+    return any(_made_of(one, large) == _made_of(other, large) for large in (id, _digest))
+
+
+def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections.Counter[Any]:
+    """Count what a jaxpr computes by what it makes that of."""
     counted: collections.Counter[Any] = collections.Counter()
 
     def enter(jaxpr: Jaxpr, around: _Around) -> _Around:
         inner = around.left.pop(0)
-        makes = dict(zip(jaxpr.constvars, map(_constant, inner.consts)))
+        makes = {v: _constant(held, large) for v, held in zip(jaxpr.constvars, inner.consts)}
         makes |= zip(jaxpr.invars, inner.inputs)
         around.read.append((jaxpr, makes))
-        return _Around(makes, [], [])
+        return _Around(makes, [], [], large)
 
     def visit(eqn: Eqn, around: _Around, inside: Inside[_Around, None]) -> Iterator[None]:
         name, operands = name_of(eqn), [around.of(atom) for atom in eqn.invars]
@@ -58,7 +69,7 @@ def made_of(closed: ClosedJaxpr) -> collections.Counter[Any]:
             results = [_converted(each, v) for each, v in zip(operands, eqn.outvars)]
             around.makes.update(zip(eqn.outvars, results))
             return
-        inner = _Around({}, [*_inside(eqn, operands)], [])
+        inner = _Around({}, [*_inside(eqn, operands)], [], large)
         if name in SUMS:
             results = [("psum", named_axes(eqn.params), operand) for operand in operands]
         elif inner.left:
@@ -76,7 +87,7 @@ def made_of(closed: ClosedJaxpr) -> collections.Counter[Any]:
         around.makes.update(zip(eqn.outvars, keys))
 
     jaxpr = opened(closed)
-    whole = _Around({}, [_Inner(closed.consts, range(len(jaxpr.invars)))], [])
+    whole = _Around({}, [_Inner(closed.consts, range(len(jaxpr.invars)))], [], large)
     visited(jaxpr, visit, whole, enter)
     (results,) = _results(whole)
     counted.update(enumerate(map(_key, results)))
@@ -125,7 +136,7 @@ class _Elements:
     held: bytes
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: Any, large: Callable[[Any], object]) -> Any:
     import jax
     import numpy as np
 
@@ -134,12 +145,21 @@ def _constant(value: Any) -> Any:
     try:
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             return "constant"
-        if (size := value.nbytes if hasattr(value, "nbytes") else 0) > _MOST_BYTES:
-            return "large", size
+        if (size := value.nbytes if hasattr(value, "nbytes") else 0) > _LARGE_BYTES:
+            return "large", size, large(value)
         array = np.asarray(value)
     except Exception:  # a key  # noqa: BLE001
         return "constant"
     return _Elements(str(array.dtype), array.shape, array.tobytes())
+
+
+def _digest(value: Any) -> object:
+    """Return a digest of a large constant; what is too large to read equals only itself."""
+    import numpy as np
+
+    if value.nbytes > _MOST_BYTES:
+        return id(value)
+    return hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).digest()
 
 
 def _converted(value: Any, to: Any) -> Any:

@@ -15,6 +15,15 @@ def names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(code.co_freevars, *inner)
 
 
+def attributes(code: types.CodeType) -> set[tuple[str, str]]:
+    """Return the attributes that code reads or sets of what it calls by a name, with that name."""
+    return {
+        (first.argval, then.argval)
+        for first, then in _pairs(code)
+        if then.opname in (*_ATTRIBUTE, "STORE_ATTR") and type(first.argval) is str
+    }
+
+
 def draws(code: types.CodeType, module: types.ModuleType) -> bool:
     """Return whether code that uses a module may draw from the generators of Python or NumPy."""
     if module.__name__ in ("random", "numpy.random"):
@@ -28,8 +37,6 @@ def draws(code: types.CodeType, module: types.ModuleType) -> bool:
 
 def draws_from_jax(code: types.CodeType, variables: dict[str, Any]) -> bool:
     """Return whether each ``random`` in code is jax.random, whose keys are the program's own."""
-    if "random" not in names(code):
-        return True  # reading instructions takes long
 
     def is_jax_s(value: Any) -> bool:
         name = value.__name__ if issubclass(type(value), types.ModuleType) else ""

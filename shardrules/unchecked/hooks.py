@@ -26,7 +26,7 @@ from shardrules.errors import first_line
 from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
-from shardrules.jaxprs.made_of import made_of
+from shardrules.jaxprs.made_of import is_same
 from shardrules.jaxprs.walk import Inside, equations, visited
 from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
@@ -401,7 +401,7 @@ class _Unchecked:
             was, now = map(retrace.constants, (off, on))
             if was.settings != now.settings or was.has_other(now) or now.has_other(was):
                 yield UNSTEADY
-            elif not gradients and made_of(off) != made_of(on):
+            elif not gradients and not is_same(off, on):
                 yield COMPUTES_ELSE
 
     def _trace_on(

@@ -15,13 +15,15 @@ import contextvars
 import functools
 import io
 import itertools
+import logging
 import os
 import queue
+import struct
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shardrules.unchecked import code, undo
@@ -33,6 +35,34 @@ _HOLDERS = frozenset(
     "unittest.mock contextlib configparser".split()
 )
 _FILE = "file"
+# The modules of C whose objects advance, without a way to put them back.
+_ADVANCING = frozenset(
+    "_hashlib _blake2 _md5 _sha1 _sha2 _sha256 _sha512 _sha3 hmac zlib _bz2 _lzma bz2 lzma sqlite3 "
+    "mmap socket _socket _ssl ssl select pyexpat _csv _pickle _asyncio".split()
+)
+# What these change is a setting of the process, or outside of it, and no audit event tells of it.
+_UNTOLD = frozenset(
+    f"{module}.{name}"
+    for module, names in {
+        "posix": "write writev pwrite pwritev sendfile umask dup2 mkfifo nice putenv unsetenv",
+        "nt": "write umask dup2 putenv unsetenv",
+        "signal": "signal alarm setitimer raise_signal pthread_sigmask set_wakeup_fd",
+        "atexit": "register unregister",
+        "weakref": "finalize",
+        "gc": "enable disable freeze unfreeze set_threshold",
+        "sys": "setrecursionlimit setswitchinterval setdlopenflags set_int_max_str_digits",
+        "socket": "setdefaulttimeout",
+        "locale": "setlocale",
+        "time": "tzset",
+        "threading": "Thread Timer",
+        "thread": "start_new_thread",
+        "concurrent.futures.thread": "ThreadPoolExecutor",
+        "faulthandler": "enable disable register unregister dump_traceback_later",
+    }.items()
+    for name in names.split()
+)
+# Of the variables of the standard library, those that a look replaces.
+_REPLACED = frozenset({"stdout", "stderr", "showwarning"})
 # By these, code reaches variables of its module whose names it may make.
 _BY_STRINGS = frozenset({"globals", "exec", "eval"})
 
@@ -46,6 +76,21 @@ class _Cache(NamedTuple):
     @property
     def is_used(self) -> bool:
         return bool(self.function.cache_info() != self.before)
+
+
+class _Stuck(NamedTuple):
+    """What can't be put back."""
+
+    name: str  # by which code reaches it; empty if unknown
+    kind: str
+    of_own: bool = False  # whether only code of the body's own package is asked for the name
+    is_called: bool = False  # whether it is a function, named by its kind
+
+    def __str__(self) -> str:
+        if self.is_called:
+            return f"its body can call {self.kind}, whose effect can't be put back"
+        held = f"{self.name!r}, a {self.kind}" if self.name else f"a {self.kind}"
+        return f"its body can change {held}, which can't be put back"
 
 
 class Kept:
@@ -66,7 +111,8 @@ class Kept:
         self._home = ""  # the package of the first function
         self._own: set[str] = set()  # of the names, those in functions of that package
         self._draws = False  # whether a function draws from the generators of all
-        self._stuck: list[tuple[str, str]] = []  # names and kinds of what can't be put back
+        self._stuck: list[_Stuck] = []
+        self._settings: set[Any] = set()  # of the process, those kept
         self._left: collections.deque[tuple[Any, str]] = collections.deque()
         self._add(roots)
         while self._left and not self.why:
@@ -84,11 +130,11 @@ class Kept:
             self.why = "its body can draw random numbers that other threads draw, too"
         if "environ" in self._named:
             self._undo.append(undo.environment())
-        for name, kind in self._stuck:
-            of_own = name == "spawn" or kind == _FILE
-            if name in (self._own if of_own else self._named) or (not name and kind != _FILE):
-                held = f"{name!r}, a {kind}" if name else f"a {kind}"
-                self.why = f"its body can change {held}, which can't be put back"
+        for stuck in self._stuck:
+            if stuck.name in (self._own if stuck.of_own else self._named) or not (
+                stuck.name or stuck.of_own
+            ):
+                self.why = str(stuck)
 
     def put_back(self, caches: bool = True) -> tuple[object, ...]:
         """Put back what changed since, and return what it had become, in comparable form.
@@ -132,20 +178,24 @@ class Kept:
         if issubclass(kind, types.FunctionType):
             if not undo.is_others(value.__module__):
                 self._function(value)
+            else:
+                self._setting(value, name)
         elif issubclass(kind, types.MethodType):
             self._add((value.__self__, value.__func__), name)
         elif issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
             if not issubclass(type(value.__self__), (types.ModuleType, type)):
                 self._add((value.__self__,), name)
+            else:
+                self._setting(value, name)
         elif issubclass(kind, functools.partial):
             self._add((value.func, *value.args, *value.keywords.values()))
         elif issubclass(kind, types.CellType):
             self._cell(value, name)
         elif (generator := undo.generator(value)) is not None:
             self._undo.append(generator)
-            self._stuck.append(("spawn", "random generator's count of children"))
+            self._stuck.append(_Stuck("spawn", "random generator's count of children", True))
         elif issubclass(kind, np.random.SeedSequence):
-            self._stuck.append(("spawn", "seed's count of children"))
+            self._stuck.append(_Stuck("spawn", "seed's count of children", True))
         elif issubclass(kind, np.ndarray):
             if value.flags.writeable:
                 self._array(value, name)
@@ -170,14 +220,20 @@ class Kept:
         elif value is os.environ:
             self._undo.append(undo.environment())
         elif issubclass(kind, io.IOBase):
-            self._stuck.append((name, _FILE))
+            self._stuck.append(_Stuck(name, _FILE, True))
         elif _is_stuck(kind):
-            self._stuck.append((name, kind.__name__))
+            self._stuck.append(_Stuck(name, kind.__name__))
+        elif issubclass(kind, logging.Filterer):
+            self._undo.append(undo.logged(value))
+        elif "decimal" in sys.modules and issubclass(kind, sys.modules["decimal"].Context):
+            self._undo.append(undo.decimal_context(value))
         elif issubclass(kind, _LOCAL):
             self._attributes(value.__dict__)
         elif issubclass(kind, type):
             if not undo.is_others(value.__module__):
                 self._class(value)
+            else:
+                self._setting(value, name)
         elif not issubclass(kind, types.ModuleType):
             self._instance(value, name)
         # What is one of these by its class has attributes, too, if the class is the program's.
@@ -186,29 +242,55 @@ class Kept:
 
     def _function(self, function: types.FunctionType) -> None:
         names, variables = code.names(function.__code__), function.__globals__
-        self._named |= names
         self._add_items(zip(function.__code__.co_freevars, function.__closure__ or ()))
-        self._add((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        defaults, count = function.__defaults__ or (), function.__code__.co_argcount
+        by_default = dict(zip(function.__code__.co_varnames[count - len(defaults) :], defaults))
+        by_default |= function.__kwdefaults__ or {}
+        self._named |= names | by_default.keys()
+        self._add_items(by_default.items())
         self._attributes(function.__dict__)
         if names & _BY_STRINGS and self._module(variables, names | variables.keys()):
             self._undo.append(undo.variables(variables, set(variables), new=True))
             self._named |= variables.keys()
         self._module(variables, names)
-        held = map(_contents, function.__closure__ or ())
-        modules = [value for value in held if issubclass(type(value), types.ModuleType)]
-        used = names - {"random"} if code.draws_from_jax(function.__code__, variables) else names
+        closed = dict(
+            zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()))
+        )
+        modules = [value for value in closed.values() if issubclass(type(value), types.ModuleType)]
+        used = names
+        if "random" in names and code.draws_from_jax(function.__code__, variables):
+            used = names - {"random"}
         modules += [variables[name] for name in used & variables.keys()]
         # A function of the body's own package may import others when it is called; those of other
         # packages do so to print, mostly.
         home = (function.__module__ or "").partition(".")[0]
         self._home = self._home or home
         if home == self._home:
-            self._own |= names
+            self._own |= names | by_default.keys()
             modules += [sys.modules[name] for name in used & sys.modules.keys()]
+            self._standard(function.__code__, collections.ChainMap(closed, variables, sys.modules))
         for module in modules:
             if issubclass(type(module), types.ModuleType):
                 self._inside(module, names)
                 self._draws |= code.draws(function.__code__, module)
+
+    def _standard(self, of: types.CodeType, variables: Mapping[str, Any]) -> None:
+        """Keep what code names in modules of the standard library."""
+        held = {name: variables[name] for name in code.names(of) if name in variables}
+        modules = {name: value for name, value in held.items() if _is_standard(value)}
+        for name, attribute in code.attributes(of) if modules else ():
+            if name in modules and attribute not in _REPLACED:
+                self._module(vars(modules[name]), {attribute})
+
+    def _setting(self, function: Any, name: str) -> None:
+        """Keep the setting of the process that a function of the standard library changes."""
+        module = (undo.read(function, "__module__") or "").lstrip("_")
+        called = f"{module}.{undo.read(function, '__name__')}"
+        if called in _UNTOLD:
+            self._stuck.append(_Stuck(name, called, of_own=True, is_called=True))
+        elif (keep := undo.SETTINGS.get(called)) is not None and keep not in self._settings:
+            self._settings.add(keep)
+            self._undo.append(keep())
 
     def _inside(self, module: types.ModuleType, names: set[str]) -> None:
         """Keep the variables that code names in a module, and in modules inside of it."""
@@ -247,7 +329,7 @@ class Kept:
         try:
             before = value.get()
         except LookupError:
-            self._stuck.append((name, "context variable without a value"))
+            self._stuck.append(_Stuck(name, "context variable without a value"))
             return
 
         def back() -> object:
@@ -261,7 +343,7 @@ class Kept:
 
     def _array(self, value: Any, name: str) -> None:
         if (nbytes := value.nbytes) + self._bytes > _MOST_BYTES:
-            self._stuck.append((name, f"numpy array of {nbytes:,} bytes"))
+            self._stuck.append(_Stuck(name, f"numpy array of {nbytes:,} bytes"))
             return
         self._bytes += nbytes
         self._undo.append(undo.array_items(value, value.copy(), ...))
@@ -276,7 +358,7 @@ class Kept:
         self._bytes += ctypes.sizeof(value)
         # It holds references, or is a view of memory that other processes may write to.
         if value._objects is not None or self._bytes > _MOST_BYTES:
-            self._stuck.append(("", f"{type(value).__name__} of ctypes"))
+            self._stuck.append(_Stuck("", f"{type(value).__name__} of ctypes"))
         else:
             self._undo.append(undo.memory(value))
 
@@ -302,7 +384,11 @@ class Kept:
         if kind is _LRU:
             self._caches.append(_Cache(value, value.cache_info()))
             if value in _DOUBTED:
-                self._stuck.append((name, "cached function's state"))
+                self._stuck.append(_Stuck(name, "cached function's state"))
+        if kind.__module__ in _ADVANCING:
+            self._stuck.append(_Stuck(name, kind.__name__, of_own=bool(name)))
+        elif not undo.is_others(kind.__module__) and _is_of_c(value):
+            self._stuck.append(_Stuck(name, kind.__name__, of_own=True))
         # Of the standard library, only plain holders of data: pools and queues are for threads.
         if undo.is_others(kind.__module__) and kind.__module__ not in _HOLDERS:
             if kind.__name__.startswith("custom_"):
@@ -330,6 +416,7 @@ _HOLDING = (
     io.StringIO,
     io.BytesIO,
 )
+_POINTER_BYTES = struct.calcsize("P")
 _LRU = type(functools.lru_cache(object))
 # Cached functions that were called where state changed by how often something was traced: what one
 # of them changes isn't changed again while its cache holds the result.
@@ -346,6 +433,13 @@ def _alone() -> bool:
     return all(isinstance(thread, dummy) or thread is here for thread in threading.enumerate())
 
 
+def _is_standard(value: Any) -> bool:
+    """Return whether something is a module of the standard library."""
+    if not issubclass(type(value), types.ModuleType):
+        return False
+    return str(undo.read(value, "__name__")).partition(".")[0] in sys.stdlib_module_names
+
+
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -356,3 +450,24 @@ def _contents(cell: types.CellType) -> Any:
 def _is_stuck(kind: type) -> bool:
     """Return whether an object of this type is an iterator or a queue."""
     return issubclass(kind, (collections.abc.Iterator, queue.SimpleQueue, queue.Queue))
+
+
+def _is_of_c(value: Any) -> bool:
+    """Return whether an object of somebody's holds state that only C sees, and isn't a value."""
+    hashed: Any = type(value).__hash__
+    if hashed not in (object.__hash__, None) or undo.read(value, "__name__") is not None:
+        return False  # hashed by what it holds; a function
+    own = (base for base in type(value).__mro__ if not undo.is_others(base.__module__))
+    return any(_grown(base) > 0 for base in own)
+
+
+def _grown(kind: type) -> int:
+    """Count the bytes that a class adds to its base's, beside those of its slots."""
+    base = kind.__base__ or object
+    slots = {*undo.slots_of(kind)} - {"__dict__", "__weakref__"}
+    added = (
+        getattr(kind, name) > 0 and not getattr(base, name)
+        for name in ("__dictoffset__", "__weakrefoffset__")
+    )
+    count = len(slots) + sum(added)
+    return int(kind.__basicsize__ - base.__basicsize__ - count * _POINTER_BYTES)

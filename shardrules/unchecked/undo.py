@@ -6,11 +6,13 @@ import collections
 import functools
 import gc
 import itertools
+import logging
 import os
 import random
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +21,8 @@ Undo = Callable[[], object]
 
 ABSENT = object()
 STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
-_OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes"}) | frozenset(
+# nanobind's own are the functions of extensions.
+_OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes", "nanobind"}) | frozenset(
     name for name in sys.stdlib_module_names if name != "__main__"
 )
 
@@ -243,6 +246,119 @@ def stream(value: Any) -> Undo:
         return now
 
     return undo
+
+
+def decimal_context(value: Any) -> Undo:
+    names = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+    flags = (value.flags, value.traps)
+
+    def get() -> Any:
+        return [getattr(value, name) for name in names], [tuple(held.items()) for held in flags]
+
+    def put(before: Any) -> None:
+        for name, held in zip(names, before[0]):
+            setattr(value, name, held)
+        for held, items in zip(flags, before[1]):
+            held.update(items)
+
+    return state(get, put)
+
+
+def this_decimal_context() -> Undo:
+    """Keep which context of decimal is this thread's, and what it says."""
+    import decimal
+
+    before = decimal.getcontext()
+    inside = decimal_context(before)
+
+    def undo() -> object:
+        if (now := decimal.getcontext()) is before:
+            return inside()
+        decimal.setcontext(before)
+        return inside(), repr(now)
+
+    return undo
+
+
+_LOGGED = ("level", "disabled", "propagate", "formatter", "handlers", "filters")
+
+
+def logged(value: Any) -> Undo:
+    """Keep what a logger or a handler is set to."""
+    manager: Any = logging.root.manager
+    before = {name: vars(value)[name] for name in _LOGGED if name in vars(value)}
+    inside = [container(held) for held in before.values() if type(held) is list]
+
+    def undo() -> object:
+        became = [back() for back in inside]
+        now = {name: vars(value)[name] for name in before}
+        if all(_is_same(now[name], before[name]) for name in before):
+            return _changed(became)
+        vars(value).update(before)
+        manager._clear_cache()  # each logger notes which levels are on
+        return plain(now), *became
+
+    return undo
+
+
+def loggers() -> Undo:
+    """Keep what all loggers are set to; those that are new are set to nothing."""
+    manager: Any = logging.root.manager
+    known = {name: value for name, value in manager.loggerDict.items() if _is_logger(value)}
+    inside = [*map(logged, (logging.root, *known.values()))]
+    disable, modules, plain_one = manager.disable, len(sys.modules), logging.Logger("")
+
+    def undo() -> object:
+        became = [back() for back in inside]
+        became.append(None if (now := manager.disable) == disable else now)
+        manager.disable = disable
+        for name, value in [*manager.loggerDict.items()]:
+            # What is imported is set up once.
+            if name in known or not _is_logger(value) or len(sys.modules) != modules:
+                continue
+            now, then = ([vars(x)[n] for n in _LOGGED if n in vars(x)] for x in (value, plain_one))
+            if now != then:
+                became.append((name, plain(now)))
+                vars(value).update(level=0, disabled=False, propagate=True, handlers=[], filters=[])
+                manager._clear_cache()
+        return _changed(became)
+
+    return undo
+
+
+def _changed(became: list[object]) -> object:
+    return None if all(each is None for each in became) else tuple(became)
+
+
+def _is_logger(value: Any) -> bool:
+    return issubclass(type(value), logging.Logger)
+
+
+def shown_warnings() -> Undo:
+    """Keep which warnings are shown."""
+    back = container(warnings.filters)
+
+    def undo() -> object:
+        if (became := back()) is not None:
+            with warnings.catch_warnings():  # it lets Python read them anew
+                pass
+        return became
+
+    return undo
+
+
+# What is kept where code names one of these functions: settings that no variable holds.
+SETTINGS: dict[str, Callable[[], Undo]] = {
+    "decimal.getcontext": this_decimal_context,
+    "decimal.setcontext": this_decimal_context,
+    **dict.fromkeys(
+        ("logging.getLogger", "logging.basicConfig", "logging.disable", "logging.Logger"), loggers
+    ),
+    **dict.fromkeys(
+        ("warnings.simplefilter", "warnings.filterwarnings", "warnings.resetwarnings"),
+        shown_warnings,
+    ),
+}
 
 
 def generator(value: Any) -> Undo | None:

@@ -1,34 +1,39 @@
 """Hide from the program the traces that it doesn't ask for.
 
 What they print, log and warn of is dropped, and the Python state that they change is put back. What
-other threads print, log and warn of is shown.
+they would change outside of Python's objects isn't done, and the look fails. What other threads do
+is theirs.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
+import dataclasses
 import functools
-import io
 import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-from shardrules.unchecked import undo
+from shardrules.unchecked import outside, retrace
 from shardrules.unchecked.python_state import Kept
 
+
+@dataclasses.dataclass
+class _Look:
+    """What a thread that looks was kept from."""
+
+    # The warnings that were dropped: text, category, line.
+    warnings: list[tuple[str, type[Warning], int]] = dataclasses.field(default_factory=list)
+    refused: str = ""  # the first change outside of Python's objects
+
+
 _lock = threading.Lock()
-# The threads that look, each with the warnings of its that were dropped: (text, category, line).
-_looking: dict[int, list[tuple[str, type[Warning], int]]] = {}
+_looking: dict[int, _Look] = {}  # by thread
 _patches = contextlib.ExitStack()  # those of the process, while any thread looks
-
-
-class WritesToFile(Exception):
-    """A body that opens a file to write to it: each look would write once more."""
 
 
 def _is_looking() -> bool:
@@ -41,8 +46,16 @@ class _Elsewhere:
     def __init__(self, stream: Any):
         self._stream = stream
 
-    def write(self, text: str) -> int:
+    def write(self, text: Any) -> Any:
         return len(text) if _is_looking() else self._stream.write(text)
+
+    def writelines(self, lines: Iterable[Any]) -> None:
+        for line in lines:
+            self.write(line)
+
+    @property
+    def buffer(self) -> Any:
+        return _Elsewhere(self._stream.buffer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -50,25 +63,53 @@ class _Elsewhere:
 
 @contextlib.contextmanager
 def unseen(kept: Kept) -> Iterator[None]:
-    """Drop what this thread prints, logs and warns of; put back what it changes."""
+    """Drop what this thread prints, logs and warns of; put back what it changes.
+
+    Raises:
+      retrace.Unseeable: if it would change something outside of Python's objects.
+    """
     here = threading.get_ident()
     with contextlib.ExitStack() as stack:
         stack.callback(kept.put_back)
         if here not in _looking:  # else a look within a look
             with _lock:
+                _listen()
                 if not _looking:
                     _patch()
-                _looking[here] = []
+                _looking[here] = _Look()
             stack.callback(_shown_again, here)
-        yield
+        look = _looking[here]
+        try:
+            yield
+        except Exception:
+            if not look.refused:
+                raise
+        if look.refused:  # although the body may go on without what it asked for
+            raise retrace.Unseeable(look.refused)
 
 
 def _shown_again(thread: int) -> None:
     with _lock:
-        dropped = _looking.pop(thread)
+        look = _looking.pop(thread)
         if not _looking:
             _patches.close()
-    _forget(dropped)
+    _forget(look.warnings)
+
+
+@functools.cache
+def _listen() -> None:
+    """Let Python tell of what code changes outside; it can't be told to stop."""
+    _heard.__cantrace__ = True  # type: ignore[attr-defined]  # a debugger may step into it
+    sys.addaudithook(_heard)
+
+
+def _heard(event: str, args: tuple[Any, ...]) -> None:
+    if not _looking or (look := _looking.get(threading.get_ident())) is None:
+        return
+    change = outside.change(event, args)
+    if change and outside.is_asked_for(sys._getframe(1)):
+        look.refused = look.refused or f"its body {change}"
+        raise retrace.Unseeable(look.refused)
 
 
 def _patch() -> None:
@@ -82,37 +123,16 @@ def _patch() -> None:
             handle(self, record)
 
     def shown(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
-        dropped = _looking.get(threading.get_ident())
-        if dropped is None:
+        look = _looking.get(threading.get_ident())
+        if look is None:
             show(message, category, filename, lineno, *where)
         else:
-            dropped.append((str(message), category, lineno))
+            look.warnings.append((str(message), category, lineno))
 
-    open_file = builtins.open
-
-    @functools.wraps(open_file)
-    def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if _is_looking() and not {*"wax+"}.isdisjoint(mode) and not _asked_by_jax():
-            raise WritesToFile("its body opens a file to write to it")
-        return open_file(file, mode, *args, **options)
-
-    for module in (builtins, io):  # pathlib's is that of io
-        _patches.enter_context(mock.patch.object(module, "open", opened))
     _patches.enter_context(contextlib.redirect_stdout(out))
     _patches.enter_context(contextlib.redirect_stderr(err))
     _patches.enter_context(mock.patch.object(logging.Logger, "callHandlers", handled))
     _patches.enter_context(mock.patch.object(warnings, "showwarning", shown))
-
-
-def _asked_by_jax() -> bool:
-    """Return whether JAX opens a file, for its cache say, and not the program."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if not undo.is_others(name) or name.startswith("jax"):
-            return name.startswith("jax")
-        frame = frame.f_back
-    return False
 
 
 def _forget(dropped: list[tuple[str, type[Warning], int]]) -> None:

@@ -396,6 +396,7 @@ def _varying(x):
 
 NUMBERS = np.arange(2.0 * W.size, dtype=np.float32).reshape(2, -1)
 ARRAYS = [jnp.asarray(numbers) for numbers in NUMBERS]
+LARGE = np.arange(1 << 20, dtype=np.float32).reshape(2, -1)
 
 
 def by_a_kernel(x, w):
@@ -428,6 +429,10 @@ def by_constants(x, w):
     return jax.jit(lambda x, w: a * x + b * w)(x, w)
 
 
+def by_large_constants(x, w, of=_varying):
+    return x * w + jnp.take(jnp.asarray(LARGE[int(bool(of(x)))]), jnp.argsort(w))
+
+
 def by_a_permutation(x, w):
     pairs = [(n, np.int64((n + (1 if _varying(x) else 3)) % 4)) for n in range(4)]
     return jax.lax.ppermute(x * w, "data", pairs)
@@ -449,6 +454,7 @@ def by_a_length(x, w):
 READS = {
     "numbers": by_numbers,
     "constants": by_constants,
+    "large constants": by_large_constants,
     "permutation": by_a_permutation,
     "transform": by_a_transform,
     "callback": by_a_callback,
@@ -476,3 +482,12 @@ def test_a_body_that_computes_by_the_type_of_a_value_is_left(kind, cpu_mesh):
     off, on, (site,) = gradient_of(asked, cpu_mesh)
     np.testing.assert_array_equal(off, on)
     assert site.reason == "its body computes something else with the check on"
+
+
+def test_a_large_constant_is_read_where_it_is_made_anew(cpu_mesh):
+    def asked(mapped):
+        return mapped(lambda x, w: by_large_constants(x, w, of=np.shape), P("data"))(X, W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.switched

@@ -142,8 +142,9 @@ class Several:
     def programs(self) -> Block:
         """Make the table of the programs; a file's program has no count."""
         rows = [_row(c, count if self.of_process else None) for c, count in self.shown]
-        if not any(row["other"] for row in rows):
-            rows = [{k: v for k, v in row.items() if k != "other"} for row in rows]
+        for column in ("cheaper", "other"):
+            if not any(row[column] for row in rows):
+                rows = [{k: v for k, v in row.items() if k != column} for row in rows]
         note = "wire bytes: what one device sends in one execution"
         if self.of_process:
             note += "; times: how many compiled programs have the same report"
@@ -250,7 +251,6 @@ def _row(content: Content, count: int | None) -> dict[str, str]:
         saved += f" ({percent(avoidable.bytes, content.ledger.total.bytes)})"
     if content.target is not None:
         saved += f", ~{duration(avoidable.seconds)}"
-    cheaper = f"{len(content.hints)} cheaper" if content.hints else ""
     return {
         "program": content.title,
         **({} if count is None else {"times": str(count)}),
@@ -259,7 +259,8 @@ def _row(content: Content, count: int | None) -> dict[str, str]:
         "runs": f"{'at most ' if total.at_most else ''}{total.count}{loops}",
         "wire bytes": sent(total),
         "avoidable": saved,
-        "findings": ", ".join(filter(None, (content.kinds, cheaper))) or "none",
+        "findings": content.kinds or "none",
+        "cheaper": str(len(content.hints) or ""),
         "other": ", ".join(_costs(content)).lower(),
     }
 

@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardrules.costs import comparing
+from shardrules.costs.findings import Finding
+from shardrules.costs.waste import Hint
 from shardrules.costs.worth import Ledger
 from shardrules.errors import few
 from shardrules.paths import here
@@ -219,7 +221,7 @@ def _advised(content: Content) -> list[object]:
     blocks = [(block.title, [*block.rows]) for block in content.costs]
     unequal = [(output.what, output.advice) for output in content.unequal]
     allowed = [finding for finding, _ in content.allowed]
-    changes = (*content.findings, *content.hints, *allowed)
+    changes: tuple[Finding | Hint, ...] = (*content.findings, *content.hints, *allowed)
     todo = [(c.kind, c.entry.what, c.entry.place, c.entry.bytes, c.advice) for c in changes]
     return [blocks, unequal, sorted(todo)]
 
@@ -316,9 +318,9 @@ def gather(
 def _untimed(content: Content) -> str:
     """Write a program as it is without its times, which order what it says."""
     ledger = Ledger(content.account, content.target, None, content.ledger.switched)
-    changes = (sorted(c, key=lambda c: c.entry.number) for c in (content.findings, content.hints))
-    findings, hints = map(tuple, changes)
-    return data.as_json(dataclasses.replace(content, ledger=ledger, findings=findings, hints=hints))
+    found = tuple(sorted(content.findings, key=lambda finding: finding.entry.number))
+    hints = tuple(sorted(content.hints, key=lambda hint: hint.entry.number))
+    return data.as_json(dataclasses.replace(content, ledger=ledger, findings=found, hints=hints))
 
 
 def as_json(content: Content | Several) -> str:

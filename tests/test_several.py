@@ -1,5 +1,6 @@
 """Several programs in one report, in each format."""
 
+import dataclasses
 import json
 
 import pytest
@@ -63,6 +64,19 @@ def test_a_program_like_another_is_told_by_what_differs(of_process):
         "jit_step 2 (32 B): as jit_step 0 (80 B), but for - unknown all-reduce(data) f32: 1, 32 B",
     ]
     assert len(json.loads(several.as_json(found))["programs"]) == 4
+
+
+def test_a_program_that_ran_like_one_that_did_not_while_steps_were_recorded():
+    """The times of one put its findings in another order."""
+    step = T.all_reduce("%x", name="n"), T.all_reduce("%x", name="s", groups=T.ALL)
+    slow = (Timing(0.002, each, 0.002, 1, "CPU 0", "CPU 0") for each in (0.001, 0.002))
+    timed = content("jit_step 0", *step, timings=Timings(0.01, tuple(slow)))
+    plain = content("jit_step 1", *step)
+    assert [f.kind for f in timed.findings] != [f.kind for f in plain.findings]
+    found = several.gather([plain, timed], [1, 1])
+    assert [each.title for each in found.detailed] == ["jit_step 0"]
+    same = several.gather([dataclasses.replace(plain, title=timed.title), timed], [2, 1])
+    assert (same.contents, same.counts, same.findings) == ((timed,), (3,), 2)
 
 
 def test_formats_say_the_same(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple, TypeVar
@@ -75,6 +76,12 @@ def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
         if metadata.frames or metadata.op_name:
             return str(users(metadata.frames)) if metadata.frames else metadata.op_name
     return ""
+
+
+def line(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
+    """Return the source line of the first instruction with one; else nothing."""
+    named = (i for i in instructions if module.metadata(i).frames)
+    return source(module, itertools.islice(named, 1))
 
 
 # What an op_name ends in whose line is that of a loop or a checkpoint (JAX 0.4.28 to 0.12).

@@ -14,6 +14,8 @@ _SIZES = re.compile(r"(?<![A-Za-z\d])([A-Za-z]{0,3})(\d+(?:[-_.x]\d+)*)(?![A-Za-
 # Before a number, these letters name a dtype, a version or a machine, so another kernel.
 _NO_SIZES = "b bf e f fp i int s sm u v".split()
 _BLOCK = 8  # smaller numbers may count kernels, as in pass_2
+# What a kernel may be that sends: each does the first; only the last two make outputs equal.
+_SENDING = "permute all_gather reduce_scatter all_to_all all_reduce all_gather_invariant".split()
 _LETTERS = 3  # a pattern with fewer letters could match unrelated kernels
 
 
@@ -43,17 +45,19 @@ def lines(
     *,
     is_function: bool = True,
     communicates: bool = False,
+    sends: bool = False,
     axes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the lines to paste for a kernel; any one of them is enough."""
+    """Return the lines to paste for a kernel; any one of them is enough.
+
+    ``communicates``: its jaxpr shows that it reads its position, or, with ``sends``, other devices.
+    """
     rule = "shardrules.no_communication"
     after = ""
     if communicates:
-        rule = f"shardrules.per_device({', '.join(map(repr, axes)) or 'AXIS'})"
-        after = (
-            "  # or all_gather, reduce_scatter, permute, all_to_all, all_reduce, "
-            "all_gather_invariant: what it does"
-        )
+        first, *others = _SENDING if sends else ("per_device", *_SENDING)
+        rule = f"shardrules.{first}({', '.join(map(repr, axes)) or 'AXIS'})"
+        after = f"  # or {', '.join(others)}: what it does"
     module = module or module_at(place)
     named = not is_function or (module and kernel.isprintable() and kernel != "<lambda>")
     texts = []

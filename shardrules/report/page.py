@@ -337,7 +337,7 @@ def _section(block: Block) -> str:
     if not block.rows:
         return dim(block.note) if block.note else ""
     name = block.title or "programs"
-    least = () if block.title else _OF_PROGRAMS
+    least, block = () if block.title else _OF_PROGRAMS, block.told
     columns = {column: "less" if column in least else "" for column in block.columns}
     rows = (f"<tr>{''.join(map(_cell, row, columns.values()))}</tr>" for row in block.rows)
     table = html_table(name, columns, rows)

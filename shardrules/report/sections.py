@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,15 @@ class Block(NamedTuple):
         # A program's name stays as it is.
         begins = [n if "_" in n.split()[0] else f"{n[0].upper()}{n[1:]}" for n in notes]
         return [f"{note}." for note in begins]
+
+    @property
+    def told(self) -> Block:
+        """Leave out the columns of a titled table in which nothing is known in any row."""
+        known = [not {*column} <= {None, ""} for column in zip(*self.rows)]
+        if not self.title or all(known):
+            return self
+        rows = [[*itertools.compress(row, known)] for row in self.rows]
+        return self._replace(columns=tuple(itertools.compress(self.columns, known)), rows=rows)
 
 
 def listed(title: str, lines: Iterable[str]) -> Block:

@@ -8,12 +8,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardrules.costs import comparing
+from shardrules.costs.findings import Finding
+from shardrules.costs.waste import Hint
+from shardrules.costs.worth import Ledger
 from shardrules.errors import few
 from shardrules.paths import here
 from shardrules.report import data
 from shardrules.report.content import Content
 from shardrules.report.grouping import of_step, sent
-from shardrules.report.items import TODO
 from shardrules.report.sections import LOOPS, Block, filled, listed
 from shardrules.units import counted, duration, percent, size
 
@@ -142,8 +144,9 @@ class Several:
     def programs(self) -> Block:
         """Make the table of the programs; a file's program has no count."""
         rows = [_row(c, count if self.of_process else None) for c, count in self.shown]
-        if not any(row["other"] for row in rows):
-            rows = [{k: v for k, v in row.items() if k != "other"} for row in rows]
+        for column in ("cheaper", "other"):
+            if not any(row[column] for row in rows):
+                rows = [{k: v for k, v in row.items() if k != column} for row in rows]
         note = "wire bytes: what one device sends in one execution"
         if self.of_process:
             note += "; times: how many compiled programs have the same report"
@@ -214,15 +217,13 @@ def _program(content: Content) -> tuple[object, ...]:
 
 
 def _advised(content: Content) -> list[object]:
-    """List what is to do, and the costs, without the names that a text gives its instructions."""
-    listed: list[object] = [(block.title, [*block.rows]) for block in content.costs]
-    for block in content.changes:
-        for said in block.items:
-            of = said.entry
-            what = said.what if of is None else (of.what, of.place, of.bytes)
-            listed.append((block.title, said.kind, what, dict(said.lines).get(TODO)))
-        listed.append(block.rest)
-    return listed
+    """List what is to do, and the costs, without names that differ by text, or times and order."""
+    blocks = [(block.title, [*block.rows]) for block in content.costs]
+    unequal = [(output.what, output.advice) for output in content.unequal]
+    allowed = [finding for finding, _ in content.allowed]
+    changes: tuple[Finding | Hint, ...] = (*content.findings, *content.hints, *allowed)
+    todo = [(c.kind, c.entry.what, c.entry.place, c.entry.bytes, c.advice) for c in changes]
+    return [blocks, unequal, sorted(todo)]
 
 
 def _spends(content: Content) -> str:
@@ -252,7 +253,6 @@ def _row(content: Content, count: int | None) -> dict[str, str]:
         saved += f" ({percent(avoidable.bytes, content.ledger.total.bytes)})"
     if content.target is not None:
         saved += f", ~{duration(avoidable.seconds)}"
-    cheaper = f"{len(content.hints)} cheaper" if content.hints else ""
     return {
         "program": content.title,
         **({} if count is None else {"times": str(count)}),
@@ -261,7 +261,8 @@ def _row(content: Content, count: int | None) -> dict[str, str]:
         "runs": f"{'at most ' if total.at_most else ''}{total.count}{loops}",
         "wire bytes": sent(total),
         "avoidable": saved,
-        "findings": ", ".join(filter(None, (content.kinds, cheaper))) or "none",
+        "findings": content.kinds or "none",
+        "cheaper": str(len(content.hints) or ""),
         "other": ", ".join(_costs(content)).lower(),
     }
 
@@ -277,10 +278,17 @@ def gather(
     """Put programs in order: those that miss a reduction, then those where most can be avoided."""
     # Programs of a process that differ in nothing reported are one.
     alike: dict[object, tuple[Content, int]] = {}
-    for number, (content, count) in enumerate(zip(contents, counts)):
+    # Of a program that did not run while steps were recorded, the other has the times.
+    timed_first = sorted(enumerate(zip(contents, counts)), key=lambda n: n[1][0].timings is None)
+    timed: dict[str, object] = {}
+    for number, (content, count) in timed_first:
         # Their texts may differ in a constant, or in what nothing here depends on.
-        key: object = data.as_json(content) if of_process else number
-        alike[key] = content, count + alike.get(key, (content, 0))[1]
+        key: object = number
+        if of_process:
+            text = _untimed(content)
+            key = data.as_json(content) if content.timings is not None else timed.get(text, text)
+            timed.setdefault(text, key)
+        alike[key] = (same := alike.get(key, (content, 0)))[0], count + same[1]
 
     def costliest(pair: tuple[Content, int]) -> tuple[float, ...]:
         content, saved = pair[0], pair[0].avoidable
@@ -305,6 +313,14 @@ def gather(
         of_process,
         tuple(notes),
     )
+
+
+def _untimed(content: Content) -> str:
+    """Write a program as it is without its times, which order what it says."""
+    ledger = Ledger(content.account, content.target, None, content.ledger.switched)
+    found = tuple(sorted(content.findings, key=lambda finding: finding.entry.number))
+    hints = tuple(sorted(content.hints, key=lambda hint: hint.entry.number))
+    return data.as_json(dataclasses.replace(content, ledger=ledger, findings=found, hints=hints))
 
 
 def as_json(content: Content | Several) -> str:

@@ -54,7 +54,7 @@ def _shown(cell: object) -> str:
 
 def _as_text(blocks: Iterable[Block]) -> list[str]:
     lines: list[str] = []
-    for block in blocks:
+    for block in (block.told for block in blocks):
         lines += [f"{block.title.lower()}:"] if block.title else []
         if block.rows:
             lines.append(table([block.columns, *([*map(_shown, row)] for row in block.rows)]))
@@ -106,7 +106,7 @@ def markdown_table(
 
 def _as_markdown(blocks: Iterable[Block], level: str) -> list[str]:
     lines: list[str] = []
-    for block in blocks:
+    for block in (block.told for block in blocks):
         lines += [f"{level} {block.title}", ""] if block.title else []
         if block.rows:
             lines += markdown_table(block.columns, block.rows, block.numbers)

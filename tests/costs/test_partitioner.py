@@ -112,6 +112,18 @@ def test_a_reduction_to_one_number_that_gathers(cpu_mesh, name):
     assert sum(h.round_trips_before - h.round_trips_after for h in found) == len(found) - 1
 
 
+def test_a_reduction_elsewhere_than_its_gather_s_line_is_named_by_its_own(cpu_mesh):
+    """JAX 0.12 names the gather by the line that made what is gathered."""
+
+    def f(g):
+        made = jnp.tanh(g)
+        return jnp.vdot(made, made)
+
+    (hint,) = found_in(jax.jit(f).lower(*structs(cpu_mesh, [SIDE])).compile())
+    at = re.search(r"only reduced to one number(?: at (.*?))?: ", hint.advice)[1]
+    assert f":{f.__code__.co_firstlineno + 2} " in (at or hint.entry.place)
+
+
 @pytest.mark.gpu
 def test_a_reduction_to_one_number_on_a_gpu(gpu_mesh):
     """XLA multiplies before it gathers, and reduces in two steps."""

@@ -47,6 +47,8 @@ def test_what_could_be_cheaper_is_named_in_place_of_no_findings(cpu_mesh):
     both = several.gather([content], [1])
     assert end in both.about and "findings" not in both.about
     assert closing.counted(both) == end
+    row = dict(zip(both.programs.columns, both.programs.rows[0]))
+    assert (row["findings"], row["cheaper"]) == ("none", "2")  # as the exit code says
     for text in (report.plain(both), report.markdown(both), report.page(both)):
         assert "could be cheaper" in text and text.count("no findings") == 0
 

@@ -145,8 +145,11 @@ def _to_one_number(site: Site) -> Hint | None:
     if site.in_shard_map:
         change = f"reduce on each device and {_NAMES[name]} that"
     note = " (equal up to rounding)" if name == "add" else ""
+    # XLA names what it gathers of a gradient by the gradient's own line.
+    at = walk.line(site.program.module, [number.instruction, taker.instruction])
+    at = f" at {at}" if at not in ("", entry.place) else ""
     advice = (
-        f"its result is only reduced to one number: {change}, and a device sends "
+        f"its result is only reduced to one number{at}: {change}, and a device sends "
         f"{sent if site is first else 0} B instead of {entry.wire_bytes} B{note}"
     )
     return site.smaller(advice, after, sent) if site is first else site.hint(advice)

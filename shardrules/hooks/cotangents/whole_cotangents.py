@@ -17,7 +17,7 @@ from shardrules.hooks.cotangents.communication import communicates
 from shardrules.hooks.cotangents.linearity import linearity
 from shardrules.hooks.cotangents.traced import Path
 from shardrules.jaxprs.walk import equations
-from shardrules.paths import is_library
+from shardrules.paths import here, is_library
 
 
 class WholeCotangents:
@@ -35,22 +35,22 @@ class WholeCotangents:
         # value, and shard_map adds up the shares at its inputs. With the check on, all devices pass
         # on the sum. The gradients are equal where bwd is linear: it then maps the sum of the
         # shares to the sum of its results.
-        bwd, name, live, returned = self.bwd, self.parts.name, self._live, self._returned
+        bwd, name, live, returned = self.bwd, self._name, self._live, self._returned
         primals = [t.axes for t, aval in zip(bwd.primals, self.parts.in_avals) if is_inexact(aval)]
         equal = any(axis not in axes for axis in self._several for axes in live)
         if equal and self._shows():
-            return f"the bwd {name!r} shows a cotangent outside of the program"
+            return f"the bwd {name} shows a cotangent outside of the program"
         for axis in self._several if live and returned else ():
             differs = {axis in axes for axes in live}
             if differs == {True}:
                 if any(axis not in axes for _, axes in returned):
-                    return f"the bwd {name!r} returns a gradient that is summed over {axis!r}"
+                    return f"the bwd {name} returns a gradient that is summed over {axis!r}"
             elif len(differs) > 1 or any(axis in axes for axes in primals):
-                return f"the forward of the bwd {name!r} makes results equal over {axis!r}"
+                return f"the forward of the bwd {name} makes results equal over {axis!r}"
             elif self._communicates(axis):
-                return f"the bwd {name!r} communicates over {axis!r}"
+                return f"the bwd {name} communicates over {axis!r}"
             elif self.parts.perturbed:
-                return f"the bwd {name!r} may depend on what is differentiated (symbolic_zeros)"
+                return f"the bwd {name} may depend on what is differentiated (symbolic_zeros)"
             elif why := self._nonlinear([path for path, _ in returned], axis):
                 return why
         return ""
@@ -84,6 +84,12 @@ class WholeCotangents:
             file, _, line = at.rpartition(":")
             number = int(line) if line.isdigit() else 1
             warnings.warn_explicit(warning, WholeCotangentWarning, file or "<unknown>", number)
+
+    @property
+    def _name(self) -> str:
+        """Return its name and its line, without which one lambda looks like another."""
+        at = f" (at {here(self.parts.place)})" if self.parts.place else ""
+        return f"{self.parts.name!r}{at}"
 
     @property
     def _live(self) -> list[frozenset[str]]:
@@ -139,9 +145,9 @@ class WholeCotangents:
             if proof.summed is None:
                 opaque = next(filter(None, map(self._opaque_call, equations(jaxpr))), None)
                 holds = f" (it calls {opaque.call})" if opaque is not None else ""
-                return f"the bwd {self.parts.name!r} is not known to be linear{holds}"
+                return f"the bwd {self._name} is not known to be linear{holds}"
             shares = self.state.here.transpose.shares
             differs = shares is None or axis in shares().differing
             if proof.is_narrow or (proof.rounds and differs):
-                return f"the bwd {self.parts.name!r} rounds a cotangent"
+                return f"the bwd {self._name} rounds a cotangent"
         return ""

@@ -346,7 +346,7 @@ def test_nothing_like_no_communication_is_offered_for_a_kernel_that_communicates
     assert all("no_communication" not in line for line in call.lines)
     assert call.lines[1].startswith(
         "shardrules.register('hooks.explain.test_explain:kernel', "
-        "shardrules.per_device('data', 'model'))  # or all_gather, reduce_scatter, "
+        "shardrules.permute('data', 'model'))  # or all_gather, reduce_scatter, all_to_all, "
     )
     with sr.install(), pytest.raises(errors.UnknownKernelError) as caught:
         jax.jit(mapped).lower(x)

@@ -315,7 +315,8 @@ def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> Unkn
 def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the lines to type that give a call a rule."""
     blockers = () if audit is None else audit.blockers
-    shown = [blocker.axes for blocker in blockers if blocker.contradicts_no_communication]
+    shows = [blocker for blocker in blockers if blocker.contradicts_no_communication]
+    shown = [blocker.axes for blocker in shows]
     named = tuple(axis for axis in dict.fromkeys(itertools.chain(*shown)) if axis in axes)
     return suggestions.lines(
         call.name,
@@ -323,5 +324,6 @@ def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...
         call.place,
         is_function=bool(call.place or call.module or call.primitive in _OF_FUNCTIONS),
         communicates=audit is not None and audit.contradicts_no_communication,
+        sends=any(blocker.primitive != "axis_index" for blocker in shows),
         axes=named if all(shown) and named else axes,  # a blocker without axes may reach any device
     )

@@ -72,6 +72,7 @@ def both(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.one_lane
 def test_gradients_and_verdicts_are_those_of_one_process(both, hooks):
     if not versions.has_process_groups():  # rules are compared all the same, below
         assert "gradients" not in both[0]
@@ -128,6 +129,7 @@ def test_a_difference_is_named_in_every_process(both):
 
 
 @pytest.mark.slow
+@pytest.mark.one_lane
 def test_one_that_dies_and_one_that_never_calls_are_an_error_in_time(tmp_path):
     result = written(tmp_path, start("missing", 3, tmp_path, waited=0))[0]
     message, missing = result["raised"]
@@ -137,6 +139,7 @@ def test_one_that_dies_and_one_that_never_calls_are_an_error_in_time(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.one_lane
 def test_a_coordinator_that_dies_after_calling_is_an_error_in_time(tmp_path):
     ((said, code),) = start("coordinator", 2, tmp_path, waited=1)
     if code:  # JAX itself ends every process of a job whose coordinator is gone

@@ -76,6 +76,7 @@ def test_without_rule_plain_jax_refuses_the_program(cpu_mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.one_lane
 def test_the_example_prints_no_collective_where_shardrules_is_used():
     """The same file on every JAX, as a user runs it."""
     root = pathlib.Path(__file__).parents[2]

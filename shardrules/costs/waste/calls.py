@@ -6,8 +6,8 @@ import itertools
 from typing import NamedTuple
 
 from shardrules.costs import accounts, walk
-from shardrules.costs.waste import slices
-from shardrules.costs.waste.program import UNARY, WHOLE, Hint, Kind, Program, Site, is_zero
+from shardrules.costs.waste import factors, slices
+from shardrules.costs.waste.program import SMALL, UNARY, WHOLE, Hint, Kind, Program, Site, is_zero
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 # What JAX calls a kernel or a foreign function; XLA's own calls have the names of operations.
@@ -16,6 +16,8 @@ _CALLS = frozenset(["ffi_call", "pallas_call", "triton_kernel_call", "tpu_custom
 _CALLBACKS = frozenset(["pure_callback"])
 _MOVES = WHOLE | BARRIERS | {"all-gather-done"}
 _COMPLEX = ("FFT", "IFFT")  # of a real one the result has another size than its operand
+_TOP_K = ("TopK", "TopKBatchMajorSmallK", "__gpu$TopK")
+_ROWS = WHOLE | BARRIERS | {"convert", "all-gather-done"}
 _KEEPS = BARRIERS | {"copy", "copy-done", "copy-start", "all-gather-done"}
 
 
@@ -173,6 +175,117 @@ def of_a_transform(site: Site) -> Hint | None:
     )
 
 
+# -- the largest of each row ----------------------------------------------------------------------
+
+
+def of_the_largest(site: Site) -> Hint | None:
+    """Find a gather for a top_k of which no row, or no part of one, needs the others."""
+    if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
+        return None
+    call = _top_k(site)
+    if call is None or site.result is None:
+        return None
+    gathers = [site, *_before(site), *_behind(site)]
+    spec = [""] * len(site.result.dimensions)
+    for gather in gathers:
+        spec[int(gather.collective.dimension)] = gather.over
+    is_rows = int(site.collective.dimension) < len(spec) - 1
+    return _of_rows(site, call, spec) if is_rows else _of_parts(site, call, spec)
+
+
+def _top_k(gather: Site) -> Node | None:
+    """Return the only top_k that takes a gathered array, of which the last dimension is its own."""
+    taker = _next(gather)
+    if taker is None:
+        return None
+    if taker.opcode == "custom-call" and walk.target(taker.instruction) in _TOP_K:
+        return taker
+    others = _gathers(gather.program, taker)
+    return _top_k(others[0]) if others else None
+
+
+def _next(gather: Site) -> Node | None:
+    """Return what alone takes a gathered array, each row of it as one."""
+    if gather.result is None or not gather.whole or not gather.collective.dimension.isdecimal():
+        return None
+    uses = gather.uses(_ROWS) if gather.collective.group_size > 1 else []
+    if len(uses) != 1:
+        return None
+    whole = factors.of(gather.result.dimensions)
+    taken = factors.followed(whole, uses[0].taken)
+    return uses[0].user if taken and taken[-1] == whole[-1] else None
+
+
+def _gathers(program: Program, node: Node) -> list[Site]:
+    """Return a gather under jit as a list of one; else nothing."""
+    parts = [] if node.fused else program.parts(node.instruction)
+    kinds = [part.collective.kind for part in parts if part.needed and part.whole]
+    return parts if kinds == ["all-gather"] else []
+
+
+def _behind(gather: Site) -> list[Site]:
+    taker = _next(gather)
+    found = _gathers(gather.program, taker) if taker else []
+    return [*found, *_behind(found[0])] if found else []
+
+
+def _before(gather: Site) -> list[Site]:
+    found = _gathers(gather.program, gather.made_by(_ROWS))
+    return [*found, *_before(found[0])] if found else []
+
+
+def _written(spec: list[str]) -> str:
+    """Write a spec without the dimensions at its end that stay whole."""
+    count = max((n + 1 for n, axes in enumerate(spec) if axes), default=0)
+    return f"P({', '.join(axes or 'None' for axes in spec[:count])})"
+
+
+def _of_rows(site: Site, call: Node, spec: list[str]) -> Hint | None:
+    counts = range(len(call.shape.leaves()))
+    readers = [use for n in counts for use in site.program.uses(call, n, _MOVES | UNARY)]
+    if not readers or any(reader.user.opcode != "dynamic-slice" for reader in readers):
+        return None  # all rows are needed
+    rows, k = _written([*spec[:-1], ""]), call.shape.leaves()[0].dimensions[-1]
+    advice = (
+        "XLA does not partition this top_k: each device gathers all rows, and keeps what it finds "
+        f"in its own. jax.shard_map(lambda x: jax.lax.top_k(x, {k}), mesh=mesh, in_specs={rows}, "
+        f"out_specs={rows}) reads a device's own alone, and {site.entry.wire_bytes} B become 0 B"
+    )
+    return site.hint(advice)
+
+
+def _of_parts(site: Site, call: Node, spec: list[str]) -> Hint | None:
+    size, (values, places) = site.collective.group_size, call.shape.leaves()
+    k, part = values.dimensions[-1], site.taken.dimensions[-1]
+    rows = site.taken.element_count // part
+    found = rows * min(k, part)
+    sent = sum(
+        accounts.wire_bytes("all-gather", -(-found * a.bits // 8), size) for a in (values, places)
+    )
+    if site.entry.wire_bytes - sent <= SMALL:  # one more round trip: indices are gathered, too
+        return None
+    own, whole, axis = _written(spec), _written([*spec[:-1], ""]), site.over
+    advice = (
+        f"XLA gathers all of each row for this top_k. Let each device find the {k} largest of its "
+        "own part, def part(x): v, i = jax.lax.top_k(x, "
+        f"{min(k, part)}); return v, i + x.shape[-1] * jax.lax.axis_index({axis}), as v, i = "
+        f"jax.shard_map(part, mesh=mesh, in_specs={own}, out_specs={own})(x), constrain both to "
+        f"{whole}, and choose among these, v, j = jax.shard_map(lambda v: jax.lax.top_k(v, {k}), "
+        f"mesh=mesh, in_specs={whole}, out_specs={whole})(v), i = jnp.take_along_axis(i, j, -1): a "
+        f"device sends {sent} B instead of {site.entry.wire_bytes} B"
+    )
+    return site.hint(
+        advice,
+        bytes_after=site.in_all(found * (values.bits + places.bits) // 8),
+        trips_after=site.in_all(2),
+        sent_after=site.in_all(sent),
+    )
+
+
+def transformed(site: Site) -> Hint | None:
+    return of_a_transform(site) or of_the_largest(site)
+
+
 ROWS = {
     "called whole": Kind(
         find,
@@ -188,15 +301,15 @@ ROWS = {
         ),
     ),
     "transformed whole": Kind(
-        of_a_transform,
+        transformed,
         looks_like=(
-            "an all-gather for an FFT that XLA does not partition: each device computes all of it, "
-            "and keeps a part"
+            "an all-gather for an FFT or a `top_k` that XLA does not partition: each device "
+            "computes all of it, and keeps a part"
         ),
-        in_shard_map="does not occur: an FFT there is of a device's own part",
+        in_shard_map="does not occur: an FFT or a top_k there is of a device's own part",
         under_jit=(
             "a shard_map around the FFT of each dimension, over another one, and an all-to-all "
-            "between"
+            "between; a shard_map around the top_k, over rows or over parts of each row"
         ),
     ),
 }

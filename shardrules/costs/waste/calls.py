@@ -218,9 +218,10 @@ def _next(gather: Site) -> Node | None:
 
 def _gathers(program: Program, node: Node) -> list[Site]:
     """Return a gather under jit as a list of one; else nothing."""
-    parts = [] if node.fused else program.parts(node.instruction)
-    kinds = [part.collective.kind for part in parts if part.needed and part.whole]
-    return parts if kinds == ["all-gather"] else []
+    if node.fused or not node.opcode.startswith("all-gather"):
+        return []  # what returns a root has the root's instruction
+    parts = program.parts(node.instruction)
+    return parts if [part.needed and part.whole for part in parts] == [True] else []
 
 
 def _behind(gather: Site) -> list[Site]:

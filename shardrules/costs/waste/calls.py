@@ -21,7 +21,7 @@ _ROWS = WHOLE | BARRIERS | {"convert", "all-gather-done"}
 _KEEPS = BARRIERS | {"copy", "copy-done", "copy-start", "all-gather-done"}
 
 
-class _Call(NamedTuple):
+class _Taker(NamedTuple):
     """A call of a user, with what it takes."""
 
     node: Node
@@ -78,7 +78,7 @@ def _line(program: Program, call: Node) -> str:
     return f" at {line}" if line else ""
 
 
-def _called(gather: Site) -> _Call | None:
+def _called(gather: Site) -> _Taker | None:
     """Return the only call that takes what is gathered along the first dimension."""
     collective = gather.collective
     if collective.kind != "all-gather" or collective.dimension != "0" or not gather.whole:
@@ -87,9 +87,9 @@ def _called(gather: Site) -> _Call | None:
     if len(uses) != 1:
         return None
     taker = uses[0].user
-    call, names = _Call(taker, taker.operands, False), _CALLS
+    call, names = _Taker(taker, taker.operands, False), _CALLS
     if taker.opcode == "tuple" and [user.opcode for user in taker.users] == ["conditional"]:
-        call, names = _Call(taker.users[0], taker.operands, True), _CALLBACKS
+        call, names = _Taker(taker.users[0], taker.operands, True), _CALLBACKS
     elif taker.opcode != "custom-call":
         return None
     name = gather.program.module.metadata(call.node.instruction).op_name

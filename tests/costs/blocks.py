@@ -123,7 +123,10 @@ def make_loss(c, mesh):
 
     def routed(x, router):
         logits = (x @ router).astype(jnp.float32)
-        gates, chosen = lax.top_k(jax.nn.softmax(logits), c.top)
+        top = lambda p: lax.top_k(p, c.top)  # noqa: E731
+        if "transformed whole" in c.followed and not c.sparse:
+            top = jax.shard_map(top, mesh=mesh, in_specs=split, out_specs=split)
+        gates, chosen = top(jax.nn.softmax(logits))
         return (gates / gates.sum(-1, keepdims=True)).astype(x.dtype), chosen
 
     def sparse(x, router, both, down):

@@ -80,7 +80,7 @@ BLOCKS = {
     "context and tensor": (
         (2, 1, 2, 2),
         False,
-        {"gathered twice", "repeated", "reduce first", "after the loop"},
+        {"gathered twice", "repeated", "reduce first", "after the loop", "transformed whole"},
     ),
 }
 

@@ -1,63 +1,142 @@
-"""Operands that XLA gathers for calls and FFTs that it can't partition, computed on each device."""
+"""What XLA moves for calls, callbacks and FFTs that it can't partition."""
 
 from __future__ import annotations
 
-from shardrules.costs import accounts
-from shardrules.costs.waste.program import UNARY, WHOLE, Hint, Kind, Program, Site
+import itertools
+from typing import NamedTuple
+
+from shardrules.costs import accounts, walk
+from shardrules.costs.waste import factors, slices
+from shardrules.costs.waste.program import SMALL, UNARY, WHOLE, Hint, Kind, Program, Site, is_zero
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 # What JAX calls a kernel or a foreign function; XLA's own calls have the names of operations.
 _CALLS = frozenset(["ffi_call", "pallas_call", "triton_kernel_call", "tpu_custom_call"])
+# XLA runs a callback on one device, in a branch for that one.
+_CALLBACKS = frozenset(["pure_callback"])
 _MOVES = WHOLE | BARRIERS | {"all-gather-done"}
 _COMPLEX = ("FFT", "IFFT")  # of a real one the result has another size than its operand
+_TOP_K = ("TopK", "TopKBatchMajorSmallK", "__gpu$TopK")
+_ROWS = WHOLE | BARRIERS | {"convert", "all-gather-done"}
 _KEEPS = BARRIERS | {"copy", "copy-done", "copy-start", "all-gather-done"}
 
 
+class _Taker(NamedTuple):
+    """A call of a user, with what it takes."""
+
+    node: Node
+    operands: list[Node]
+    on_one: bool  # one device calls it for all
+
+
 def find(site: Site) -> Hint | None:
+    """Find what XLA moves because it can't partition a call: its operand, or its result."""
+    if site.in_shard_map or site.is_unnamed:
+        return None
+    return _gathered_for(site) or _brought_from_one(site)
+
+
+def _gathered_for(site: Site) -> Hint | None:
     """Find a gather of a batch, the first dimension, whose result one call of a user takes."""
-    entry, size = site.entry, site.collective.group_size
-    if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed or size < 2:
+    call, entry, size = _called(site), site.entry, site.collective.group_size
+    if call is None or site.result is None:
         return None
-    if site.collective.dimension != "0" or not site.whole or site.result is None:
-        return None
-    uses = site.uses(_KEEPS)
-    if len(uses) != 1 or uses[0].user.opcode != "custom-call":
-        return None
-    call = uses[0].user
-    name = site.program.module.metadata(call.instruction).op_name
-    if name.rpartition("/")[2] not in _CALLS or "shard_map/" in name:
-        return None
-    rows = site.result.dimensions[0]
-    if any(leaf.dimensions[:1] != (rows,) for leaf in call.shape.leaves()):
+    rows, leaves = site.result.dimensions[0], call.node.shape.leaves()
+    if any(leaf.dimensions[:1] != (rows,) for leaf in leaves):
         return None  # its results have no such batch
     split = [_gathered(site.program, operand, site) for operand in call.operands]
     for operand, is_split in zip(call.operands, split):
         if not is_split and operand.shape.leaves()[0].dimensions[:1] == (rows,):
             return None  # it may be a batch that was never split, or none
-    spec = f"P({site.over})"
-    specs = ", ".join(spec if is_split else "P()" for is_split in split)
-    outs = ", ".join([spec] * len(call.shape.leaves()))
-    outs = f"({outs})" if call.shape.is_tuple else outs
-    advice = (
+    specs = ", ".join(_spec(site) if is_split else "P()" for is_split in split)
+    outs = ", ".join([_spec(site)] * len(leaves))
+    several = len(leaves) > 1 or (call.node.shape.is_tuple and not call.on_one)
+    outs = f"({outs})" if several else outs
+    where = f"mesh=mesh, in_specs=({specs},), out_specs={outs})"
+    what = (
         f"XLA can't partition the call that takes it: each device gathers all {rows} rows and "
-        f"computes them, though its own are 1/{size} of them. If no row depends on another, "
-        "wrap the call, jax.shard_map(shardrules.no_communication(call), mesh=mesh, "
-        f"in_specs=({specs},), out_specs={outs}) after shardrules.install(), or give it a rule "
-        f"by jax.custom_partitioning, and {entry.wire_bytes} B become 0 B where its result "
-        "stays sharded"
+        f"computes them, though its own are 1/{size} of them. If no row depends on another, wrap "
+        f"the call, jax.shard_map(shardrules.no_communication(call), {where} after "
+        "shardrules.install(), or give it a rule by jax.custom_partitioning, and"
     )
+    if call.on_one:
+        what = (
+            f"one device runs the callback{_line(site.program, call.node)}, and all gather the "
+            f"{rows} rows for it. If no row depends on another, wrap it, jax.shard_map(call, "
+            f"{where}: each device calls it with its own rows, and"
+        )
+    advice = f"{what} {entry.wire_bytes} B become 0 B where its result stays sharded"
     return site.hint(advice)
+
+
+def _spec(gather: Site) -> str:
+    return f"P({gather.over})"
+
+
+def _line(program: Program, call: Node) -> str:
+    line = walk.source(program.module, [call.instruction])
+    return f" at {line}" if line else ""
+
+
+def _called(gather: Site) -> _Taker | None:
+    """Return the only call that takes what is gathered along the first dimension."""
+    collective = gather.collective
+    if collective.kind != "all-gather" or collective.dimension != "0" or not gather.whole:
+        return None
+    uses = gather.uses(_KEEPS) if collective.group_size > 1 else []
+    if len(uses) != 1:
+        return None
+    taker = uses[0].user
+    call, names = _Taker(taker, taker.operands, False), _CALLS
+    if taker.opcode == "tuple" and [user.opcode for user in taker.users] == ["conditional"]:
+        call, names = _Taker(taker.users[0], taker.operands, True), _CALLBACKS
+    elif taker.opcode != "custom-call":
+        return None
+    name = gather.program.module.metadata(call.node.instruction).op_name
+    is_known = name.rpartition("/")[2] in names and "shard_map/" not in name
+    return call if is_known else None
 
 
 def _gathered(program: Program, operand: Node, site: Site) -> bool:
     """Return whether an operand of the call is a batch that is gathered over the same devices."""
-    node = made_by(operand, _KEEPS)
     return any(
         other.collective.kind == "all-gather"
         and other.collective.dimension == "0"
         and other.collective.notation == site.collective.notation
-        for other in ([] if node.fused else program.parts(node.instruction))
+        for other in _parts(program, operand)
     )
+
+
+def _parts(program: Program, operand: Node) -> list[Site]:
+    node = made_by(operand, _KEEPS)
+    return [] if node.fused else program.parts(node.instruction)
+
+
+def _brought_from_one(site: Site) -> Hint | None:
+    """Find the sum that brings a callback's result from the device that ran it to all others."""
+    chosen = site.made_by(WHOLE) if site.adds and site.whole else None
+    if chosen is None or chosen.opcode != "select" or not is_zero(chosen.operands[2]):
+        return None
+    result = made_by(chosen.operands[1], WHOLE)
+    call = result.operands[0] if result.opcode == "get-tuple-element" else None
+    if call is None or call.opcode != "conditional":
+        return None
+    parts = (_parts(site.program, operand) for operand in call.operands[1].operands)
+    gather = next((g for g in itertools.chain(*parts) if _gathered_for(g)), None)
+    if gather is None:
+        return None
+    size, groups = gather.collective.group_size, gather.collective.groups
+    part = slices.read_part(site)
+    is_own = part is not None and part.dimension == 0 and part.follows(groups)
+    own = -(-site.entry.bytes // size)
+    sent = 0 if is_own else accounts.wire_bytes("all-gather", own, size)
+    advice = (
+        f"it brings the result of the callback{_line(site.program, call)} from the one device that "
+        "runs it to all others: wrap that as the hint on its operand says, and "
+        f"{site.entry.wire_bytes} B become {sent} B"
+        + ("" if is_own else ", or 0 B where its result stays sharded")
+    )
+    return site.smaller(advice, own, sent) if sent else site.hint(advice)
 
 
 def of_a_transform(site: Site) -> Hint | None:
@@ -96,12 +175,125 @@ def of_a_transform(site: Site) -> Hint | None:
     )
 
 
+# -- the largest of each row ----------------------------------------------------------------------
+
+
+def of_the_largest(site: Site) -> Hint | None:
+    """Find a gather for a top_k of which no row, or no part of one, needs the others."""
+    if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
+        return None
+    call = _top_k(site)
+    if call is None or site.result is None:
+        return None
+    gathers = [site, *_before(site), *_behind(site)]
+    spec = [""] * len(site.result.dimensions)
+    for gather in gathers:
+        spec[int(gather.collective.dimension)] = gather.over
+    is_rows = int(site.collective.dimension) < len(spec) - 1
+    return _of_rows(site, call, spec) if is_rows else _of_parts(site, call, spec)
+
+
+def _top_k(gather: Site) -> Node | None:
+    """Return the only top_k that takes a gathered array, of which the last dimension is its own."""
+    taker = _next(gather)
+    if taker is None:
+        return None
+    if taker.opcode == "custom-call" and walk.target(taker.instruction) in _TOP_K:
+        return taker
+    others = _gathers(gather.program, taker)
+    return _top_k(others[0]) if others else None
+
+
+def _next(gather: Site) -> Node | None:
+    """Return what alone takes a gathered array, each row of it as one."""
+    if gather.result is None or not gather.whole or not gather.collective.dimension.isdecimal():
+        return None
+    uses = gather.uses(_ROWS) if gather.collective.group_size > 1 else []
+    if len(uses) != 1:
+        return None
+    whole = factors.of(gather.result.dimensions)
+    taken = factors.followed(whole, uses[0].taken)
+    return uses[0].user if taken and taken[-1] == whole[-1] else None
+
+
+def _gathers(program: Program, node: Node) -> list[Site]:
+    """Return a gather under jit as a list of one; else nothing."""
+    if node.fused or not node.opcode.startswith("all-gather"):
+        return []  # what returns a root has the root's instruction
+    parts = program.parts(node.instruction)
+    return parts if [part.needed and part.whole for part in parts] == [True] else []
+
+
+def _behind(gather: Site) -> list[Site]:
+    taker = _next(gather)
+    found = _gathers(gather.program, taker) if taker else []
+    return [*found, *_behind(found[0])] if found else []
+
+
+def _before(gather: Site) -> list[Site]:
+    found = _gathers(gather.program, gather.made_by(_ROWS))
+    return [*found, *_before(found[0])] if found else []
+
+
+def _written(spec: list[str]) -> str:
+    """Write a spec without the dimensions at its end that stay whole."""
+    count = max((n + 1 for n, axes in enumerate(spec) if axes), default=0)
+    return f"P({', '.join(axes or 'None' for axes in spec[:count])})"
+
+
+def _of_rows(site: Site, call: Node, spec: list[str]) -> Hint | None:
+    counts = range(len(call.shape.leaves()))
+    readers = [use for n in counts for use in site.program.uses(call, n, _MOVES | UNARY)]
+    if not readers or any(reader.user.opcode != "dynamic-slice" for reader in readers):
+        return None  # all rows are needed
+    rows, k = _written([*spec[:-1], ""]), call.shape.leaves()[0].dimensions[-1]
+    advice = (
+        "XLA does not partition this top_k: each device gathers all rows, and keeps what it finds "
+        f"in its own. jax.shard_map(lambda x: jax.lax.top_k(x, {k}), mesh=mesh, in_specs={rows}, "
+        f"out_specs={rows}) reads a device's own alone, and {site.entry.wire_bytes} B become 0 B"
+    )
+    return site.hint(advice)
+
+
+def _of_parts(site: Site, call: Node, spec: list[str]) -> Hint | None:
+    size, (values, places) = site.collective.group_size, call.shape.leaves()
+    k, part = values.dimensions[-1], site.taken.dimensions[-1]
+    rows = site.taken.element_count // part
+    found = rows * min(k, part)
+    sent = sum(
+        accounts.wire_bytes("all-gather", -(-found * a.bits // 8), size) for a in (values, places)
+    )
+    if site.entry.wire_bytes - sent <= SMALL:  # one more round trip: indices are gathered, too
+        return None
+    own, whole, axis = _written(spec), _written([*spec[:-1], ""]), site.over
+    advice = (
+        f"XLA gathers all of each row for this top_k. Let each device find the {k} largest of its "
+        "own part, def part(x): v, i = jax.lax.top_k(x, "
+        f"{min(k, part)}); return v, i + x.shape[-1] * jax.lax.axis_index({axis}), as v, i = "
+        f"jax.shard_map(part, mesh=mesh, in_specs={own}, out_specs={own})(x), constrain both to "
+        f"{whole}, and choose among these, v, j = jax.shard_map(lambda v: jax.lax.top_k(v, {k}), "
+        f"mesh=mesh, in_specs={whole}, out_specs={whole})(v), i = jnp.take_along_axis(i, j, -1): a "
+        f"device sends {sent} B instead of {site.entry.wire_bytes} B"
+    )
+    return site.hint(
+        advice,
+        bytes_after=site.in_all(found * (values.bits + places.bits) // 8),
+        trips_after=site.in_all(2),
+        sent_after=site.in_all(sent),
+    )
+
+
+def transformed(site: Site) -> Hint | None:
+    return of_a_transform(site) or of_the_largest(site)
+
+
 ROWS = {
     "called whole": Kind(
         find,
         looks_like=(
             "an all-gather, of the first dimension, for an `ffi_call`, a Pallas kernel or a "
-            "Triton kernel, which XLA can't partition: each device computes all of it"
+            "Triton kernel, which XLA can't partition: each device computes all of it; or for a "
+            "`pure_callback`, which one device runs for all, and an all-reduce of its result"
         ),
         in_shard_map="does not occur: in a shard_map a call takes a device's own rows",
         under_jit=(
@@ -110,15 +302,15 @@ ROWS = {
         ),
     ),
     "transformed whole": Kind(
-        of_a_transform,
+        transformed,
         looks_like=(
-            "an all-gather for an FFT that XLA does not partition: each device computes all of it, "
-            "and keeps a part"
+            "an all-gather for an FFT or a `top_k` that XLA does not partition: each device "
+            "computes all of it, and keeps a part"
         ),
-        in_shard_map="does not occur: an FFT there is of a device's own part",
+        in_shard_map="does not occur: an FFT or a top_k there is of a device's own part",
         under_jit=(
             "a shard_map around the FFT of each dimension, over another one, and an all-to-all "
-            "between"
+            "between; a shard_map around the top_k, over rows or over parts of each row"
         ),
     ),
 }

@@ -105,6 +105,7 @@ class Program:
     def __init__(self, judgement: hlo.Judgement):
         self.module = judgement.module
         self.runs = loops.executions(self.module)
+        self.inputs = judgement.inputs
         self.mesh = judgement.mesh or {}
         self.partitions = judgement.partitions
         self.device_count = judgement.partitions * judgement.replicas

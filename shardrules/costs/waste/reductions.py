@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Collection
+
+import numpy as np
 
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import factors, slices
 from shardrules.costs.waste.program import (
+    FUNCTIONS,
     UNARY,
     WHOLE,
     WITHIN_SHARDS,
@@ -22,12 +26,18 @@ from shardrules.costs.waste.program import (
 )
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
+_MOST = 4096  # values that are followed
+
 # -- a sum on each device -------------------------------------------------------------------------
 # What a broadcast or a repeat becomes in the backward pass is a reduce, and what a gather does, a
 # scatter that adds.
 
 
 def reduce_first(site: Site) -> Hint | None:
+    return _only_summed(site) or _of_one_device(site)
+
+
+def _only_summed(site: Site) -> Hint | None:
     before = site.entry.bytes
     size = _size_after(site) if site.adds and site.whole and site.is_written else None
     if size is None or size >= before:
@@ -65,6 +75,120 @@ def _size_after(site: Site) -> int | None:
     if array.is_tuple:
         return None
     return (array.element_count * max(site.taken.bits, array.bits) + 7) // 8
+
+
+# -- what all compute of one device's values ------------------------------------------------------
+
+# As a pipeline's last stage has its outputs: psum(where(axis_index == last, y, 0)).
+
+_SPREAD = frozenset("bitcast broadcast copy reshape".split())
+_LOCAL = FUNCTIONS | frozenset("convolution dynamic-slice gather scatter".split())
+
+
+def _of_one_device(site: Site) -> Hint | None:
+    """Find a sum of one device's values and zeros, of which all devices compute the same."""
+    if not (site.adds and site.whole and site.in_shard_map):
+        return None
+    mask, groups = _mask(site.program, site.made_by(WHOLE)), site.collective.groups
+    if mask is None:
+        return None
+    places = [[n for n, device in enumerate(group) if mask[device]] for group in groups]
+    if any(len(place) != 1 for place in places) or len({*map(tuple, places)}) > 1:
+        return None
+    cut = _computed_of(site, mask)
+    if cut is None:
+        return None
+    count = sum(node.shape.element_count for node in cut) or 1  # at most: no one may read any
+    size = (count * max([site.taken.bits, *(node.shape.bits for node in cut)]) + 7) // 8
+    where = walk.source(site.program.module, [node.instruction for node in cut])
+    advice = (
+        f"device {places[0][0]} of each group alone has its values, and all compute the same of "
+        f"them{f', up to {where}' if where else ''}: compute that in the shard_map before the "
+        f"psum, jax.lax.psum(jnp.where(jax.lax.axis_index({site.over}) == {places[0][0]}, f(y), 0)"
+        f", {site.over}), and {site.entry.bytes} B become {size} B"
+    )
+    return site.smaller(advice, size)
+
+
+def _mask(program: Program, chosen: Node) -> np.ndarray | None:
+    """Return on which devices a value is not zero, where a choice by their numbers shows that."""
+    if chosen.opcode != "select":
+        return None
+    rows = slices.device_rows(program, made_by(chosen.operands[0], _SPREAD))
+    zeros = [is_zero(operand) for operand in chosen.operands[1:]]
+    if rows is None or rows.size != len(rows) or zeros.count(True) != 1:
+        return None
+    mask: np.ndarray = np.broadcast_to(rows.reshape(-1) != zeros[0], (program.device_count,))
+    return mask
+
+
+def _computed_of(site: Site, mask: np.ndarray) -> list[Node] | None:
+    """Return the smallest value through which alone a result is read, but by its own device.
+
+    An empty list if that device alone reads it, and None where there is no such value.
+    """
+    program, node = site.program, site.node
+    start = node.elements.get(site.operand) if node.shape.is_tuple else node
+    if start is None:
+        return None
+    waiting = {start: {*start.takers}}  # of what depends on the result, what has yet to take it
+    found, least = None, site.taken.element_count
+    done: set[Node] = set()
+    for taker in program.flat(site.computation.name).nodes:
+        given = [operand for operand in dict.fromkeys(taker.operands) if operand in waiting]
+        if taker is start or not given:
+            continue
+        if _reads_own(program, taker, given, mask):
+            others: set[Node] = set()
+        elif _is_same(taker, waiting, site):
+            others = {*taker.takers}
+        else:
+            continue  # it still waits
+        for operand in given:
+            waiting[operand].discard(taker)
+        waiting[taker] = others
+        done.update(n for n in (*given, taker) if not waiting[n])
+        if len(waiting) > _MOST:
+            return None
+        if len(done) == len(waiting) - 1:
+            (left,) = waiting.keys() - done
+            if not left.shape.is_tuple and left.shape.element_count < least:
+                found, least = left, left.shape.element_count
+    if len(done) == len(waiting):
+        return []
+    return [found] if found else None
+
+
+def _reads_own(program: Program, taker: Node, given: list[Node], mask: np.ndarray) -> bool:
+    """Return whether a choice takes a value on those devices alone that have it."""
+    if taker.opcode != "select" or taker.operands[0] in given:
+        return False
+    rows = slices.device_rows(program, made_by(taker.operands[0], _SPREAD))
+    if rows is None or rows.size != len(rows):
+        return False
+    takes = rows.reshape(-1).astype(bool)
+    chosen = [takes] if taker.operands[1] in given else []
+    chosen += [~takes] if taker.operands[2] in given else []
+    return not any((own & ~mask).any() for own in chosen)
+
+
+def _is_same(taker: Node, known: Collection[Node], site: Site) -> bool:
+    """Return whether it is a function of a result, and of what all devices of a group have."""
+    stack, seen = [taker], {*known}
+    while stack and len(seen) < _MOST:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.opcode == "parameter" and node.home.is_entry and not node.fused:
+            number = int(node.instruction.literal)
+            given = site.program.inputs[number : number + 1]
+            if not given or not given[0].equal_in(site.collective.groups):
+                return False
+        elif node.opcode not in _LOCAL | {"constant"}:
+            return False
+        stack += node.operands
+    return not stack
 
 
 # -- a reduction of what is gathered --------------------------------------------------------------
@@ -296,9 +420,14 @@ ROWS = {
     "reduce first": Kind(
         reduce_first,
         looks_like=(
-            "an all-reduce whose result each device only sums up, or scatters into fewer places"
+            "an all-reduce whose result each device only sums up, or scatters into fewer places; a "
+            "psum of one device's values, as of a pipeline's last stage, of which all compute the "
+            "same smaller result"
         ),
-        in_shard_map="reduce before the psum, or cast with shardrules.vary before the broadcast",
+        in_shard_map=(
+            "reduce before the psum, or cast with shardrules.vary before the broadcast; psum what "
+            "that device computes of its values"
+        ),
         under_jit="sum over all of these dimensions at once, x.sum((0, 1))",
     ),
     "reduce instead": Kind(

@@ -73,7 +73,7 @@ def _part(site: Site, use: Use) -> _Part | None:
         return None
     (dimension,) = cut
     size = taker.shape.dimensions[dimension]
-    index = _device_rows(program, taker.operands[1 + dimension])
+    index = device_rows(program, taker.operands[1 + dimension])
     starts = None if index is None else exact.clamped_index(index, sizes[dimension] - size)
     as_sliced = factors.followed(factors.of(site.result.dimensions), taken)
     if starts is None or as_sliced is None:
@@ -83,7 +83,7 @@ def _part(site: Site, use: Use) -> _Part | None:
     return _Part(sizes, dimension, size, tuple(map(int, places)), of, taken)
 
 
-def _device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | None:
+def device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | None:
     """Evaluate an integer for each device, out of loops that pass it on."""
     if depth > 64:
         return None
@@ -95,14 +95,14 @@ def _device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | N
         return ids % program.partitions if partition else ids // program.partitions
     if node.opcode == "get-tuple-element":
         before = program.before_loop(node)
-        return None if before is None else _device_rows(program, before, depth + 1)
+        return None if before is None else device_rows(program, before, depth + 1)
     if node.opcode in factors.COPIES:  # on TPU a table of places is brought into faster memory
-        return _device_rows(program, node.operands[0], depth + 1)
+        return device_rows(program, node.operands[0], depth + 1)
     if node.opcode not in exact.OPCODES or not node.operands:
         return None
     given = []
     for operand in node.operands:
-        rows = _device_rows(program, operand, depth + 1)
+        rows = device_rows(program, operand, depth + 1)
         if rows is None:
             return None
         given.append(rows)

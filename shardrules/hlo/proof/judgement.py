@@ -189,7 +189,7 @@ class Broken(NamedTuple):
 
 
 class Output:
-    """What is proven of one array that the program returns.
+    """What is proven of one array that the program returns, or takes.
 
     Attributes:
       path: its place in the entry's result, ``()`` for a lone array.
@@ -286,6 +286,7 @@ class Judgement:
       opaque: the opaque calls without a usable rule, each once.
       promises: path and sharding of each output, None for an output without one (a token);
         None if the program does not state them.
+      inputs: what its sharding says of each parameter, in their order.
     """
 
     module: hm.Module
@@ -296,6 +297,7 @@ class Judgement:
     replicas: int
     opaque: tuple[hs.Blocker, ...]
     promises: tuple[tuple[str, str] | None, ...] | None = None
+    inputs: tuple[Output, ...] = ()
 
     def __repr__(self) -> str:
         counts = [(len(self._of(verdict)), verdict) for verdict in VERDICTS]

@@ -105,7 +105,7 @@ def judge(
             values = inputs.parameter_values(module, states, parameter_shardings)
             proof = handlers.prove(module, registry, values, states, axes)
             promises = inputs.promises(module, output_shardings)
-            judgement = _Judge(module, proof, named).judgement(promises)
+            judgement = _Judge(module, proof, named).judgement(promises, values)
             if given_mesh is not None and named is not None:
                 seen = [states[proof.values.collapse(value)].proven for value in values]
                 groups = {v.collective.name: v.collective.connections for v in judgement.verdicts}
@@ -132,7 +132,7 @@ class _Judge:
         self.runs = loops.executions(module)
         self.names = functools.cache(lambda c: phases.PartNames(module, module.computations[c]))
 
-    def judgement(self, promises: Any) -> Judgement:
+    def judgement(self, promises: Any, given: Sequence[Value]) -> Judgement:
         verdicts: list[Verdict] = []
         steps = customcalls.spread_steps(self.module)
         for name, computation in self.module.computations.items():
@@ -154,7 +154,13 @@ class _Judge:
             self.relations.replicas,
             tuple(dict.fromkeys(r.blocker for r in resolutions if r.effects is None)),
             promises,
+            tuple(self._inputs(given)),
         )
+
+    def _inputs(self, given: Sequence[Value]) -> Iterator[Output]:
+        for number, (parameter, value) in enumerate(zip(self.module.entry.parameters, given)):
+            state = self.states[self.proof.values.collapse(value)]
+            yield Output((number,), parameter.shape, state, self.relations, self.mesh)
 
     def _outputs(self) -> Iterator[Output]:
         root = self.module.entry.instructions[self.module.entry.root].shape

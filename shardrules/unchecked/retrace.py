@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import math
 import re
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, is_inexact, name_of, opened
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
+from shardrules.hooks.frames import here
 from shardrules.jaxprs.walk import Inside, equations, visited
 
 
@@ -64,7 +66,8 @@ def traced(f: Any, args: tuple[Any, ...], chosen: Sequence[int] = (), order: int
     def differentiated(function: Any) -> Any:
         def run(*some: Any) -> Any:
             out, backward = jax.vjp(function, *some)
-            return out, backward(jax.tree_util.tree_map(cotangent, out))
+            with dataclasses.replace(here.look, pulls=True):
+                return out, backward(jax.tree_util.tree_map(cotangent, out))
 
         return run
 

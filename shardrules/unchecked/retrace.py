@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import math
 import re
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, is_inexact, name_of, opened
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
-from shardrules.hooks.frames import here
 from shardrules.jaxprs.walk import Inside, equations, visited
 
 
@@ -45,8 +43,17 @@ def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(n for n, leaf in enumerate(jax.tree_util.tree_leaves(args)) if is_inexact(leaf))
 
 
-def traced(f: Any, args: tuple[Any, ...], chosen: Sequence[int] = (), order: int = 0) -> Any:
-    """Trace a function, or it and its derivatives, up to some order, by the chosen leaves."""
+def traced(
+    f: Any,
+    args: tuple[Any, ...],
+    chosen: Sequence[int] = (),
+    order: int = 0,
+    pulling: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Any:
+    """Trace a function, or it and its derivatives, up to some order, by the chosen leaves.
+
+    In ``pulling()`` these derivatives are pulled back, and not those that the function takes.
+    """
     import jax
     import numpy as np
 
@@ -66,7 +73,7 @@ def traced(f: Any, args: tuple[Any, ...], chosen: Sequence[int] = (), order: int
     def differentiated(function: Any) -> Any:
         def run(*some: Any) -> Any:
             out, backward = jax.vjp(function, *some)
-            with dataclasses.replace(here.look, pulls=True):
+            with pulling():
                 return out, backward(jax.tree_util.tree_map(cotangent, out))
 
         return run

@@ -98,6 +98,7 @@ class LookFrame(WingFrame):
     blamed: list[tuple[Exception, Any]] = dataclasses.field(default_factory=list)
     gradients: list[None] | None = None  # grows when something is differentiated in reverse
     order: int = 0  # of the derivative that is traced
+    pulls: bool = False  # whether that derivative is pulled back, and no author's rule runs
 
 
 class Here(threading.local):

@@ -13,7 +13,17 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, name_of, named_axes, opened
+from shardrules.door.jaxprs import (
+    CASTS,
+    KERNELS,
+    NEW_REFS,
+    READS,
+    SUMS,
+    inner_jaxprs,
+    name_of,
+    named_axes,
+    opened,
+)
 from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr
 from shardrules.jaxprs.walk import Inside, visited
 
@@ -65,19 +75,23 @@ def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections
 
     def visit(eqn: Eqn, around: _Around, inside: Inside[_Around, None]) -> Iterator[None]:
         name, operands = name_of(eqn), [around.of(atom) for atom in eqn.invars]
-        if name in CASTS | {"convert_element_type"}:
-            results = [_converted(each, v) for each, v in zip(operands, eqn.outvars)]
-            around.makes.update(zip(eqn.outvars, results))
+        if name in CASTS:
+            around.makes.update(zip(eqn.outvars, operands))
+            return
+        if name == "convert_element_type" and isinstance(operands[0], _Elements):
+            # JAX converts a Python number after its cast.
+            around.makes.update(zip(eqn.outvars, [_converted(operands[0], eqn.outvars[0])]))
             return
         inner = _Around({}, [*_inside(eqn, operands)], [], large)
         if name in SUMS:
-            results = [("psum", named_axes(eqn.params), operand) for operand in operands]
+            of_all: tuple[Any, ...] = ("psum",)
+            results: list[Any] = [("psum", named_axes(eqn.params), operand) for operand in operands]
         elif inner.left:
             for found in inside(inner):
                 yield from found
             # There may be more operands with the check on: a value, and what it is cast to.
-            taken = operands if name in KERNELS else {*operands}
-            of_all: tuple[Any, ...] = name, _plain(eqn), _results(inner), taken
+            taken = operands if _is_step(name) else {*operands}
+            of_all = name, _plain(eqn), _results(inner), taken
             results = [(*of_all, n) for n in range(len(eqn.outvars))]
         else:
             of_all = name, _plain(eqn), operands
@@ -85,6 +99,11 @@ def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections
         keys = [_key(result) for result in results]
         counted.update(keys)
         around.makes.update(zip(eqn.outvars, keys))
+        if name in NEW_REFS:  # however equal what two of them hold is, they are two
+            around.makes[eqn.outvars[0]] = _key((keys[0], sum(map(_is_ref, around.makes))))
+        elif name not in READS:  # what a ref holds from here on
+            written = [(n, atom) for n, atom in enumerate(eqn.invars) if _is_ref(atom)]
+            around.makes.update((atom, _key((of_all, n))) for n, atom in written)
 
     jaxpr = opened(closed)
     whole = _Around({}, [_Inner(closed.consts, range(len(jaxpr.invars)))], [], large)
@@ -99,8 +118,17 @@ def _results(around: _Around) -> list[list[Any]]:
     results = []
     for jaxpr, makes in around.read:
         of = around._replace(makes=makes).of
-        results.append([of(atom) for atom in jaxpr.outvars])
+        results.append([of(atom) for atom in (*jaxpr.outvars, *filter(_is_ref, jaxpr.invars))])
     return results
+
+
+def _is_ref(atom: Any) -> bool:
+    return hasattr(atom.aval, "inner_aval")
+
+
+def _is_step(name: str) -> bool:
+    """Return whether what holds a jaxpr doesn't call it with its operands and others beside."""
+    return name in KERNELS or name.startswith(("scatter", "reduce", "select_and_scatter"))
 
 
 def _inside(eqn: Eqn, operands: list[Any]) -> Iterator[_Inner]:
@@ -187,7 +215,7 @@ def _key(value: Any) -> int:
 def _plain(eqn: Eqn) -> list[Any]:
     """Return the parameters of an equation that are made of numbers, names and functions."""
     # Sorted: they may stand in another order with the check on (JAX 0.5.3 and older).
-    if any(inner_jaxprs(eqn.params)):
+    if any(inner_jaxprs(eqn.params)) and not _is_step(name_of(eqn)):
         # Of what holds jaxprs, some count or mark the inputs, of which there may be others.
         return [
             (name, value)
@@ -211,6 +239,13 @@ def _held(value: Any, depth: int = 6) -> Any:
         return operator.index(value)
     if type(value) in (bool, int, float, str):
         return value
+    if depth and opened(value) is not None:
+        return frozenset(made_of(value).items()) if hasattr(value, "consts") else None
+    if depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [
+            _held(getattr(value, field.name, None), depth - 1)
+            for field in dataclasses.fields(value)
+        ]
     return _function(value, depth - 1) if depth else None
 
 

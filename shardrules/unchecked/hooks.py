@@ -412,15 +412,15 @@ class _Unchecked:
         met: list[Site] = []
         gradients: list[None] = []
         blamed: list[tuple[Exception, Site]] = []
-        some = () if derivative is None else derivative[:2]
-        order = 0 if derivative is None else derivative.order
+        chosen, order = ((), 0) if derivative is None else derivative[:2]
+        pulling = lambda: dataclasses.replace(self.state.here.look, pulls=True)  # noqa: E731
         with (
             self._looking("on", active=True, policy=COLLECT, notes=notes, casts=casts),
             dataclasses.replace(self.state.here.look, met=met, blamed=blamed, order=order),
             self.state.recording_gradients(gradients),
         ):
             try:
-                closed = retrace.traced(self.on(), args, *some)
+                closed = retrace.traced(self.on(), args, chosen, order, pulling)
             except Exception as error:  # it becomes the reason why the check stays off  # noqa: BLE001
                 failed = error
         culprit = next((site for error, site in blamed if error is failed), None)

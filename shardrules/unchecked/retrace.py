@@ -43,8 +43,17 @@ def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(n for n, leaf in enumerate(jax.tree_util.tree_leaves(args)) if is_inexact(leaf))
 
 
-def traced(f: Any, args: tuple[Any, ...], chosen: Sequence[int] = (), order: int = 0) -> Any:
-    """Trace a function, or it and its derivatives, up to some order, by the chosen leaves."""
+def traced(
+    f: Any,
+    args: tuple[Any, ...],
+    chosen: Sequence[int] = (),
+    order: int = 0,
+    pulling: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Any:
+    """Trace a function, or it and its derivatives, up to some order, by the chosen leaves.
+
+    In ``pulling()`` these derivatives are pulled back, and not those that the function takes.
+    """
     import jax
     import numpy as np
 
@@ -64,7 +73,8 @@ def traced(f: Any, args: tuple[Any, ...], chosen: Sequence[int] = (), order: int
     def differentiated(function: Any) -> Any:
         def run(*some: Any) -> Any:
             out, backward = jax.vjp(function, *some)
-            return out, backward(jax.tree_util.tree_map(cotangent, out))
+            with pulling():
+                return out, backward(jax.tree_util.tree_map(cotangent, out))
 
         return run
 

@@ -246,6 +246,72 @@ def test_what_only_jax_differentiates_is_switched(asked, cpu_mesh):
     assert [site.switched for site in sites] == [True]
 
 
+def a_gradient(f, x, w):
+    return jax.vjp(f, w)[1](x)[0]
+
+
+def in_a_bwd(f, x, w):
+    def bwd(saved, g):
+        x, w = saved
+        return g * w + 0.1 * a_gradient(lambda w: f(x, w), g, w), 0 * w
+
+    return op_of(lambda x, w: (x * w, (x, w)), bwd)(x, w)
+
+
+def in_a_fwd(f, x, w):
+    def fwd(x, w):
+        return x * w, (a_gradient(lambda w: f(x, w), x, w), w)
+
+    op = jax.custom_vjp(lambda x, w: x * w)  # only fwd takes it
+    op.defvjp(fwd, lambda saved, g: (g * saved[0], 0 * saved[1]))
+    return op(x, w)
+
+
+def in_a_jvp(f, x, w):
+    op = jax.custom_jvp(lambda x, w: x * w)
+
+    @op.defjvp
+    def rule(primals, tangents):
+        (x, w), (t, u) = primals, tangents
+        return x * w, t * a_gradient(lambda w: f(x, w), x, w) + x * u
+
+    return op(x, w)
+
+
+def summed(x, w):
+    """Multiply by ``w``, which is one value for all devices: with the check on, a cast sums."""
+    return x * w
+
+
+def summing(x, w):
+    """Sum what differs by device: the transpose of that is a sum with the check off alone."""
+    return x * jax.lax.psum(x * w, "data")
+
+
+@pytest.mark.parametrize("f", [summed, summing])
+@pytest.mark.parametrize("place", [in_a_bwd, in_a_fwd, in_a_jvp])
+def test_a_gradient_that_a_rule_takes_over_devices_leaves_its_site(place, f, cpu_mesh):
+    def asked(mapped):
+        g = mapped(lambda x, w: place(f, x, w), P("data"))
+        return jax.grad(lambda x: jnp.sum(jnp.sin(g(x, W))))(jnp.asarray(X))
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "a custom rule takes a gradient over {data}"
+
+
+@pytest.mark.parametrize("place", [in_a_bwd, in_a_fwd, in_a_jvp])
+def test_a_gradient_that_a_rule_takes_on_each_device_is_switched(place, cpu_mesh):
+    def asked(mapped):
+        own = lambda x, w: place(lambda x, v: x * jnp.sin(v), x, x * w)  # noqa: E731
+        g = mapped(own, P("data"))
+        return jax.grad(lambda x: jnp.sum(jnp.sin(g(x, W))))(jnp.asarray(X))
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-5)
+    assert site.switched, site
+
+
 def algorithm(name):
     def body(x, w):
         matrix = jnp.eye(4) + 0.123
@@ -451,7 +517,59 @@ def by_a_length(x, w):
     return jax.lax.scan(lambda c, _: (c * w, None), x, None, length=2 if _varying(x) else 3)[0]
 
 
+def by_blocks(x, w):
+    def kernel(a, b, out):
+        out[...] = a[...] * b[...]
+
+    first = int(bool(_varying(x)))
+    block = lambda of: pl.BlockSpec((1, 4), lambda i: (of(i), 0))  # noqa: E731
+    specs = [block(lambda i: (i + first) % 2), block(lambda i: i)]
+    mapped = dict(grid=(2,), in_specs=specs, out_specs=block(lambda i: i))
+    return pl.pallas_call(kernel, jax.typeof(x), **mapped, interpret=True)(x, w + 0 * x)
+
+
+def by_an_alias(x, w):
+    def kernel(a, b, out):
+        out[...] = 2 * out[...]
+
+    aliases = {0 if _varying(x) else 1: 0}
+    kind = jax.typeof(x)
+    return pl.pallas_call(kernel, kind, input_output_aliases=aliases, interpret=True)(x, w + 0 * x)
+
+
+def by_an_order_of_writes(x, w):
+    ref = jax.new_ref(x * w)
+    first, then = (1, 0) if _varying(x) else (0, 1)
+    for n in (first, then):
+        ref[...] = ref[...] * 2 if n else ref[...] + x
+    return ref[...]
+
+
+def by_a_ref(x, w):
+    refs = jax.new_ref(x * w), jax.new_ref(x * w)
+    refs[bool(_varying(x))][0] = x[0]
+    return refs[0][...]
+
+
+def by_a_ref_in_a_loop(x, w):
+    def step(n, _):
+        order = (1, 0) if _varying(x) else (0, 1)
+        for n in order:
+            ref[...] = ref[...] * 2 if n else ref[...] + x
+
+    ref = jax.new_ref(x * w)
+    jax.lax.fori_loop(0, 2, step, None)
+    return ref[...]
+
+
 READS = {
+    "blocks": by_blocks,
+    "alias": by_an_alias,
+    "an order of writes": by_an_order_of_writes,
+    "a ref": by_a_ref,
+    "a ref in a loop": by_a_ref_in_a_loop,
+    "conversion": lambda x, w: (x.astype(int) if _varying(x) else x).astype(x.dtype) * w,
+    "mode": lambda x, w: x.at[np.array([0, 5])].add(w, mode="drop" if _varying(x) else "clip"),
     "numbers": by_numbers,
     "constants": by_constants,
     "large constants": by_large_constants,

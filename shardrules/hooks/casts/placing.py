@@ -80,6 +80,8 @@ class CastHooks(Hooks):
                 return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
         if notes is not None and self.state.scope.unchecked == "on":
             notes.reasons_to_leave += shares().reasons_to_leave()
+            if not self.state.here.look.pulls:
+                notes.reasons_to_leave += shares().reasons_inside()
         cotangents = rest[0] if rest else next(iter(kwargs.values()))
         # Programs that are transposed inside are part of this one: their casts are placed here.
         frame = dataclasses.replace(self.state.here.transpose, placed=True, bwds={}, shares=shares)

@@ -183,6 +183,7 @@ class CustomVjpHooks(Hooks):
             raise self.state.outlived(f"{name!r}, of a custom_vjp,", function=name)
         context = contextlib.ExitStack()
         context.enter_context(self.state.enter(scope))
+        context.enter_context(dataclasses.replace(self.state.here.look, pulls=False))
         if gradients is not None:
             context.enter_context(self.state.recording_gradients(gradients))
         return context

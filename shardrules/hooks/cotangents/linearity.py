@@ -268,6 +268,7 @@ class _Linearity(Fold[str]):
             known = getattr(eqn.params["atomic_type"], "value", None) == "add"
         if not is_inexact(eqn.invars[0].aval):  # integers that are data or positions
             data, positions = [*data, *positions], []
+        known &= not _reinterprets(eqn)
         if not known:
             self._note_inside(eqn)
         if not known or not _KNOWN.issuperset(positions):
@@ -277,6 +278,15 @@ class _Linearity(Fold[str]):
             for cell in cells:
                 self.store(cell, kind)
         return [self.join([*data, *(cell.value for cell in cells)])] * len(eqn.outvars)
+
+
+def _reinterprets(eqn: Eqn) -> bool:
+    """Return whether a ref's bits are read or written as those of another type (``bitcast``)."""
+    if name_of(eqn) in _COPIES:
+        moved = [v.aval for v in eqn.invars if hasattr(v.aval, "inner_aval") and is_inexact(v.aval)]
+    else:
+        moved = [eqn.invars[0].aval, *(v.aval for v in eqn.outvars or eqn.invars[1:2])]
+    return len({aval.dtype for aval in moved if hasattr(aval, "dtype")}) > 1
 
 
 def _shows(eqn: Eqn, operands: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ from shardrules.door.jaxprs import (
     SUMS,
     is_inexact,
     name_of,
+    named_axes,
     opened,
 )
 from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr, Var
@@ -40,6 +41,7 @@ from shardrules.hooks.types.owners import is_foreign
 from shardrules.jaxprs.fold import TooLong
 from shardrules.jaxprs.reach import Reach
 from shardrules.jaxprs.walk import equations, program_text
+from shardrules.registry.axistypes import show_axes
 
 IsOpaque = Callable[[Any], bool]
 _IDENTITIES = CASTS | {MARK}
@@ -226,6 +228,7 @@ class Shares(Reach):
         # sum if n is a power of two and the range of the type is float32's.
         self.differing = frozenset(a for a in self._every if again or sizes[a] & (sizes[a] - 1))
         self.summed: frozenset[str] = frozenset()  # over which casts sum cotangents
+        self.sums: frozenset[str] = frozenset()  # over which it sums tangents
         self._reasons: list[str] = []
         self._rounding: list[tuple[frozenset[str], str]] = []
         inputs = [v.aval for v, is_in in zip(jaxpr.invars, linear) if is_in and is_inexact(v.aval)]
@@ -241,6 +244,12 @@ class Shares(Reach):
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))
 
+    def reasons_inside(self) -> list[str]:
+        """Say why a gradient that a fwd, a bwd or a jvp takes is another with the check off."""
+        # There no cast sums it, and the transpose of a sum is a sum.
+        axes = self._every & (self.summed | self.sums)
+        return [f"a custom rule takes a gradient over {show_axes(axes)}"] if axes else []
+
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         name = name_of(eqn)
         if name in _FOLLOWED and not (name == "cond" and self.content(operands[0])):
@@ -248,7 +257,9 @@ class Shares(Reach):
         tangents = [atom for atom, value in zip(eqn.invars, operands) if self.content(value)]
         if tangents and (name in _IDENTITIES or name == "custom_lin"):
             self._cast(eqn, tangents)
-        elif tangents and name not in SUMS:
+        elif tangents and name in SUMS:
+            self.sums |= named_axes(eqn.params)
+        elif tangents:
             self._operation(eqn, tangents)
         if name in NEW_REFS:
             return super().equation(eqn, operands)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from core import versions
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
@@ -231,3 +232,14 @@ def test_a_parameter_that_is_not_asked_is_found(monkeypatch):
         for name in ("scatter", "gather")
     }
     assert found == {"scatter": [5, 6, 9], "gather": [3]}
+
+
+def test_a_ref_that_is_read_as_another_type_is_not_linear():
+    """What it holds is bits then; some are no numbers, so that none is executed here."""
+
+    def halves(g, o):
+        o[...] = g.bitcast(jnp.bfloat16)[:1].astype(jnp.float32)
+
+    f = pl.pallas_call(halves, jax.ShapeDtypeStruct((1, 8), jnp.float32), interpret=True)
+    jaxpr = jax.make_jaxpr(f)(FIXED[None]).jaxpr
+    assert linearity.linearity(jaxpr, jaxpr.invars, kernels=True).summed is None

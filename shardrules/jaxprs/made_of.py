@@ -240,7 +240,7 @@ def _held(value: Any, depth: int = 6) -> Any:
     if type(value) in (bool, int, float, str):
         return value
     if depth and opened(value) is not None:
-        return frozenset(made_of(value).items()) if hasattr(value, "consts") else None
+        return frozenset(_made_of(value, id).items()) if hasattr(value, "consts") else None
     if depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [
             _held(getattr(value, field.name, None), depth - 1)

@@ -38,13 +38,13 @@ def slots_of(kind: type) -> Iterable[str]:
 
 def variables(variables: dict[str, Any], names: Iterable[str], new: bool = False) -> Undo:
     """Keep a module's variables by their names; with ``new``, remove those that it gets, too."""
-    before = {name: _Counter.held(variables, name) for name in names}
+    before = {name: _Numbering.held(variables, name) for name in names}
 
     def undo() -> object:
         became: dict[str, Any] = {}
         for name in before.keys() | variables.keys() if new else before:
             now, value = variables.get(name, ABSENT), before.get(name, ABSENT)
-            if type(value) is _Counter:
+            if type(value) is _Numbering:
                 if repr(now) != value.text:
                     became[name] = repr(now)
                     variables[name] = value.renewed()
@@ -62,7 +62,7 @@ def variables(variables: dict[str, Any], names: Iterable[str], new: bool = False
     return undo
 
 
-class _Counter:
+class _Numbering:
     """An ``itertools.count`` that one variable of a module holds, and where it stood.
 
     It can't be set back, so the variable gets another one, which nobody can tell from the first as

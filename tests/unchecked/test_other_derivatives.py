@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from core import versions
+from jax._src.lax import parallel
 from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
@@ -609,3 +610,16 @@ def test_a_large_constant_is_read_where_it_is_made_anew(cpu_mesh):
     off, on, (site,) = gradient_of(asked, cpu_mesh)
     np.testing.assert_array_equal(off, on)
     assert site.switched
+
+
+@versions.where(lambda: hasattr(parallel, "all_gather_invariant"))
+def test_a_gather_that_presumes_the_check_is_left(cpu_mesh):
+    """Its transpose sums nothing: with the check on each device gets the whole cotangent."""
+
+    def asked(mapped):
+        f = mapped(lambda x, w: parallel.all_gather_invariant(x * w, "data", tiled=True), P())
+        return jax.grad(lambda w: jnp.sum(f(X, w) ** 2))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "the transpose of 'all_gather_invariant' is right with the check on alone"

@@ -109,12 +109,19 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     )
 
 
-def why_by_arguments(door: Door, eqn: Eqn) -> str:
-    """Say why an equation's derivative may differ under a vmap, or by fewer arguments.
+# JAX binds these where it checks; the code of a body may, too. With the check off, each device gets
+# a part of a cotangent, which they don't sum.
+_FOR_THE_CHECK = frozenset({"all_gather_invariant", "psum_invariant"})
 
-    A look differentiates all of them, without the vmaps around. Empty if neither matters.
+
+def why_by_arguments(door: Door, eqn: Eqn) -> str:
+    """Say why an equation's derivative may differ under a vmap, by fewer arguments, or by itself.
+
+    A look differentiates all of them, without the vmaps around. Empty if nothing matters.
     """
     name, count = name_of(eqn), sum(is_inexact(atom.aval) for atom in eqn.invars)
+    if count and name in _FOR_THE_CHECK:
+        return f"the transpose of {name!r} is right with the check on alone"
     if count and is_foreign((door.batchers or {}).get(eqn.primitive)):
         return f"vmap calls a rule that somebody wrote for {name!r}"
     if count < 2:

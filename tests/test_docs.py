@@ -64,6 +64,7 @@ def test_a_page_that_is_wrong_fails(tmp_path):
     assert printed != shown
 
 
+@pytest.mark.slow
 def test_a_page_that_takes_devices_for_granted_fails(tmp_path):
     page = "```python\nimport jax\nassert len(jax.devices('cpu')) == 8\n```\n"
     with pytest.raises(AssertionError):

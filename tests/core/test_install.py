@@ -98,6 +98,7 @@ def test_uninstalling_leaves_jax_as_it_was():
     """)
 
 
+@pytest.mark.slow
 def test_what_a_declared_op_keeps_patched_can_be_taken_back():
     run_alone("""
         import jax.numpy as jnp
@@ -193,10 +194,12 @@ def mistaken_signatures(change=""):
     )
 
 
+@pytest.mark.slow
 def test_what_stands_instead_of_a_function_takes_what_that_took():
     assert mistaken_signatures() == ""
 
 
+@pytest.mark.slow
 def test_a_parameter_of_another_name_is_noticed():
     message = mistaken_signatures(
         "from shardrules.hooks.order import CustomVjpHooks; CustomVjpHooks._flatten_primal = "

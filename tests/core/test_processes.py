@@ -110,6 +110,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 def test_a_difference_is_named_in_every_process(both):
     assert [one["raised"].pop("the_same") for one in both] == [None, None]
     assert both[0]["raised"] == both[1]["raised"]

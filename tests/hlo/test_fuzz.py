@@ -8,6 +8,7 @@ from . import fuzz
 from . import text as T
 
 
+@pytest.mark.slow
 def test_damaged_modules_are_modules_or_syntax_errors():
     wrong = {seed: fuzz.outcome(seed) for seed in range(5_000)}
     assert not {seed: problem for seed, problem in wrong.items() if problem}

@@ -83,6 +83,7 @@ def behind(body, mesh, **keywords):
     return after
 
 
+@pytest.mark.slow
 def test_the_psum_stands_at_the_border_behind_no_reorder(cpu_mesh):
     with sr.install(casts="late"):
         late = behind(balanced, cpu_mesh)

@@ -217,6 +217,7 @@ def test_a_row_that_is_too_generous_is_found(name, monkeypatch):
     assert wrong(name, 0, case).startswith("called linear, off by ")
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_not_asked_is_found(monkeypatch):
     """Both were holes once: the function that updates, and what fills."""
     ignored = {"update_jaxpr": None, "fill_value": None}

@@ -114,8 +114,11 @@ def _parts(program: Program, operand: Node) -> list[Site]:
 
 def _brought_from_one(site: Site) -> Hint | None:
     """Find the sum that brings a callback's result from the device that ran it to all others."""
-    chosen = site.made_by(WHOLE) if site.adds and site.whole else None
-    if chosen is None or chosen.opcode != "select" or not is_zero(chosen.operands[2]):
+    opcodes = site.program.module.opcodes[site.computation.name]
+    if not (site.adds and site.whole and "conditional" in opcodes):
+        return None
+    chosen = site.made_by(WHOLE)
+    if chosen.opcode != "select" or not is_zero(chosen.operands[2]):
         return None
     result = made_by(chosen.operands[1], WHOLE)
     call = result.operands[0] if result.opcode == "get-tuple-element" else None

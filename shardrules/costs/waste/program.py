@@ -136,6 +136,11 @@ class Program:
         return next((what for what in ("shard_map/", "pmap", "op_name=") if what in text), "")
 
     @functools.cached_property
+    def asks_which_device(self) -> bool:
+        asked = itertools.chain(*self.module.opcodes.values())
+        return not {"partition-id", "replica-id"}.isdisjoint(asked)
+
+    @functools.cached_property
     def platform(self) -> str | None:
         return launches.platform(self.module)
 

@@ -89,6 +89,8 @@ def _of_one_device(site: Site) -> Hint | None:
     """Find a sum of one device's values and zeros, of which all devices compute the same."""
     if not (site.adds and site.whole and site.in_shard_map):
         return None
+    if not site.program.asks_which_device:
+        return None
     mask, groups = _mask(site.program, site.made_by(WHOLE)), site.collective.groups
     if mask is None:
         return None

@@ -23,6 +23,7 @@ def outcome(seed):
 """
 
 
+@pytest.mark.slow
 def test_a_seed_that_ends_its_process_is_lost_alone(tmp_path, monkeypatch, capsys):
     (tmp_path / "kind.py").write_text(KIND)
     monkeypatch.syspath_prepend(tmp_path)

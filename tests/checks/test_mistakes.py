@@ -248,6 +248,7 @@ for verdict in testing.judge(jax.grad(loss), *shapes).verdicts:
 """
 
 
+@pytest.mark.slow
 def test_a_psum_of_the_transpose_has_the_caller_s_line(tmp_path):
     """JAX gives it the innermost frame that is not its own, which was one of shardrules' files."""
     script = tmp_path / "script.py"

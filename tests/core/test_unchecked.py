@@ -583,6 +583,7 @@ def test_the_assertion_compares_and_can_fail(cpu_mesh, monkeypatch):
         shardrules.testing.assert_same_unchecked(off(g, cpu_mesh, in_specs, out_specs), *args)
 
 
+@pytest.mark.slow
 def test_the_assertion_knows_a_gradient_that_is_rounding_alone(monkeypatch):
     """The bias of keys adds the same to all scores of a query, so its gradient is zero."""
     devices = np.array(jax.devices()[:6]).reshape(2, 3)  # a third of a cotangent is rounded

@@ -58,6 +58,7 @@ def test_2000_random_bodies_keep_the_promise():
         check_promise(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [8, 500, 502])
 def test_gradients_of_harder_bodies_are_the_late_ones(seed):
     """In the first, a bwd differentiates by residuals, over an axis over which it was not run."""

@@ -321,6 +321,7 @@ def test_already_summed_refuses_what_is_no_axis(cpu_mesh):
         inside(cpu_mesh, lambda x: sr.already_summed(x, "modle"), jnp.ones(ROWS))
 
 
+@pytest.mark.slow
 def test_a_librarys_bwd_is_not_to_be_edited(cpu_mesh, hooks):
     """What it says to type before the call is right, and gives the gradient of one device."""
     from jax.experimental.ode import odeint

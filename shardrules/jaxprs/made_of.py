@@ -45,7 +45,7 @@ class _Around(NamedTuple):
     makes: dict[Any, Any]  # what each variable is made of
     left: list[_Inner]  # the jaxprs of an equation that are to be read
     read: list[tuple[Jaxpr, dict[Any, Any]]]  # those that were, with what their variables are
-    large: Callable[[Any], object]  # what stands for a large constant
+    large: Callable[[Any], object]  # returns what is compared instead of a large constant
 
     def of(self, atom: Any) -> Any:
         if hasattr(atom, "val"):

@@ -223,7 +223,7 @@ def _advised(content: Content) -> list[object]:
     allowed = [finding for finding, _ in content.allowed]
     changes: tuple[Finding | Hint, ...] = (*content.findings, *content.hints, *allowed)
     todo = [(c.kind, c.entry.what, c.entry.place, c.entry.bytes, c.advice) for c in changes]
-    return [blocks, unequal, sorted(todo)]
+    return [blocks, unequal, sorted(todo, key=repr)]
 
 
 def _spends(content: Content) -> str:

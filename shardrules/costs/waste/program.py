@@ -137,6 +137,7 @@ class Program:
 
     @functools.cached_property
     def asks_which_device(self) -> bool:
+        """Return whether it reads a device's number; without, no value is one device's alone."""
         asked = itertools.chain(*self.module.opcodes.values())
         return not {"partition-id", "replica-id"}.isdisjoint(asked)
 

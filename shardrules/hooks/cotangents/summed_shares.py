@@ -115,9 +115,9 @@ _FOR_THE_CHECK = frozenset({"all_gather_invariant", "psum_invariant"})
 
 
 def why_by_arguments(door: Door, eqn: Eqn) -> str:
-    """Say why an equation's derivative may differ under a vmap, by fewer arguments, or by itself.
+    """Say why an equation's derivative may differ with the check on though a look saw it equal.
 
-    A look differentiates all of them, without the vmaps around. Empty if nothing matters.
+    A look differentiates by all arguments, without the vmaps around. Empty if there is no reason.
     """
     name, count = name_of(eqn), sum(is_inexact(atom.aval) for atom in eqn.invars)
     if count and name in _FOR_THE_CHECK:

@@ -2,10 +2,16 @@
 
 import importlib.util
 import os
+import pathlib
 import sys
 import zlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Where Python may write no bytecode beside sources, each process that a test starts would compile
+# all of JAX, in three seconds.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
+    os.environ["PYTHONPYCACHEPREFIX"] = str(cache)
 # Of a flag that stands twice XLA takes the last. LLVM's optimizations took a tenth of the suite's
 # time (JAX 0.12.0.1), and no test is about them: what is read of a program is fixed before LLVM.
 os.environ["XLA_FLAGS"] = " ".join(

@@ -26,7 +26,7 @@ from shardrules.door.jaxprs import (
 from shardrules.door.protocols import Eqn, Jaxpr, Params, Primitive, Var
 from shardrules.hooks.types.owners import is_users
 from shardrules.jaxprs.fold import NESTED, Cell, Fold, TooLong
-from shardrules.jaxprs.walk import equations, program_text
+from shardrules.jaxprs.walk import equations, is_same_program
 
 # How a value depends on the inputs: it is zero, it doesn't, linearly, or in an unknown way.
 _ZERO, _FIXED, _LINEAR, _UNKNOWN = "zero", "fixed", "linear", "unknown"
@@ -167,7 +167,7 @@ class _Linearity(Fold[str]):
         self.precisions: set[Precision] = set()  # of all that depends on the inputs
         self.shows = False
         self._rules: dict[Any, Any] = {}  # of each custom_vjp and custom_jvp, by place
-        self._texts: list[str] = []  # of those that are being read
+        self._reading: list[Any] = []  # the jaxprs of those that are being read
 
     def literal(self, value: Any) -> str:
         return _ZERO if getattr(value, "size", 1) == 1 and value == 0 else _FIXED
@@ -209,17 +209,17 @@ class _Linearity(Fold[str]):
         if found is None:
             return unknown
         jaxpr, tangent_count, results = found
-        text = program_text(jaxpr)
-        if text in self._texts:  # it calls itself: linear if all else that it does is
+        if any(is_same_program(jaxpr, around) for around in self._reading):
+            # It calls itself: linear if all else that it does is.
             return [_ZERO] * len(eqn.outvars)
-        if len(self._texts) > _MOST_RULES:
+        if len(self._reading) > _MOST_RULES:
             return unknown
         given = [*operands[eqn.params["num_consts"] :], *[_ZERO] * tangent_count]
         # From JAX 0.11 the constants are leading inputs.
         constants = [_FIXED] * (len(jaxpr.invars) - len(given))
-        self._texts.append(text)
+        self._reading.append(jaxpr)
         made: list[str] = self.inside(eqn, jaxpr, [*constants, *given], at=1)
-        self._texts.pop()
+        self._reading.pop()
         return [*made[results]]
 
     def other(self, eqn: Eqn, name: str, operands: list[str]) -> Sequence[str]:

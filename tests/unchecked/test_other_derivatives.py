@@ -21,8 +21,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules
 from shardrules.hooks import shard_map
 
-pytestmark = versions.where(versions.types_values)
-
 X = np.linspace(0.5, 2, 32, dtype=np.float32).reshape(8, 4)
 W = np.linspace(0.3, 1, 4, dtype=np.float32)
 

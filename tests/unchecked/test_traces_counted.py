@@ -10,13 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core import versions
 from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules.hooks import shard_map
-
-pytestmark = versions.where(versions.types_values)
 
 X = np.random.RandomState(0).rand(8, 6).astype(np.float32)
 W = np.random.RandomState(1).rand(6).astype(np.float32)

@@ -29,6 +29,7 @@ _MOST = 4000  # runs of collectives in it, the longest
 _Span = tuple[float, float]
 # Of text: what a browser refuses, and what turns the direction of the text after it.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
+_CODE = re.compile("`([^`]+)`")
 
 
 class BarLabel(NamedTuple):
@@ -43,6 +44,11 @@ class BarLabel(NamedTuple):
 def escaped(value: object) -> str:
     """Write what came from a program so that a browser takes it for text."""
     return html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value)))
+
+
+def prose(sentence: object) -> str:
+    """Write a sentence for a browser, with what is to be typed, between backticks, as code."""
+    return _CODE.sub(r"<code>\1</code>", escaped(sentence))
 
 
 def _svg(

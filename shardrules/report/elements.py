@@ -9,7 +9,7 @@ import pathlib
 import string
 from collections.abc import Iterable, Mapping
 
-from shardrules.report.drawn import escaped
+from shardrules.report.drawn import escaped, prose
 
 
 def whole(
@@ -71,7 +71,7 @@ def classed(names: str) -> str:
 
 
 def dim(*lines: str) -> str:
-    return "".join(f'<p class="dim">{escaped(line)}</p>' for line in lines)
+    return "".join(f'<p class="dim">{prose(line)}</p>' for line in lines)
 
 
 def badge(verdict: str, kind: str) -> str:

@@ -17,7 +17,7 @@ from shardrules.errors import few
 from shardrules.paths import here
 from shardrules.report import drawn, treemap
 from shardrules.report.content import Content, TableCell
-from shardrules.report.drawn import BarLabel, escaped
+from shardrules.report.drawn import BarLabel, escaped, prose
 from shardrules.report.elements import badge, classed, dim, html_table, tiles, titled, whole, wide
 from shardrules.report.grouping import Row, alike
 from shardrules.report.items import RESTING, resting_on
@@ -332,7 +332,7 @@ def _section(block: Block) -> str:
             more = f"<summary>{len(items) - _ITEMS} more</summary>"
             left = "".join(items[_ITEMS:])
             items[_ITEMS:] = [f'<li><details>{more}<ul class="remarks">{left}</ul></details></li>']
-        rest = f'<li class="dim">{escaped(block.rest)}</li>' if block.rest else ""
+        rest = f'<li class="dim">{prose(block.rest)}</li>' if block.rest else ""
         return titled(block.title, f'<ul class="remarks">{"".join(items)}{rest}</ul>')
     if not block.rows:
         return dim(block.note) if block.note else ""
@@ -357,7 +357,7 @@ def _item(item: Item, is_open: bool) -> str:
     saves = f"<b>saves {escaped(lines.pop('saves'))}</b>: " if "saves" in lines else ""
     verdict = item.entry.verdict if item.entry else "unproven"
     written = "".join(
-        f"<p><b>{escaped(label)}</b> {escaped(text)}</p>"
+        f"<p><b>{escaped(label)}</b> {prose(text)}</p>"
         for label, text in sorted(lines.items(), key=lambda line: line[0] == RESTING)
     )
     return (
@@ -422,7 +422,7 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
     parts = [f'<p class="narrow">{escaped(hidden)}</p>']
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):
         count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""
-        parts.append(f"<p>{count}because {escaped(here(same[0].reason))}</p>")
+        parts.append(f"<p>{count}because {prose(here(same[0].reason))}</p>")
         rests = resting_on(same[0])
         parts.append(dim(f"resting on: {rests}") if rests else "")
     if row.first.place:

@@ -84,6 +84,15 @@ def test_a_page_is_well_formed_and_holds_each_collective(count):
         assert row["data-groups"] and set(row["data-groups"].split()) <= set(tree.ids)
 
 
+def test_what_is_to_be_typed_is_shown_as_code():
+    extra = ', metadata={op_name="jit(f)/transpose(jvp())/shard_map/psum" source_file="a.py"}'
+    tree = Tree(report.page(content(program(30, extra))))
+    typed = [code["text"] for code in tree.all("code")]
+    assert "shardrules migrate --diff on.patch SCRIPT" in typed and "`" not in tree.text
+    # names of a program in between stay text
+    assert drawn.prose("`<b>` or `") == "<code>&lt;b&gt;</code> or `"
+
+
 def test_300_collectives_make_no_large_page():
     assert len(report.page(content(program(300)))) < 150_000
 

@@ -63,11 +63,11 @@ def pytest_addoption(parser):
 def _of_other_lane(item, lane, first):
     """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
     shared = any(map(item.get_closest_marker, ("one_lane", "tpu", "gpu")))
-    # tests/core is what each JAX runs, tests/report is collected in one lane alone, and what shares
-    # its seeds runs half of them in each.
-    apart = item.nodeid.startswith(("tests/core/", "tests/report/")) or "share" in item.fixturenames
-    if not apart:
-        shared = shared or item not in first or bool(item.get_closest_marker("slow"))
+    # tests/report is collected in one lane alone, and what shares its seeds runs half of them in
+    # each. Each JAX runs tests/core; of a test's further cases, JAX 0.7.2 runs those of both lanes.
+    if not item.nodeid.startswith("tests/report/") and "share" not in item.fixturenames:
+        is_slow = item.get_closest_marker("slow") and not item.nodeid.startswith("tests/core/")
+        shared = shared or item not in first or bool(is_slow)
     if not lane or not shared or any(map(item.get_closest_marker, _IN_NO_LANE)):
         return False
     return lane != f"{1 + zlib.crc32(item.nodeid.encode()) % 2}/2"

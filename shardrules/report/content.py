@@ -65,6 +65,7 @@ class Content:
       strict: outputs that are unproven alone are findings, too.
       why_at_most: why it isn't known what switching on its checks saves; empty where it is.
       script: what ran, as it was typed; empty where that isn't known.
+      interpreted: ``file:line`` of each call of a kernel that is interpreted, where known.
     """
 
     title: str
@@ -80,6 +81,7 @@ class Content:
     strict: bool = False
     why_at_most: str = ""
     script: str = ""
+    interpreted: frozenset[str] = frozenset()
 
     @property
     def target(self) -> estimates.Target | None:
@@ -373,7 +375,7 @@ class Content:
     @functools.cached_property
     def costs(self) -> tuple[Block, ...]:
         """List the other silent costs: donation, transfers, and what else holds anything."""
-        return sections(self.judgement.module)
+        return sections(self.judgement.module, self.interpreted)
 
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
@@ -382,9 +384,7 @@ class Content:
         for same in alike(self.unequal, items.lacking):
             advice = named(items.advice_on(same), self.script)
             todo.append(items.of_output(same[0], TODO, advice, [o.name for o in same[1:]]))
-        stays = [
-            items.of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed
-        ]
+        stays = [items.of_output(o, "allowed:", reason) for o, reason in self.unequal_allowed]
         allowed: list[Item] = []
         for pairs in alike(self.allowed, lambda pair: pair[1]):
             for group in findings.alike(finding for finding, _ in pairs):

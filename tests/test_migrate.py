@@ -336,8 +336,8 @@ def test_a_site_that_counts_traces_is_told_what_to_change(tmp_path):
     text = text.replace("return double(x)", "return counted(x)")
     (tmp_path / "train.py").write_text(text)
     said = " ".join(run(tmp_path, "-m", "shardrules", "migrate", "train.py").stderr.split())
-    assert "it changes Python state by how often its functions are traced" in said
-    assert "change it outside of the body" in said and "gets the sum" not in said
+    assert "or by how often its functions are traced" in said
+    assert "count outside of the body" in said and "gets the sum" not in said
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from shardrules.report.text import table
 from shardrules.unchecked.results import Outcome, Sent, compared, sent_by_name
 from shardrules.unchecked.retrace import sent_bytes
 from shardrules.unchecked.sites import (
+    BY_TYPE,
     COMPUTES_ELSE,
     UNSEEN,
     UNSTEADY,
@@ -218,7 +219,12 @@ def _details(row: SiteRow) -> list[str]:
     lines += [f"  {reason}" for reason in reasons]
     if UNSTEADY in reasons:
         lines.append("  (change it outside of the body, and pass its value as an argument)")
-    if reasons.keys() - {UNSTEADY}:
+    if BY_TYPE in reasons:
+        lines.append(
+            "  (write it so that the type of a value decides none of them, and count outside of "
+            "the body)"
+        )
+    if reasons.keys() - {UNSTEADY, BY_TYPE}:
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  only its values were compared, since JAX can't differentiate it: {why}")

@@ -65,9 +65,10 @@ _WHOLE_COTANGENTS = (
     "  with the check on, a bwd or a transpose gets the cotangent summed over the devices "
     "instead of one device's share. If it is linear in the cotangent (twice as much in gives "
     "twice as much out), the gradient is the same: switch it on by hand, with "
-    "shardrules.install() where the program starts, and compare the gradients of a step. If "
-    "not, as where it clips, leave the check off, or call the function with shardrules.vary(x, "
-    "axes), which keeps each device's share"
+    "shardrules.install() where the program starts, and compare the gradients by "
+    "shardrules.testing.assert_same_unchecked(loss, *arguments). If not, as where it clips, leave "
+    "the check off, or call the function with shardrules.vary(x, axes), which keeps each device's "
+    "share"
 )
 
 

@@ -145,16 +145,16 @@ class Content:
         """Say that there is nothing to do, and which collectives cost most, and who asked."""
         if not self.rows:
             return "no findings"
-        first, needed = self.rows[0], {entry.verdict for entry in self.account} == {"needed"}
-        sent, entry = _sum(map(self.ledger.cost, first.numbers)).bytes, first.first
-        parts = ["all needed"] if needed else []
+        parts = ["all needed"] if {e.verdict for e in self.account} == {"needed"} else []
+        costs = [_sum(map(self.ledger.cost, row.numbers)).bytes for row in self.rows]
+        sent, entry = max(costs), self.rows[costs.index(max(costs))].first
         if sent and entry.judged is not None:
-            name = entry.judged.collective.op_name
-            made = phases.operation(name)
+            made = phases.operation(name := entry.judged.collective.op_name)
             # A name without a path is an argument's.
             asked = phases.is_written(name) or made in CONSTRAINED or "/" not in name
             what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
-            by = "" if asked else f", by XLA's partitioner for {made}"
+            by = "" if self.timings is None else " of the bytes"  # the rows stand by their times
+            by += "" if asked else f", by XLA's partitioner for {made}"
             parts.append(f"the most: {what}, {percent(sent, self.ledger.total.bytes)}{by}")
         return "; ".join(parts) or "no findings"
 

@@ -631,9 +631,9 @@ def test_it_says_how_to_apply_the_patch_and_when_it_is_empty(tmp_path, monkeypat
     last = done.stderr.splitlines()[-1]
     assert last == (
         "shardrules: on.patch switches on the check of 1 shard_map; in this folder, apply it: "
-        "patch -p1 < on.patch"
+        "`patch -p1 < on.patch`"
     )
-    subprocess.run(last.partition("apply it: ")[2], shell=True, cwd=tmp_path, check=True)
+    subprocess.run(last.partition("apply it: ")[2].strip("`"), shell=True, cwd=tmp_path, check=True)
     assert "check_vma=True" in (tmp_path / "train.py").read_text()
     (tmp_path / "body.py").write_text(IN_ITS_BODY)
     monkeypatch.setenv("COLUMNS", "80")

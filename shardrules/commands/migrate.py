@@ -107,7 +107,8 @@ def _applied(patch: Edits, file: str, sites: int, runs: int) -> str:
     count = counted(len(patch.sites) or sites, "shard_map")
     if patch.sites:
         return (
-            f"{file} switches on the check of {count}; in this folder, apply it: patch -p1 < {file}"
+            f"{file} switches on the check of {count}; in this folder, apply it: "
+            f"`patch -p1 < {file}`"
         )
     if not sites:
         return f"{file} is empty: no check is off"

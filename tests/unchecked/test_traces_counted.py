@@ -115,11 +115,12 @@ def compared(mesh, make, order, without_hooks=True):
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 @pytest.mark.parametrize("kind", LEFT)
 def test_a_site_whose_traces_jax_counts_is_left(cpu_mesh, kind, order):
-    # Of a bwd in a scan the count differs only with the check on.
-    why = BY_TYPE if kind == "bwd in a scan" else COUNTS
+    # Of a bwd in a scan the count may differ with the check on only, by JAX's version.
+    reasons = {COUNTS, BY_TYPE} if kind == "bwd in a scan" else {COUNTS}
     # JAX 0.12 takes a loop's bwd from its cache; with the hooks, one for each order of derivatives.
     same = (kind, order[-1]) != ("bwd in a scan", "second")
-    assert compared(cpu_mesh, LEFT[kind], order, same) == {why}
+    (why,) = compared(cpu_mesh, LEFT[kind], order, same)
+    assert why in reasons
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)

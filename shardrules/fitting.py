@@ -26,6 +26,8 @@ _LEAST = (
     + ["est. a run", "of it exposed", "exposed", "collectives", "copied bytes", "launches", "bytes"]
     + ["trips unknown because", "share", "other"]
 )
+_CODE = re.compile(r"`[^`]+`[^\s]*")
+_KEPT = "\0"  # a space at which no line ends
 _PATHS = ("source", "at", "shard_map", "used at", "called at", "loop")
 _COLOURS = {"redundant": 31, "overwide": 31, "differs": 31, "may hang": 31}
 _COLOURS |= {"unproven": 33, "declared": 33, "needed": 32}
@@ -106,13 +108,20 @@ def _wrapped(line: str, columns: int) -> list[str]:
     match = _INDENT.match(line)
     start = match[0] if match else ""
     deeper = 0 if start.strip() else 2
-    return textwrap.wrap(
-        line[len(start) :],
+    room = columns - len(start) - deeper
+
+    def whole(code: re.Match[str]) -> str:
+        """Keep what is to be typed on one line, if it fits: a copy of it is what it was."""
+        return code[0].replace(" ", _KEPT) if len(code[0]) < room else code[0]
+
+    wrapped = textwrap.wrap(
+        _CODE.sub(whole, line[len(start) :]),
         columns,
         initial_indent=start,
         subsequent_indent=" " * (len(start) + deeper),
         break_on_hyphens=False,
     )
+    return [part.replace(_KEPT, " ") for part in wrapped]
 
 
 def _shortened(path: str, room: int) -> str:

@@ -63,6 +63,15 @@ def test_a_note_says_nothing_of_columns_that_are_left_out():
     ]
 
 
+def test_what_is_to_be_typed_stays_on_one_line_where_it_fits():
+    line = "    to do: run `shardrules migrate --diff on.patch train.py`, which writes the patch"
+    shown = fitting.fitted(line, 60).split("\n")
+    assert max(map(len, shown)) <= 60 and " ".join(" ".join(shown).split()) == line.strip()
+    assert any("`shardrules migrate --diff on.patch train.py`," in part for part in shown)
+    longer = fitting.fitted(line.replace("train.py", 40 * "x"), 60)
+    assert max(map(len, longer.split("\n"))) <= 60 and "\0" not in longer
+
+
 def test_a_table_with_cells_of_several_lines():
     rows = [("kernel", "what to write"), ("a", "one\ntwo"), ("b", "three " * 12)]
     text = report.table(rows)

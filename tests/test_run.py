@@ -305,6 +305,21 @@ def test_run_and_verify_write_annotations_and_sarif(tmp_path):
     assert annotated.stdout.startswith("::error file=train.py,line=")
 
 
+@pytest.mark.parametrize("flags", [[], ["--output", "-"]])
+def test_a_report_that_a_machine_reads_has_stdout_for_itself(tmp_path, flags):
+    """What the script and its children print there goes to stderr, in words."""
+    (tmp_path / "train.py").write_text(
+        "import subprocess, sys, jax\nprint('mine')\n"
+        "subprocess.run([sys.executable, '-c', 'print(\"its child\")'])\n"
+        "print(jax.jit(lambda x: x + 1)(1))\nsys.exit(3)\n"
+    )
+    done = run("--format", "json", *flags, "train.py", cwd=tmp_path)
+    assert json.loads(done.stdout)["programs"] and done.returncode == 3
+    said = done.stderr.splitlines()
+    assert [line for line in said if "shardrules" not in line] == ["mine", "its child", "2"]
+    assert said[-1].startswith("shardrules: exit code 3 is the script's own: it called sys.exit")
+
+
 LOOP = """
 import jax, numpy as np
 from jax import lax

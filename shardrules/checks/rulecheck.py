@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -176,11 +177,41 @@ class _RuledOp:
                         f"output {number} is declared invariant over {axis!r}, but "
                         f"{(~same).sum()} of {same.size} devices hold different bits from the "
                         "first along that axis; the rule says that it varies over "
-                        f"{{{', '.join(sorted(varying))}}} only. Declare what the op does, "
-                        f"such as shardrules.per_device({axis!r}).",
+                        f"{{{', '.join(sorted(varying))}}} only. {self._suggested(blocks, at)}",
                         output=number,
                         axis=axis,
                     )
+
+    def _suggested(self, blocks: np.ndarray, at: int) -> str:
+        """List the rules that an output may obey that differs along an axis, likeliest first.
+
+        ``blocks`` holds the output of each device, ``at`` is the axis's place in the mesh.
+        """
+        shape, axis = self._mesh.devices.shape, self._mesh.axis_names[at]
+        given = []  # each argument's block on each device
+        for value, places in zip(self._values, self._places(self._in_specs, self._values)):
+            if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                data = np.asarray(value)
+                rows = [data[places[device]] for device in self._mesh.devices.flat]
+                given.append(np.ascontiguousarray(rows).reshape(*shape, -1))
+        differ = any((rows != np.take(rows, [0], axis=at)).any() for rows in given)
+        size = math.prod(blocks.shape[1:])
+        part = any(rows.shape[-1] == size * shape[at] for rows in given)
+        whole = [np.moveaxis(rows, at, 0) for rows in given if rows.shape[-1] == size]
+        out = np.moveaxis(blocks.reshape(*shape, -1), at, 0)
+        moved = any(all(any((a == b).all() for b in rows) for a in out) for rows in whole)
+        # Of data that are equal along the axis, neither of the first two makes results that differ.
+        rules = [
+            (differ and moved, differ, f"permute({axis!r})", "passes devices' data on"),
+            (differ and not part, differ, "no_communication", "reads its own device's data alone"),
+            (part, True, f"reduce_scatter({axis!r})", "keeps a part of what it reduces"),
+            (bool(whole) and differ, True, f"all_to_all({axis!r})", "exchanges parts"),
+            (not differ, True, f"per_device({axis!r})", "reads its device's number"),
+        ]
+        rules.sort(key=lambda rule: not rule[0])
+        named = [f"shardrules.{rule} if it {does}" for _, can, rule, does in rules if can]
+        equal = f" Its arguments' data are equal along {axis!r}; try data that differ there."
+        return f"Declare what the op does: {', '.join(named)}.{'' if differ else equal}"
 
     def check_kernels(self, gradients: bool) -> None:
         """Run the Pallas kernels of one device in JAX's TPU interpreter."""

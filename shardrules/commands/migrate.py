@@ -63,7 +63,11 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
     def edit(rows: Sequence[SiteRow]) -> Edits:
         return migration.edited(rows, file, lines)
 
+    runs = 0
+
     def again(patch: Edits) -> Outcome:
+        nonlocal runs
+        runs += 1
         flags.say(f"running the script again with {counted(len(patch.sites), 'site')} switched on")
         text = "".join(patch.after.get(file, ()))  # the patched script registers some rules itself
         left = {
@@ -80,14 +84,14 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
         flags.say("the run with the patch was interrupted: no site was tried")
         rows, after = tried(untried, before, edit, None)
     said: list[str] = []
-    text = migration.written(rows, (before, after) if after else None)
+    text = migration.written(rows, (before, after) if after else None, len(before.sent))
     if before.failure and not rows:
         text = f"until the script failed ({before.failure}), {text}"
     if arguments.diff is not None:
         patch = edit(rows)
         flags.write(migration.diff(patch), arguments.diff, of_text=False)
         if arguments.diff != "-":
-            said.append(_applied(patch, arguments.diff))
+            said.append(_applied(patch, arguments.diff, len(rows), runs))
         if patch.left:
             text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in patch.left)])
     elif any(row.verdict in (SWITCH, UNTRIED) for row in rows):
@@ -98,9 +102,19 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
     return 0 if all(row.verdict in accepted for row in rows) else 1
 
 
-def _applied(patch: Edits, file: str) -> str:
-    """Say how to apply a patch, or that there is nothing in it."""
-    if not patch.sites:
-        return f"{file} is empty: no check can be switched on by a patch"
-    count = counted(len(patch.sites), "shard_map")
-    return f"{file} switches on the check of {count}; in this folder, apply it: patch -p1 < {file}"
+def _applied(patch: Edits, file: str, sites: int, runs: int) -> str:
+    """Say how to apply a patch, or that there is nothing in it, of so many sites and runs."""
+    count = counted(len(patch.sites) or sites, "shard_map")
+    if patch.sites:
+        return (
+            f"{file} switches on the check of {count}; in this folder, apply it: "
+            f"`patch -p1 < {file}`"
+        )
+    if not sites:
+        return f"{file} is empty: no check is off"
+    compared = (
+        f"{counted(runs, 'run')} with a patch failed, sent more or returned something else"
+        if runs
+        else "the script did not run with a patch, and nothing was compared"
+    )
+    return f"{file} is empty, as a patch can't switch on the check of {count}: {compared}"

@@ -5,8 +5,10 @@ arguments, output, values, errors. To count the runs, programs are called withou
 some tens of microseconds longer for each array that they take or return: over several devices in
 each run, on one device until 8 runs in a row without a read on the host, and so again after each
 read. Each such change makes the next call of every jitted function a slow one.
-The report goes to stderr, or to a file. A program in which a shard_map's check is off makes
-all-reduces for nothing is compiled once more for it, with the check on, to say what that saves.
+The report goes to stderr, or to a file. One that a machine reads (json, html, markdown, sarif) goes
+to stdout, alone: what the script prints there goes to stderr. A program in which a shard_map's
+check is off makes all-reduces for nothing is compiled once more for it, with the check on, to say
+what that saves.
 
 Exit code: the script's own where it is not 0; else 1 if there are findings, 2 if none was compiled
 or one can't be judged, 0 if every collective is needed. Where it is not 0, the last line says which
@@ -27,7 +29,8 @@ import re
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import IO, TYPE_CHECKING
 
 from shardrules.commands import closing, flags, rules, script
 from shardrules.errors import HloError, ShardrulesError
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from shardrules.watching.programs import Watched
     from shardrules.watching.reads import Reads
 
+_IN_WORDS = "text", "github"  # formats for people, and beside what else stands in a log
 _MANY = 20  # without a terminal, report progress for more programs than this
 
 
@@ -54,7 +58,10 @@ USAGE = flags.SCRIPT_USAGE
 ARGUMENTS: flags.Arguments = {
     **flags.REPORT,
     **flags.RULES,
-    "--output": flags.once("FILE", "write the report to this file instead of stderr; - is stdout"),
+    "--output": flags.once(
+        "FILE",
+        "write the report to this file instead of stderr (text, github) or stdout; - is stdout",
+    ),
     "--check": flags.switch(
         "install the hooks when JAX is imported; shard_maps that say check_vma=False run with "
         "their check on where values and gradients are equal and no more bytes move; a table "
@@ -102,7 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
         began = time.strftime("%Y-%m-%d %H:%M")
         misplaced = closing.behind(target, ARGUMENTS, "run")
         read = contexts.enter_context(reads.Reads(seen.runs))
-        report = _RunReport(seen, read, arguments, keep, title, began, misplaced)
+        alone = arguments.format not in _IN_WORDS and arguments.output in (None, "-")
+        out = stack.enter_context(_stdout_alone()) if alone else None
+        report = _RunReport(seen, read, arguments, keep, title, began, misplaced, out)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
             unchecked: Unchecked = "check" if arguments.check else "leave"
@@ -117,6 +126,15 @@ def run(arguments: argparse.Namespace) -> int:
         return script.run(target, contexts, report.write)
 
 
+@contextlib.contextmanager
+def _stdout_alone() -> Iterator[IO[str]]:
+    """Return stdout, from which all that the script and its children print is sent to stderr."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors) as out:
+        os.dup2(2, 1)
+        yield out
+
+
 @dataclasses.dataclass
 class _RunReport:
     """The report of what a script compiled; ``handles`` are of the hooks, if these are used."""
@@ -128,14 +146,14 @@ class _RunReport:
     title: str = "Programs"
     began: str = ""
     misplaced: str = ""  # a sentence on flags that went to the script
+    out: IO[str] | None = None  # where only the report goes
     recorder: Recorder | None = None
     handles: list[Handle] = dataclasses.field(default_factory=list)
 
     def write(self, ended: script.Ended) -> int:
         if self.recorder is not None:
             self.recorder.end()
-        notes = [*filter(None, (self.misplaced, closing.processes()))] if self._in_words else []
-        flags.say(*notes)
+        flags.say(*filter(None, (self.misplaced, closing.processes())))
         if not len(self.seen):
             flags.say("the script compiled no program with JAX; nothing was judged")
             return flags.UNUSABLE
@@ -144,11 +162,6 @@ class _RunReport:
         except (ShardrulesError, OSError) as error:
             flags.say(str(error))
             return flags.UNUSABLE
-
-    @property
-    def _in_words(self) -> bool:
-        """Tell whether stderr holds no report that a machine reads."""
-        return self.arguments.output is not None or self.arguments.format in ("text", "github")
 
     def _written(self, ended: script.Ended) -> int:
         from shardrules.paths import here
@@ -177,7 +190,8 @@ class _RunReport:
         text = WRITERS[self.arguments.format](results)
         if measured is not None and self.arguments.format == "json":
             text = json.dumps({**json.loads(text), "profile": measured.as_dict()}, indent=1) + "\n"
-        flags.write(text, output, sys.stderr, of_text=self.arguments.format == "text")
+        of_text = self.arguments.format == "text"
+        flags.write(text, None if self.out else output, self.out or sys.stderr, of_text)
         if output not in (None, "-"):
             flags.say(f"{results.headline}; the report is in {output}")
         for handle in self.handles if self.arguments.check else ():
@@ -186,7 +200,7 @@ class _RunReport:
         if self.recorder is not None and measured is None:
             code, said = flags.UNUSABLE, f"{said}, and --profile recorded nothing"
         last = closing.last_line(ended, code, said)
-        flags.say(*([last] if last and self._in_words else []))
+        flags.say(*filter(None, [last]))
         return code
 
     def _profiled(self) -> Profile | None:

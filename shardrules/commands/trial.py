@@ -144,7 +144,7 @@ def child(path: str) -> int:
     def end(_: script.Ended) -> int:
         _add_rules(outcome, registered)
         _write(result, outcome)  # before judging: after SIGTERM little time is left
-        outcome.sent = _sent(seen)
+        outcome.sent, outcome.launched = _sent(seen)
         _write(result, outcome)
         return 0
 
@@ -168,21 +168,30 @@ def _add_rules(outcome: Outcome, registered: Mapping[str, Sequence[registry.Regi
             outcome.notes.append(rules.unmatched(flag, entries[0].name, missing))
 
 
-def _sent(seen: Iterable[WatchedProgram]) -> Sent:
-    """Sum the bytes that one device sends, by program; a loop of unknown length counts once."""
+def _sent(seen: Iterable[WatchedProgram]) -> tuple[Sent, Sent]:
+    """Sum the bytes that one device sends, and its collectives, by program.
+
+    A loop of unknown length counts once.
+    """
     from shardrules.costs import accounts
 
-    sums: Sent = collections.defaultdict(int)
-    of_function: dict[tuple[str, ...], int] = {}  # of one that is compiled again, the last
+    # of one that is compiled again, the last
+    of_function: dict[tuple[str, ...], tuple[int, int]] = {}
     for program in seen:
         with contextlib.suppress(ShardrulesError):  # its backend does not return its HLO
             key = program.name, program.definition, *program.arguments
-            entries = accounts.of(program.judgement).entries
-            runs = [entry.each if entry.runs is None else entry.runs for entry in entries]
-            of_function[key] = sum(n * entry.wire_bytes for n, entry in zip(runs, entries))
-    for (name, _, *arguments), count in of_function.items():
-        sums[name, tuple(arguments)] += count
-    return dict(sums)
+            count, launches = 0, dict[tuple[str, str], int]()
+            for entry in accounts.of(program.judgement).entries:
+                runs, of = entry.each if entry.runs is None else entry.runs, entry.judged.collective
+                count += runs * entry.wire_bytes
+                launches[of.computation, of.name] = runs  # of one that is combined, once
+            of_function[key] = count, sum(launches.values())
+    sent: Sent = collections.defaultdict(int)
+    launched: Sent = collections.defaultdict(int)
+    for (name, _, *arguments), (count, runs) in of_function.items():
+        sent[name, tuple(arguments)] += count
+        launched[name, tuple(arguments)] += runs
+    return dict(sent), dict(launched)
 
 
 def _compiled(texts: Mapping[str, str], file: str) -> types.CodeType:

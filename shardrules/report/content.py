@@ -65,6 +65,7 @@ class Content:
       strict: outputs that are unproven alone are findings, too.
       why_at_most: why it isn't known what switching on its checks saves; empty where it is.
       script: what ran, as it was typed; empty where that isn't known.
+      interpreted: ``file:line`` of each call of a kernel that is interpreted, where known.
     """
 
     title: str
@@ -80,6 +81,7 @@ class Content:
     strict: bool = False
     why_at_most: str = ""
     script: str = ""
+    interpreted: frozenset[str] = frozenset()
 
     @property
     def target(self) -> estimates.Target | None:
@@ -143,16 +145,16 @@ class Content:
         """Say that there is nothing to do, and which collectives cost most, and who asked."""
         if not self.rows:
             return "no findings"
-        first, needed = self.rows[0], {entry.verdict for entry in self.account} == {"needed"}
-        sent, entry = _sum(map(self.ledger.cost, first.numbers)).bytes, first.first
-        parts = ["all needed"] if needed else []
+        parts = ["all needed"] if {e.verdict for e in self.account} == {"needed"} else []
+        costs = [_sum(map(self.ledger.cost, row.numbers)).bytes for row in self.rows]
+        sent, entry = max(costs), self.rows[costs.index(max(costs))].first
         if sent and entry.judged is not None:
-            name = entry.judged.collective.op_name
-            made = phases.operation(name)
+            made = phases.operation(name := entry.judged.collective.op_name)
             # A name without a path is an argument's.
             asked = phases.is_written(name) or made in CONSTRAINED or "/" not in name
             what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
-            by = "" if asked else f", by XLA's partitioner for {made}"
+            by = "" if self.timings is None else " of the bytes"  # the rows stand by their times
+            by += "" if asked else f", by XLA's partitioner for {made}"
             parts.append(f"the most: {what}, {percent(sent, self.ledger.total.bytes)}{by}")
         return "; ".join(parts) or "no findings"
 
@@ -373,7 +375,7 @@ class Content:
     @functools.cached_property
     def costs(self) -> tuple[Block, ...]:
         """List the other silent costs: donation, transfers, and what else holds anything."""
-        return sections(self.judgement.module)
+        return sections(self.judgement.module, self.interpreted)
 
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
@@ -382,9 +384,7 @@ class Content:
         for same in alike(self.unequal, items.lacking):
             advice = named(items.advice_on(same), self.script)
             todo.append(items.of_output(same[0], TODO, advice, [o.name for o in same[1:]]))
-        stays = [
-            items.of_output(output, "allowed:", reason) for output, reason in self.unequal_allowed
-        ]
+        stays = [items.of_output(o, "allowed:", reason) for o, reason in self.unequal_allowed]
         allowed: list[Item] = []
         for pairs in alike(self.allowed, lambda pair: pair[1]):
             for group in findings.alike(finding for finding, _ in pairs):

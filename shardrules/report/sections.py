@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules import hlo
@@ -81,8 +81,11 @@ def filled(*blocks: Block) -> tuple[Block, ...]:
     return tuple(block for block in blocks if block.rows or block.items)
 
 
-def sections(module: hlo.Module) -> tuple[Block, ...]:
-    """List the tables of a module's silent costs that hold anything."""
+def sections(module: hlo.Module, interpreted: Collection[str] = ()) -> tuple[Block, ...]:
+    """List the tables of a module's silent costs that hold anything.
+
+    ``interpreted``: ``file:line`` of each call of a kernel that is interpreted.
+    """
     return filled(
         _donated(module),
         Block(
@@ -101,7 +104,7 @@ def sections(module: hlo.Module) -> tuple[Block, ...]:
             LOOPS,
             "launches (counted for GPUs) and copied bytes are of one trip; ? is not known",
             ("loop", "trips", "launches", "copied bytes", "decides", "trips unknown because"),
-            [*_loops(module)],
+            [*_loops(module, interpreted)],
         ),
         Block(
             "Large constants",
@@ -155,9 +158,11 @@ def _offloaded(module: hlo.Module) -> _Rows:
         yield buffer.kind, buffer.shape, buffer.bytes, stored, loaded, first.source if first else ""
 
 
-def _loops(module: hlo.Module) -> _Rows:
+def _loops(module: hlo.Module, interpreted: Collection[str]) -> _Rows:
     for loop in launches.read(module):
+        of_kernel = loop.source.partition(" (")[0] in interpreted
         source, host = "  " * loop.depth + loop.source, "the host" if loop.host_decides else ""
+        source += ": an interpreted kernel's" * of_kernel
         yield source, loop.trip_count, loop.launches, loop.copied_bytes, host, loop.unknown
 
 

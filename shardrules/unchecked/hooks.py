@@ -31,6 +31,7 @@ from shardrules.jaxprs.walk import Inside, equations, visited
 from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
+    BY_TYPE,
     COMPUTES_ELSE,
     UNSEEN,
     UNSTEADY,
@@ -342,8 +343,8 @@ class _Unchecked:
         if undifferentiated and self._is_unknown(off, args):
             reasons.append(f"its derivative rules can't be looked at: {undifferentiated}")
         reasons += self._by_arguments(off)
-        if not is_steady:
-            reasons.append(UNSTEADY)
+        other = BY_TYPE if off.is_steady else UNSTEADY
+        reasons += [] if is_steady else [other]
         culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
 
@@ -367,7 +368,7 @@ class _Unchecked:
             declared=tuple(dict.fromkeys(on.notes.declared)),
             annotations=tuple(dict.fromkeys(on.notes.annotations)),
             reasons_to_leave=tuple(
-                dict.fromkeys([*self._compared(called, forward.closed, gradients), *reasons])
+                dict.fromkeys([*self._compared(called, forward.closed, gradients, other), *reasons])
             ),
             holds_another=_count(called, "shard_map") > 1,
             **refused(self.site),
@@ -385,8 +386,8 @@ class _Unchecked:
         ]
         return [call, *inner]
 
-    def _compared(self, off: Any, on: Any, gradients: bool) -> Iterator[str]:
-        """Yield reasons why values or gradients may differ with the check on."""
+    def _compared(self, off: Any, on: Any, gradients: bool, other: str) -> Iterator[str]:
+        """Yield why values or gradients may differ with the check on; ``other`` of numbers."""
         import jax
 
         for name in ("in_specs", "out_specs"):
@@ -400,7 +401,7 @@ class _Unchecked:
         elif on is not None:
             was, now = map(retrace.constants, (off, on))
             if was.settings != now.settings or was.has_other(now) or now.has_other(was):
-                yield UNSTEADY
+                yield other
             elif not gradients and not is_same(off, on):
                 yield COMPUTES_ELSE
 

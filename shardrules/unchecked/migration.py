@@ -20,6 +20,7 @@ from shardrules.report.text import table
 from shardrules.unchecked.results import Outcome, Sent, compared, sent_by_name
 from shardrules.unchecked.retrace import sent_bytes
 from shardrules.unchecked.sites import (
+    BY_TYPE,
     COMPUTES_ELSE,
     UNSEEN,
     UNSTEADY,
@@ -64,9 +65,10 @@ _WHOLE_COTANGENTS = (
     "  with the check on, a bwd or a transpose gets the cotangent summed over the devices "
     "instead of one device's share. If it is linear in the cotangent (twice as much in gives "
     "twice as much out), the gradient is the same: switch it on by hand, with "
-    "shardrules.install() where the program starts, and compare the gradients of a step. If "
-    "not, as where it clips, leave the check off, or call the function with shardrules.vary(x, "
-    "axes), which keeps each device's share"
+    "shardrules.install() where the program starts, and compare the gradients by "
+    "shardrules.testing.assert_same_unchecked(loss, *arguments). If not, as where it clips, leave "
+    "the check off, or call the function with shardrules.vary(x, axes), which keeps each device's "
+    "share"
 )
 
 
@@ -115,10 +117,16 @@ def place(site: Site | UncheckedSite) -> str:
     return f"{short(site.file)}:{site.line} ({site.function})"
 
 
-def written(rows: Sequence[SiteRow], runs: tuple[Outcome, Outcome] | None = None) -> str:
-    """Return the table of sites with details; ``runs`` are those without and with the patch."""
+def written(
+    rows: Sequence[SiteRow], runs: tuple[Outcome, Outcome] | None = None, programs: int = 0
+) -> str:
+    """Return the table of sites with details; ``runs`` are those without and with the patch.
+
+    ``programs`` counts what the script compiled.
+    """
     if not rows:
-        return "no shard_map with its check off was called\n"
+        of = f" by the {counted(programs, 'program')} that the script compiled"
+        return f"no shard_map with its check off was called{of if programs else ''}\n"
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in _ORDER}
     found = ", ".join(f"{verdict} ({n})" for verdict, n in counts.items() if n)
     cells = [(place(row.site), len(row.calls), row.verdict) for row in rows]
@@ -129,15 +137,15 @@ def written(rows: Sequence[SiteRow], runs: tuple[Outcome, Outcome] | None = None
     ]
     if runs is not None:
         before, after = runs
-        lines += ["", *_sent(before.sent, after.sent)]
+        lines += ["", *_sent(before, after)]
         lines += ["", compared(before.results, after.results)]
     for row in rows:
         lines += _details(row)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _sent(before: Sent, after: Sent) -> list[str]:
-    sums = [each for each in sent_by_name(before, after) if max(each[1:])]
+def _sent(before: Outcome, after: Outcome) -> list[str]:
+    sums = [each for each in sent_by_name(before.sent, after.sent) if max(each[1:])]
     sums.sort(key=lambda each: (-max(each[1:]), each))
     total = sum(off for _, off, _ in sums), sum(on for *_, on in sums)
     shown, rest = sums[:_SHOWN], sums[_SHOWN:]
@@ -151,10 +159,25 @@ def _sent(before: Sent, after: Sent) -> list[str]:
         table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
         "",
         *([same] if total[0] == total[1] else []),
+        *_launched(before.launched, after.launched),
         "(bytes: what one device sends for the collectives of each program that the script "
         "compiled, run once for each kind of arguments, and for a kind that only one run compiled "
         "the costliest of that name; a while loop without a known count is one trip. The script "
         "ran again with the patch, in a process of its own, to measure this)",
+    ]
+
+
+def _launched(before: Sent, after: Sent) -> list[str]:
+    """Say which programs run more collectives with the patch, as bytes don't show."""
+    sums = sent_by_name(before, after)
+    more = sorted((off - on, name, off, on) for name, off, on in sums if on > off)
+    if not more:
+        return []
+    named = ", ".join(f"{name} {on}, {off} without it" for _, name, off, on in more[:_SHOWN])
+    rest = f", and {len(more) - _SHOWN} more programs" if len(more) > _SHOWN else ""
+    return [
+        f"with the patch, more collectives run: {named}{rest}. Each is a launch, which costs time "
+        "that bytes don't show; XLA for TPU or GPU may combine them"
     ]
 
 
@@ -197,7 +220,12 @@ def _details(row: SiteRow) -> list[str]:
     lines += [f"  {reason}" for reason in reasons]
     if UNSTEADY in reasons:
         lines.append("  (change it outside of the body, and pass its value as an argument)")
-    if reasons.keys() - {UNSTEADY}:
+    if BY_TYPE in reasons:
+        lines.append(
+            "  (write it so that the type of a value decides none of them, and count outside of "
+            "the body)"
+        )
+    if reasons.keys() - {UNSTEADY, BY_TYPE}:
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  only its values were compared, since JAX can't differentiate it: {why}")

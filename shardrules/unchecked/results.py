@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 26  # of a result that is read
 _AS_LARGE = 10  # a difference of what is subtracted, for each of what is taken
 
 Sent = dict[tuple[str, tuple[str, ...]], int]
-"""Bytes that one device sends in one run, by a program's name and its arguments' types."""
+"""What one device sends in one run, by a program's name and its arguments' types."""
 
 
 class Result(NamedTuple):
@@ -55,6 +55,7 @@ class Outcome:
     # of unchecked shard_maps, if it retraced them
     calls: list[UncheckedCall] = field(default_factory=list)
     sent: Sent = field(default_factory=dict)
+    launched: Sent = field(default_factory=dict)  # the collectives that one device runs
     results: Results = field(default_factory=dict)  # what its programs returned
     used: list[str] = field(default_factory=list)  # the flags whose rules a kernel used
     notes: list[str] = field(default_factory=list)  # a message for each other flag
@@ -175,7 +176,7 @@ def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
 
 
 def sent_by_name(before: Sent, after: Sent) -> list[tuple[str, int, int]]:
-    """Compare what two runs of a script send, program by program of one name and arguments.
+    """Compare what two runs of a script send, or launch, by program of one name and arguments.
 
     What only one of them compiled, for results that were placed otherwise say, is compared as the
     costliest of its name. JAX may compile a step more often in one of the runs.

@@ -14,6 +14,10 @@ UNSTEADY = (
     "it changes Python state by how often its functions are traced: JAX traces what is jitted, or "
     "the body of a loop, once, and may trace it more often with the check on"
 )
+BY_TYPE = (
+    "its Python changes other state, or computes with other numbers, with the check on: by the "
+    "type of a value that it reads, or by how often its functions are traced"
+)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shardrules.door import again, compiled, seams, watching
+from shardrules.door import again, compiled, internals, seams, watching
 from shardrules.door.jaxprs import opened
 from shardrules.door.patching import WhenImported
 from shardrules.door.places import leave_out_frames
@@ -27,17 +27,25 @@ _watchers: list[Callable[[Any, Any], None]] = []
 
 
 class Traced(NamedTuple):
-    """From a program's jaxpr: meshes of shard_maps, paths of results, params of Pallas calls, ...
+    """From a program's jaxpr: meshes of shard_maps, paths of results, its Pallas calls, ...
 
     Its ``definition`` is ``NAME at FILE:LINE`` of the function.
     """
 
     meshes: list[Any]
     paths: tuple[str, ...] | None
-    kernels: list[dict[str, Any]]
+    kernels: list[Any]
     again: again.Again | None = None  # how to trace it, if a shard_map in it has its check off
     scope: Any = None  # the hooks' scope then, if they were installed
     definition: str = ""
+
+    @property
+    def interpreted(self) -> frozenset[str]:
+        """Return ``FILE:LINE`` of each call of a Pallas kernel that JAX's interpreter runs."""
+        with contextlib.suppress(UnsupportedJaxError):
+            calls = (eqn for eqn in self.kernels if eqn.params.get("interpret"))
+            return frozenset(internals.load().source_line(eqn.source_info) for eqn in calls)
+        return frozenset()
 
 
 _unwatched = threading.local()
@@ -109,12 +117,12 @@ def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
     if _watchers:
         inside = list(equations(opened(closed_jaxpr)))
         meshes, kernels = (
-            [eqn.params for eqn in inside if eqn.primitive.name == name]
+            [eqn for eqn in inside if eqn.primitive.name == name]
             for name in ("shard_map", "pallas_call")
         )
         with _lock:
             _traced[computation] = Traced(
-                [params["mesh"] for params in meshes],
+                [eqn.params["mesh"] for eqn in meshes],
                 compiled.result_paths(closed_jaxpr),
                 kernels,
                 *_again(how, meshes),
@@ -125,7 +133,7 @@ def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _again(how: again.Again | None, shard_maps: list[Any]) -> tuple[Any, Any]:
     """Return how to trace a program with checks on, and the scope; None if all of them are on."""
-    if how is None or all(params.get("check_vma") is not False for params in shard_maps):
+    if how is None or all(eqn.params.get("check_vma") is not False for eqn in shard_maps):
         return None, None
     from shardrules.hooks.install import state
 

@@ -180,7 +180,7 @@ class WatchedProgram:
             dataclasses.replace(f, advice=advice(f.verdict, proven)) if f.kind == "unproven" else f
             for f in content.findings
         )
-        return dataclasses.replace(content, findings=advised)
+        return dataclasses.replace(content, findings=advised, interpreted=self._traced.interpreted)
 
     def _switched(self) -> Switched | str:
         """Return what it is with its shard_maps' checks on, or why that can't be said."""
@@ -212,9 +212,9 @@ class WatchedProgram:
         from shardrules.hooks.install import state
 
         names, unproven = set[str](), set[str]()
-        for params in self._traced.kernels:
-            name, _ = kernel_name(params)
-            audit = state().registry.audit("pallas_call", params, 0)
+        for eqn in self._traced.kernels:
+            name, _ = kernel_name(eqn.params)
+            audit = state().registry.audit("pallas_call", eqn.params, 0)
             (names if audit is not None and audit.proven else unproven).add(name)
         return frozenset(names - unproven)
 

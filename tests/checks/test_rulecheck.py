@@ -79,7 +79,10 @@ def test_an_output_that_is_not_invariant(cpu_mesh):
     assert str(caught.value) == (
         "output 0 is declared invariant over 'model', but 4 of 8 devices hold different bits "
         "from the first along that axis; the rule says that it varies over {data} only. "
-        "Declare what the op does, such as shardrules.per_device('model')."
+        "Declare what the op does: shardrules.per_device('model') if it reads its device's number, "
+        "shardrules.reduce_scatter('model') if it keeps a part of what it reduces, "
+        "shardrules.all_to_all('model') if it exchanges parts. "
+        "Its arguments' data are equal along 'model'; try data that differ there."
     )
     sr.register(place_p, sr.per_device("model"), replace=True)
     testing.check_rule(
@@ -92,6 +95,45 @@ def test_an_output_that_is_not_invariant(cpu_mesh):
             16, 4
         ),
     )
+
+
+DRAWN = X, P("data")
+
+
+@pytest.mark.parametrize(
+    "name, op, data, likeliest",
+    [
+        (
+            "shift",
+            lambda x: lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)]),
+            DRAWN,
+            0,
+        ),
+        ("double", lambda x: 2 * x, DRAWN, 1),
+        ("part", lambda x: lax.psum_scatter(x, "data", tiled=True), (X, P()), 2),
+        ("place", lambda x: x + lax.axis_index("data"), (X, P()), 4),
+        # Though split, its blocks are equal.
+        (
+            "place_of_ones",
+            lambda x: x + lax.axis_index("data"),
+            (np.ones((8, 4), np.float32), P("data")),
+            4,
+        ),
+    ],
+)
+def test_the_likeliest_rule_comes_first(cpu_mesh, name, op, data, likeliest):
+    """By the data that each device had, and made of it."""
+    from hooks.cotangents.test_cotangent_forms import primitive
+
+    shape = (lambda x: (x.shape[0] // 4, *x.shape[1:])) if likeliest == 2 else lambda x: x.shape
+    p = primitive(f"test_likeliest_{name}", op, shape)
+    sr.register(p, sr.all_reduce("data"))
+    with pytest.raises(errors.RuleCheckError) as caught:
+        testing.check_rule(p.bind, cpu_mesh, data[0], in_specs=data[1], gradients=False)
+    rules = ["permute", "no_communication", "reduce_scatter", "all_to_all", "per_device"]
+    said = str(caught.value).partition("Declare what the op does: shardrules.")[2]
+    assert said.startswith(rules[likeliest]), said
+    assert ("data are equal" in said) == (name not in ("shift", "double"))
 
 
 def test_a_dropped_axis_with_the_right_and_a_wrong_bwd(cpu_mesh):

@@ -57,18 +57,23 @@ NAMED = "mesh['a'=2,'b'=4] {'a'}"
 
 
 @pytest.mark.parametrize(
-    "other, over",
-    [
-        (T.OVER_MODEL, "4 groups of 2: [4,2]<=[8]"),
-        ("{{0,1,2,3},{4,5,6,7}}", "2 groups of 4: [2,4]<=[8]"),  # along b, if it were known
-    ],
+    "other, axes, over",
+    [(T.OVER_MODEL, None, "4 groups of 2: [4,2]<=[8]"), ("{{0,1,2,3},{4,5,6,7}}", ("b",), "b")],
 )
-def test_the_names_of_one_collectives_notation_are_its_own(other, over):
+def test_the_mesh_of_one_collective_names_the_axes_of_others(other, axes, over):
+    judgement = hlo.judge(program(NAMED, other))
+    first, second = (v.collective for v in judgement.verdicts)
+    assert first.axes == ("a",) and second.axes == axes
+    assert [e.over for e in accounts.of(judgement)] == ["a", over]
+
+
+def test_of_two_meshes_each_collective_has_its_own_names():
+    other = "mesh['a'=4,'b'=2] {'b'}"
     judgement = hlo.judge(program(NAMED, other))
     first, second = (v.collective for v in judgement.verdicts)
     assert judgement.mesh is None
-    assert first.axes == ("a",) and second.axes is None
-    assert [e.over for e in accounts.of(judgement)] == ["a: [4,2]<=[2,4]T(1,0)", over]
+    assert first.axes == ("a",) and second.axes == ("b",)
+    assert [e.over for e in accounts.of(judgement)][0] == "a: [4,2]<=[2,4]T(1,0)"
 
 
 INVENTED = NAMED.replace("'a'", "'axis_0'").replace("'b'", "'axis_1'")
@@ -111,6 +116,28 @@ def test_shardings_that_disagree_name_none():
         f"{T.parameter(one)}\n{T.parameter(other, name='y', number=1)}\n{T.all_reduce('%x')}"
     )
     assert hlo.judge(text).mesh is None
+
+
+@pytest.mark.parametrize(
+    "groups, found",
+    [
+        ([NAMED], {"a": 2, "b": 4}),
+        ([NAMED, "mesh['axis_0'=8] {'axis_0'}"], {"a": 2, "b": 4}),
+        (["mesh['axis_0'=2,'axis_1'=4] {'axis_0'}"], None),  # XLA's names
+        ([NAMED, "mesh['a'=4,'b'=2] {'b'}"], None),
+        (["mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}"], None),
+    ],
+)
+def test_collectives_name_the_mesh_where_no_sharding_does(groups, found):
+    """JAX 0.12 prints no shardings in compiled text."""
+    reductions = [T.all_reduce("%x", each, name=f"r{n}") for n, each in enumerate(groups)]
+    lines = "\n".join(['%x = f32[8] parameter(0), metadata={op_name="x"}', *reductions])
+    assert hlo.judge(T.module(lines)).mesh == found
+
+
+def test_shardings_name_the_mesh_before_collectives_do():
+    sharding = "{mesh['data'=4,'model'=2], [{'data'}]}"
+    assert hlo.judge(program(NAMED, sharding=sharding)).mesh == {"data": 4, "model": 2}
 
 
 def differences(before, after, mesh=None):

@@ -84,9 +84,7 @@ FAULTS = {
     ),
     groups_are_not_compared: (test_meshes.test_groups_are_named_where_only_they_differ,),
     a_notations_names_are_the_programs: (
-        test_meshes.test_the_names_of_one_collectives_notation_are_its_own,
-        "{{0,1,2,3},{4,5,6,7}}",
-        "2 groups of 4: [2,4]<=[8]",
+        test_meshes.test_of_two_meshes_each_collective_has_its_own_names,
     ),
     any_mesh_fits: (test_meshes.test_a_mesh_of_another_order_is_refused, T.OVER_MODEL),
 }

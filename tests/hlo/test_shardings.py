@@ -93,7 +93,7 @@ def dump(tmp_path):
 
 def test_a_dump_holds_them_beside_the_text(dump):
     path = dump / "module_0001.jit_f.cpu_after_optimizations.txt"
-    assert hlo.judge(AFTER).unproven and not hlo.judge(AFTER).mesh
+    assert hlo.judge(AFTER).unproven and hlo.judge(AFTER).mesh == MESH
     judgement = program.judge(path)
     assert not judgement.unproven and judgement.mesh == MESH
     assert [v.verdict for v in judgement.verdicts] == ["redundant", "redundant", "overwide"]

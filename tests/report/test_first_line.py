@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardrules import report, testing
 from shardrules.commands import closing
-from shardrules.costs import findings
+from shardrules.costs import findings, timings
 from shardrules.paths import here
 from shardrules.report import items, several
 from shardrules.report.grouping import connected
@@ -77,6 +77,17 @@ def test_what_the_program_asks_for_is_no_finding(cpu_mesh):
     allow = findings.Allowances({"redundant all-reduce(data)": "to be seen"})
     content, end = told(twice, cpu_mesh, ((64, 128), P()), allow=allow)
     assert end == "the most: forward all-reduce(data), 100%" and "all needed" not in content.about
+
+
+def test_the_most_is_of_the_bytes_where_the_rows_stand_by_their_times(cpu_mesh):
+    """It said of the slowest which part of the bytes it moves."""
+    f = sharded(lambda x: (lax.psum(x, "data"), lax.pmax(x[0], "data")), cpu_mesh, P("data"), P())
+    judgement = testing.judge(f, *programs.structs(cpu_mesh, ((64, 128), P("data"))))
+    each = [1e-3 if v.bytes > 512 else 5e-3 for v in judgement.verdicts]
+    timed = timings.Timings(0.1, tuple(timings.Timing(s, s, s, 1, "0", "0") for s in each))
+    content = report.content(judgement, timings=timed)
+    assert content.rows[0].first.bytes == 512
+    assert content.about.endswith("the most: forward all-reduce(data), 94% of the bytes")
 
 
 def test_the_costliest_of_findings_and_of_what_could_be_cheaper(cpu_mesh):

@@ -92,6 +92,24 @@ def test_a_saving_that_three_digits_hide_is_written(tmp_path, after, shown):
     assert [cell.strip() for cell in line.split("|")] == ["jit_step", "699 kB", shown]
 
 
+@pytest.mark.parametrize("before, after, told", [(6, 9, True), (6, 6, False), (9, 6, False)])
+def test_more_collectives_of_as_many_bytes_are_told(tmp_path, before, after, told):
+    site = migration.Site(str(tmp_path / "a.py"), 1, 0, 1, 9, "f")
+    found = [migration.SiteRow(site, (), migration.SWITCH)]
+    runs = (
+        results.Outcome(sent={("jit_step", ()): 96}, launched={("jit_step", ()): launched})
+        for launched in (before, after)
+    )
+    said = migration.written(found, tuple(runs))
+    assert ("more collectives run: jit_step 9, 6 without it" in said) == told
+
+
+def test_no_site_of_so_many_programs():
+    assert migration.written([], None, 3) == (
+        "no shard_map with its check off was called by the 3 programs that the script compiled\n"
+    )
+
+
 MODEL = """
 import jax
 import numpy as np

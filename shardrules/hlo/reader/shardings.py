@@ -17,6 +17,7 @@ from shardrules.hlo.reader import notations
 from shardrules.hlo.reader.module import Instruction, Module
 
 _IN_TEXT = re.compile(r"sharding=\{+(?=mesh\[')")
+_OF_GROUPS = re.compile(r"replica_groups=(?=mesh\[')")  # JAX 0.12 prints no shardings
 _ALONE = re.compile(r"\{+(?=mesh\[')")
 _PLAIN = re.compile(r"[\w.\-/]+")
 
@@ -85,13 +86,19 @@ def _fits(
 
 
 def named_mesh(text: str, given: Sequence[str | None], device_count: int) -> dict[str, int] | None:
-    """Return the one mesh that shardings in a text, or given ones, name; None unless it is one."""
-    named: set[tuple[tuple[str, int], ...]] = set()
-    for pattern, texts in ((_IN_TEXT, [text]), (_ALONE, filter(None, given))):
-        for part in texts:
-            for match in pattern.finditer(part):
-                axes = _mesh_at(part[match.end() : match.end() + 4096], device_count)
-                named.update([axes] if axes else ())
+    """Return the one mesh that shardings in a text, or given ones, name; None unless it is one.
+
+    Where no sharding names a mesh, the groups of collectives may.
+    """
+
+    def read(pattern: re.Pattern[str], part: str) -> Iterator[tuple[tuple[str, int], ...]]:
+        for match in pattern.finditer(part):
+            axes = _mesh_at(part[match.end() : match.end() + 4096], device_count)
+            if axes:
+                yield axes
+
+    named = {*read(_IN_TEXT, text), *(axes for one in given if one for axes in read(_ALONE, one))}
+    named = named or {*read(_OF_GROUPS, text)}
     return dict(named.pop()) if len(named) == 1 else None
 
 

@@ -215,6 +215,13 @@ def hashable(rule: Any) -> Any:
     return rule
 
 
+_TAKEN = (
+    "a custom rule takes a gradient itself (jax.vjp, jax.grad), which is summed over {} with the "
+    "check on. If the rule returns it as it is, the gradients are the same: compare them by "
+    "shardrules.testing.assert_same_unchecked(loss, *arguments), and switch the check on by hand"
+)
+
+
 class Shares(Reach):
     """What keeps gradients from being those of the check off, in one linear program."""
 
@@ -255,7 +262,7 @@ class Shares(Reach):
         """Say why a gradient that a fwd, a bwd or a jvp takes is another with the check off."""
         # There no cast sums it, and the transpose of a sum is a sum.
         axes = self._every & (self.summed | self.sums)
-        return [f"a custom rule takes a gradient over {show_axes(axes)}"] if axes else []
+        return [_TAKEN.format(show_axes(axes))] if axes else []
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         name = name_of(eqn)

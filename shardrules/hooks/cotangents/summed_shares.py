@@ -215,6 +215,11 @@ def hashable(rule: Any) -> Any:
     return rule
 
 
+def gradient_over(axes: frozenset[str]) -> str:
+    """Say that a gradient that a fwd, a bwd or a jvp takes is another with the check off."""
+    return f"a custom rule takes a gradient over {show_axes(axes)}"
+
+
 class Shares(Reach):
     """What keeps gradients from being those of the check off, in one linear program."""
 
@@ -251,11 +256,11 @@ class Shares(Reach):
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))
 
-    def reasons_inside(self) -> list[str]:
-        """Say why a gradient that a fwd, a bwd or a jvp takes is another with the check off."""
+    @property
+    def over(self) -> frozenset[str]:
+        """Return the axes over which a gradient that a rule takes is another with the check off."""
         # There no cast sums it, and the transpose of a sum is a sum.
-        axes = self._every & (self.summed | self.sums)
-        return [f"a custom rule takes a gradient over {show_axes(axes)}"] if axes else []
+        return self._every & (self.summed | self.sums)
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         name = name_of(eqn)

@@ -99,6 +99,8 @@ class LookFrame(WingFrame):
     gradients: list[None] | None = None  # grows when something is differentiated in reverse
     order: int = 0  # of the derivative that is traced
     pulls: bool = False  # whether that derivative is pulled back, and no author's rule runs
+    # the axes over which casts sum in the gradients that the running bwd takes; None outside of one
+    inner: list[Axes] | None = None
 
 
 class Here(threading.local):

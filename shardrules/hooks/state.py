@@ -43,6 +43,7 @@ class Scope:
     # ``on`` and ``off`` hold inside a shard_map that is decided.
     unchecked: str = "leave"
     derivatives_count: int = 0  # reverse passes around; only counted where casts are placed
+    in_bwd: bool = False  # whether a bwd runs, in a look with the check on
 
 
 class _Key:

@@ -8,10 +8,13 @@ Nothing else of the program changes: not the forward pass, the residuals, nor a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 from shardrules.door import watching
 from shardrules.door.internals import Door
@@ -33,8 +36,9 @@ from shardrules.hooks.casts.linear import NONE, Axes, BwdSums, Graph, Unplaceabl
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.communication import moved_by_kernels
 from shardrules.hooks.cotangents.custom_vjp import UnreadBwd
+from shardrules.hooks.cotangents.inner_sums import INNER, only_casts_sum
 from shardrules.hooks.cotangents.linearity import linearity
-from shardrules.hooks.cotangents.summed_shares import Shares, absent_tangents
+from shardrules.hooks.cotangents.summed_shares import Shares, absent_tangents, gradient_over
 from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK
@@ -78,14 +82,19 @@ class CastHooks(Hooks):
         if not asked and notes is None:
             with dataclasses.replace(self.state.here.transpose, shares=shares):
                 return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
+        within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if notes is not None and self.state.scope.unchecked == "on":
             notes.reasons_to_leave += shares().reasons_to_leave()
-            if not self.state.here.look.pulls:
-                notes.reasons_to_leave += shares().reasons_inside()
+            look, over = self.state.here.look, shares().over
+            if over and look.inner is not None and only_casts_sum(self.door, jaxpr):
+                look.inner.append(over)  # the bwd around it is asked what it makes of these sums
+                within = jax.named_scope(INNER)
+            elif over and not look.pulls:
+                notes.reasons_to_leave.append(gradient_over(over))
         cotangents = rest[0] if rest else next(iter(kwargs.values()))
         # Programs that are transposed inside are part of this one: their casts are placed here.
         frame = dataclasses.replace(self.state.here.transpose, placed=True, bwds={}, shares=shares)
-        with frame:
+        with frame, within:
             placed = self._placed(jaxpr, values, cotangents, asked)
             if not asked:
                 placed = jaxpr

@@ -40,6 +40,9 @@ class Bwd:
         self.args = args
         self.refusals = Refusals(self.door, parts, self._declared)
         self._cached: dict[Any, Origins] = {}
+        # The axes over which casts sum in each gradient that it takes, where its program is
+        # traced to look at it.
+        self.inner: list[frozenset[str]] = []
 
     # hooks/sets/rep.py (JAX 0.5.3 and older) assigns the next four, from replication sets.
 
@@ -318,6 +321,14 @@ class Bwd:
 
     @functools.cached_property
     def trace(self) -> Trace:
+        look = self.hooks.state.here.look
+        with dataclasses.replace(look, inner=self.inner):
+            trace = self._trace()
+        if look.inner is not None:
+            look.inner += self.inner
+        return trace
+
+    def _trace(self) -> Trace:
         kept = self.hooks.state.here.transpose.bwds
         leaves, structure = jax.tree_util.tree_flatten(self.args)
         if kept is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):

@@ -176,14 +176,17 @@ class CustomVjpHooks(Hooks):
         return self.door.scoped(fun, enter, scope, see)
 
     def _enter(
-        self, name: str, scope: Scope, gradients: list[None] | None = None
+        self, name: str, scope: Scope, gradients: list[None] | None = None, in_bwd: bool = False
     ) -> contextlib.ExitStack:
         """Enter the scope of a custom_vjp; raise if the hooks are gone."""
         if not self.state.patched and self.door.checking():
             raise self.state.outlived(f"{name!r}, of a custom_vjp,", function=name)
         context = contextlib.ExitStack()
+        # What is jitted is traced apart in a bwd that is looked at: see ``inner_sums``.
+        if scope.in_bwd != in_bwd:
+            scope = dataclasses.replace(scope, in_bwd=in_bwd)
         context.enter_context(self.state.enter(scope))
-        context.enter_context(dataclasses.replace(self.state.here.look, pulls=False))
+        context.enter_context(dataclasses.replace(self.state.here.look, pulls=False, inner=None))
         if gradients is not None:
             context.enter_context(self.state.recording_gradients(gradients))
         return context
@@ -246,7 +249,8 @@ class CustomVjpHooks(Hooks):
         return parts.each(cotangents, share_of)
 
     def _run_bwd(self, bwd: Any, scope: Scope, parts: CustomVjpInfo, *args: Any) -> Any:
-        with self._enter(parts.name, scope):
+        is_looked_at = scope.notes is not None and scope.unchecked == "on"
+        with self._enter(parts.name, scope, in_bwd=is_looked_at):
             if not self.door.checking():
                 return bwd(*args)
             run = Bwd(self, bwd, parts, args)

@@ -29,8 +29,8 @@ from shardrules.jaxprs.fold import NESTED, Cell, Fold, TooLong
 from shardrules.jaxprs.walk import equations, is_same_program
 
 # How a value depends on the inputs: it is zero, it doesn't, linearly, or in an unknown way.
-_ZERO, _FIXED, _LINEAR, _UNKNOWN = "zero", "fixed", "linear", "unknown"
-_KNOWN = frozenset({_ZERO, _FIXED})
+ZERO, FIXED, LINEAR, UNKNOWN = "zero", "fixed", "linear", "unknown"
+_KNOWN = frozenset({ZERO, FIXED})
 
 # Primitives that only read and store, by the names of JAX 0.6 to 0.12; of these, copies.
 _STORES = READS | set("swap addupdate masked_swap".split())
@@ -113,8 +113,8 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
     With ``kernels``, Pallas kernels are read, and collectives may move the inputs. Of outputs that
     differ in precision, give one at a time: what is rounded for one may be so for another.
     """
-    fold = _Linearity(kernels)
-    given = {v: _LINEAR if v in inputs else _FIXED for v in jaxpr.invars}
+    fold = Linearity(kernels)
+    given = {v: LINEAR if v in inputs else FIXED for v in jaxpr.invars}
     of_outputs = _most(jaxpr.outvars)
     try:
         results = fold.run(jaxpr, [*given.values()])
@@ -126,13 +126,13 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
                 alike.setdefault(precision(v.aval.dtype), []).append(v)
         folds = [fold]
         if len(alike) > 1:
-            folds = [_Linearity(kernels) for _ in alike]
+            folds = [Linearity(kernels) for _ in alike]
             for each, some in zip(folds, alike.values()):
-                others = dict.fromkeys(set(inputs) - set(some), _ZERO)
+                others = dict.fromkeys(set(inputs) - set(some), ZERO)
                 each.run(jaxpr, [*(given | others).values()])
     except TooLong:
         return LinearityProof(None, frozenset(), True, True, True)
-    is_linear = {_LINEAR, _ZERO}.issuperset(results)
+    is_linear = {LINEAR, ZERO}.issuperset(results)
     rounds = False
     for each, of_inputs in zip(folds, alike or [of_outputs]):
         least = min(of_inputs[0], of_outputs[0]), min(of_inputs[1], of_outputs[1])
@@ -152,12 +152,12 @@ def _most(atoms: Sequence[Any]) -> Precision:
     return max((p[0] for p in kept), default=0), max((p[1] for p in kept), default=0)
 
 
-Row = Callable[["_Linearity", Any, list[str]], str]
+Row = Callable[["Linearity", Any, list[str]], str]
 ROWS: dict[str, Row] = {}
 
 
-class _Linearity(Fold[str]):
-    bottom = _ZERO
+class Linearity(Fold[str]):
+    bottom = ZERO
 
     def __init__(self, kernels: bool):
         super().__init__()
@@ -170,17 +170,17 @@ class _Linearity(Fold[str]):
         self._reading: list[Any] = []  # the jaxprs of those that are being read
 
     def literal(self, value: Any) -> str:
-        return _ZERO if getattr(value, "size", 1) == 1 and value == 0 else _FIXED
+        return ZERO if getattr(value, "size", 1) == 1 and value == 0 else FIXED
 
     def constant(self, var: Var) -> str:
-        return _FIXED
+        return FIXED
 
     def join(self, values: Iterable[str]) -> str:
-        kinds = set(values) - {_ZERO}
-        return functools.reduce(lambda a, b: a if a == b else _UNKNOWN, kinds) if kinds else _ZERO
+        kinds = set(values) - {ZERO}
+        return functools.reduce(lambda a, b: a if a == b else UNKNOWN, kinds) if kinds else ZERO
 
     def chosen(self, by: str, value: str) -> str:
-        return value if by in _KNOWN else _UNKNOWN
+        return value if by in _KNOWN else UNKNOWN
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         self.shows |= _shows(eqn, [*map(self.content, operands)])
@@ -190,7 +190,7 @@ class _Linearity(Fold[str]):
                 self.join(pair) for pair in zip(results, self._differentiated(eqn, operands))
             ]
         for var, result in zip(eqn.outvars, results):
-            if result in (_LINEAR, _UNKNOWN) and is_inexact(var.aval):
+            if result in (LINEAR, UNKNOWN) and is_inexact(var.aval):
                 self.precisions.add(precision(var.aval.dtype))
         return results
 
@@ -199,7 +199,7 @@ class _Linearity(Fold[str]):
 
         It runs the author's fwd or rule instead, which may return something else.
         """
-        unknown = [_UNKNOWN] * len(eqn.outvars)
+        unknown = [UNKNOWN] * len(eqn.outvars)
         if any(isinstance(operand, Cell) for operand in operands):
             return unknown
         key = (*self.place, id(eqn))
@@ -211,12 +211,12 @@ class _Linearity(Fold[str]):
         jaxpr, tangent_count, results = found
         if any(is_same_program(jaxpr, around) for around in self._reading):
             # It calls itself: linear if all else that it does is.
-            return [_ZERO] * len(eqn.outvars)
+            return [ZERO] * len(eqn.outvars)
         if len(self._reading) > _MOST_RULES:
             return unknown
-        given = [*operands[eqn.params["num_consts"] :], *[_ZERO] * tangent_count]
+        given = [*operands[eqn.params["num_consts"] :], *[ZERO] * tangent_count]
         # From JAX 0.11 the constants are leading inputs.
-        constants = [_FIXED] * (len(jaxpr.invars) - len(given))
+        constants = [FIXED] * (len(jaxpr.invars) - len(given))
         self._reading.append(jaxpr)
         made: list[str] = self.inside(eqn, jaxpr, [*constants, *given], at=1)
         self._reading.pop()
@@ -231,13 +231,13 @@ class _Linearity(Fold[str]):
             inner = () if name in KERNELS else inner_jaxprs(eqn.params)
             for other in (eqn, *(e for jaxpr in inner for e in equations(jaxpr))):
                 self.summed_of_others |= strings(other.params) if name_of(other) in SUMS else set()
-            if row is _bilinear and _ZERO in given:
-                return _ZERO
+            if row is _bilinear and ZERO in given:
+                return ZERO
             keeps_zero = row in (_together, _cast, _sum, _converted) and not _applies(eqn)
-            return _ZERO if keeps_zero and set(given) == {_ZERO} else _FIXED
+            return ZERO if keeps_zero and set(given) == {ZERO} else FIXED
         if row is None:
             self._note_inside(eqn)
-            return _UNKNOWN
+            return UNKNOWN
         return row(self, eqn, given)
 
     def _note_inside(self, eqn: Eqn) -> None:
@@ -262,7 +262,7 @@ class _Linearity(Fold[str]):
             if not isinstance(kind, Cell):
                 (data if is_inexact(atom.aval) else positions).append(kind)
         if "semaphore" in name:
-            return [_FIXED] * len(eqn.outvars)
+            return [FIXED] * len(eqn.outvars)
         known = name in _STORES or name in _COPIES
         if name == "atomic_rmw":
             known = getattr(eqn.params["atomic_type"], "value", None) == "add"
@@ -272,7 +272,7 @@ class _Linearity(Fold[str]):
         if not known:
             self._note_inside(eqn)
         if not known or not _KNOWN.issuperset(positions):
-            data.append(_UNKNOWN)
+            data.append(UNKNOWN)
         if name not in READS:
             kind = self.join([*data, *(cell.value for cell in cells if name in _COPIES)])
             for cell in cells:
@@ -345,11 +345,11 @@ def _rows(names: str) -> Callable[[Row], Row]:
     "dynamic_update_slice scatter scatter-add reduce_window_sum roll repeat name "
     "with_memory_space_constraint sharding_constraint layout_constraint"
 )
-def _together(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
+def _together(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
     """Judge what is linear in all float operands together; the others are positions."""
     if _applies(eqn):
         fold._note_inside(eqn)
-        return _UNKNOWN
+        return UNKNOWN
     fold._note_rounding(eqn)
     kinds = zip(given, (is_inexact(atom.aval) for atom in eqn.invars))
     data: list[str] = []
@@ -357,7 +357,7 @@ def _together(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
         if is_data:
             data.append(kind)
         elif kind not in _KNOWN:
-            return _UNKNOWN
+            return UNKNOWN
     return fold.join(data)
 
 
@@ -372,57 +372,57 @@ def _applies(eqn: Eqn) -> bool:
 
 
 @_rows(" ".join(CASTS))
-def _cast(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
+def _cast(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
     return _together(fold, eqn, given)
 
 
 @_rows(" ".join(SUMS))
-def _sum(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
+def _sum(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
     if eqn.params.get("axis_index_groups"):
-        return _UNKNOWN
+        return UNKNOWN
     fold.summed |= strings(eqn.params)
     return fold.join(given)
 
 
 @_rows("ppermute all_gather all_gather_invariant all_to_all reduce_scatter")
-def _moved(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
+def _moved(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
     """Linear, and moves data between devices: only where that is asked about, too."""
     if not fold.reads_kernels:
-        return _UNKNOWN
+        return UNKNOWN
     fold.summed |= strings(eqn.params)
     return fold.join(given)
 
 
 @_rows("mul dot_general conv_general_dilated")
-def _bilinear(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
+def _bilinear(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
     """Judge what is linear in one operand while the other is fixed."""
-    if _ZERO in given:
-        return _ZERO
+    if ZERO in given:
+        return ZERO
     fold._note_rounding(eqn)
-    return _LINEAR if sorted(given) == [_FIXED, _LINEAR] else _UNKNOWN
+    return LINEAR if sorted(given) == [FIXED, LINEAR] else UNKNOWN
 
 
 @_rows("div dynamic_slice gather")
-def _in_first(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
+def _in_first(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
     if eqn.params.get("fill_value") not in (None, 0):  # a gather that fills what is out of bounds
-        return _UNKNOWN
-    return given[0] if _KNOWN.issuperset(given[1:]) else _UNKNOWN
+        return UNKNOWN
+    return given[0] if _KNOWN.issuperset(given[1:]) else UNKNOWN
 
 
 @_rows("triangular_solve")
-def _in_second(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
-    return given[1] if given[0] in _KNOWN else _UNKNOWN
+def _in_second(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
+    return given[1] if given[0] in _KNOWN else UNKNOWN
 
 
 @_rows("convert_element_type")
-def _converted(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
+def _converted(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
     ends = (eqn.invars[0].aval, eqn.outvars[0].aval)
-    return given[0] if all(is_inexact(a) and a.dtype.itemsize > 1 for a in ends) else _UNKNOWN
+    return given[0] if all(is_inexact(a) and a.dtype.itemsize > 1 for a in ends) else UNKNOWN
 
 
 @_rows("select_n")
-def _selected(fold: _Linearity, eqn: Eqn, given: list[str]) -> str:
-    return fold.join(given[1:]) if given[0] in _KNOWN else _UNKNOWN
+def _selected(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
+    return fold.join(given[1:]) if given[0] in _KNOWN else UNKNOWN
 
 
 def strings(params: Params) -> frozenset[str]:

@@ -217,9 +217,15 @@ def hashable(rule: Any) -> Any:
 
 _TAKEN = (
     "a custom rule takes a gradient itself (jax.vjp, jax.grad), which is summed over {} with the "
-    "check on. If the rule returns it as it is, the gradients are the same: compare them by "
-    "shardrules.testing.assert_same_unchecked(loss, *arguments), and switch the check on by hand"
+    "check on, and isn't proven to be returned as it is. Compare the gradients by "
+    "shardrules.testing.assert_same_unchecked(loss, *arguments); where they are the same, switch "
+    "the check on by hand"
 )
+
+
+def gradient_over(axes: frozenset[str]) -> str:
+    """Say that a gradient that a fwd, a bwd or a jvp takes is another with the check off."""
+    return _TAKEN.format(show_axes(axes))
 
 
 class Shares(Reach):
@@ -258,11 +264,11 @@ class Shares(Reach):
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))
 
-    def reasons_inside(self) -> list[str]:
-        """Say why a gradient that a fwd, a bwd or a jvp takes is another with the check off."""
+    @property
+    def over(self) -> frozenset[str]:
+        """Return the axes over which a gradient that a rule takes is another with the check off."""
         # There no cast sums it, and the transpose of a sum is a sum.
-        axes = self._every & (self.summed | self.sums)
-        return [_TAKEN.format(show_axes(axes))] if axes else []
+        return self._every & (self.summed | self.sums)
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         name = name_of(eqn)

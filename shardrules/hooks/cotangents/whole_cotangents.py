@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 
-from shardrules.door.jaxprs import is_inexact, size_of
+from shardrules.door.jaxprs import is_inexact, named_axes, size_of
 from shardrules.door.protocols import Eqn
 from shardrules.errors import WholeCotangentWarning
 from shardrules.hooks.cotangents.bwd import Bwd, axes_of
 from shardrules.hooks.cotangents.communication import communicates
+from shardrules.hooks.cotangents.inner_sums import inner_sums, is_total, sums_otherwise
 from shardrules.hooks.cotangents.linearity import linearity
+from shardrules.hooks.cotangents.summed_shares import gradient_over
 from shardrules.hooks.cotangents.traced import Path
 from shardrules.jaxprs.walk import equations
 from shardrules.paths import here, is_library
@@ -42,9 +44,18 @@ class WholeCotangents:
             return f"the bwd {name} shows a cotangent outside of the program"
         for axis in self._several if live and returned else ():
             differs = {axis in axes for axes in live}
+            inner = axis in self._inner
+            if inner and (
+                differs != {True} or sums_otherwise(bwd.door, self.state, bwd.trace.jaxpr, axis)
+            ):
+                return gradient_over(frozenset({axis}))
             if differs == {True}:
-                if any(axis not in axes for _, axes in returned):
-                    return f"the bwd {name} returns a gradient that is summed over {axis!r}"
+                for path, axes in returned:
+                    is_sum = is_total(bwd.door, bwd.sliced(path), axis) if inner else False
+                    if is_sum is None or (is_sum and axis in axes):
+                        return gradient_over(frozenset({axis}))
+                    if not is_sum and axis not in axes:
+                        return f"the bwd {name} returns a gradient that is summed over {axis!r}"
             elif len(differs) > 1 or any(axis in axes for axes in primals):
                 return f"the forward of the bwd {name} makes results equal over {axis!r}"
             elif self._communicates(axis):
@@ -120,6 +131,13 @@ class WholeCotangents:
 
         self.parts.each(self.cotangents, note)
         return returned
+
+    @functools.cached_property
+    def _inner(self) -> frozenset[str]:
+        """Return the axes over which casts sum in the gradients that bwd takes itself."""
+        # A gradient in what is jitted may be traced for another bwd, and taken from JAX's cache.
+        held = [named_axes(eqn.params) for eqn in inner_sums(self.bwd.trace.jaxpr)]
+        return frozenset().union(*held, *self.bwd.inner)
 
     def _communicates(self, axis: str) -> bool:
         return any(communicates(self.state, self.bwd.trace.jaxpr, frozenset({axis})))

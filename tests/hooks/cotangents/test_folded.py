@@ -18,7 +18,7 @@ def test_the_claims_are_those_of_the_devices(first, cpu_mesh):
 
 
 def anything_is_linear(monkeypatch):
-    monkeypatch.setattr(linearity._Linearity, "chosen", lambda fold, by, value: value)
+    monkeypatch.setattr(linearity.Linearity, "chosen", lambda fold, by, value: value)
 
 
 def a_ref_is_not_stored_to(monkeypatch):

@@ -201,7 +201,7 @@ def test_every_operand_is_fixed_in_some_case(monkeypatch):
         for place in range(max(map(len, calls)))
         if max(map(len, calls)) > 1
         and not any(
-            call[place] == linearity._FIXED and len({*call}) > 1
+            call[place] == linearity.FIXED and len({*call}) > 1
             for call in calls
             if place < len(call)
         )

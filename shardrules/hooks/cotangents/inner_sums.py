@@ -1,0 +1,148 @@
+"""The sums of a gradient that a bwd takes itself, of a value that is equal on the devices.
+
+``def bwd(res, g): return jax.vjp(reference, *res)[1](g)`` is how most kernels are differentiated.
+With the check on, the casts in ``reference`` become psums inside of bwd; with it off, bwd returns
+each device's share, and shard_map sums that at its inputs. Both are one gradient where all that
+follows such a psum is linear in it and in nothing else, and equal on the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import (
+    CALLS,
+    CASTS,
+    SUMS,
+    TO_VARYING,
+    inner_jaxprs,
+    is_in,
+    is_inexact,
+    name_of,
+    named_axes,
+)
+from shardrules.door.protocols import Eqn, Jaxpr
+from shardrules.hooks.cotangents.communication import moved_by_kernels
+from shardrules.hooks.cotangents.linearity import (
+    FIXED,
+    LINEAR,
+    UNKNOWN,
+    ZERO,
+    Linearity,
+    is_less,
+    is_narrow,
+    precision,
+)
+from shardrules.hooks.cotangents.summed_shares import has_rule
+from shardrules.hooks.state import State
+from shardrules.jaxprs.fold import TooLong
+from shardrules.jaxprs.walk import Inside, equations, visited
+
+# The name scope of a transposition inside of a bwd, in a trace that is made to look.
+INNER = "shardrules.inner_gradient"
+
+# Which equations are read by the jaxprs that they hold; they compute nothing themselves.
+_CALLING = frozenset((*CALLS, "scan", "cond", "while"))
+
+
+def only_casts_sum(door: Door, jaxpr: Jaxpr) -> bool:
+    """Return whether each psum in the transpose of a linear program is that of a cast."""
+    # An author's rule may sum there, and what is transposed may compute a sum once more (remat).
+    return not any(
+        has_rule(door, eqn)
+        or name_of(eqn) == "custom_lin"
+        or (named_axes(eqn.params) and name_of(eqn) not in TO_VARYING)
+        for eqn in equations(jaxpr)
+    )
+
+
+def _is_inner(eqns: Sequence[Eqn]) -> bool:
+    return any(is_in(eqn, INNER) for eqn in eqns)
+
+
+def inner_sums(jaxpr: Jaxpr) -> list[Eqn]:
+    """Return the psums of the gradients that a bwd takes itself."""
+
+    def visit(eqn: Eqn, around: bool, inside: Inside[bool, Eqn]) -> Iterator[Eqn]:
+        is_inner = around or is_in(eqn, INNER)
+        if is_inner and name_of(eqn) in SUMS:
+            yield eqn
+        for found in inside(is_inner):
+            yield from found
+
+    return visited(jaxpr, visit, False)
+
+
+def sums_otherwise(door: Door, state: State, jaxpr: Jaxpr, axis: str) -> bool:
+    """Return whether anything but ``inner_sums`` may move data along an axis."""
+    inner = {id(eqn) for eqn in inner_sums(jaxpr) if not eqn.params.get("axis_index_groups")}
+    return bool(moved_by_kernels(state, jaxpr, frozenset({axis}))) or any(
+        # A higher derivative would run an author's rule, which may take a gradient, too.
+        has_rule(door, eqn)
+        or (
+            axis in named_axes(eqn.params)
+            and name_of(eqn) not in (*CASTS, "axis_index")
+            and id(eqn) not in inner
+        )
+        for eqn in equations(jaxpr)
+    )
+
+
+def is_total(door: Door, jaxpr: Jaxpr, axis: str) -> bool | None:
+    """Return whether a bwd's result is the sum along an axis of what each device has without it.
+
+    False if it is the same without the psums, None if neither is proven. The jaxpr has one result.
+    """
+    fold = _AfterSums(door, axis)
+    try:
+        (kind,) = fold.run(jaxpr, [FIXED] * len(jaxpr.invars))
+    except (TooLong, ValueError):
+        return None
+    if kind == UNKNOWN or fold.shows:
+        return None
+    if kind == FIXED:
+        return False
+    kept = precision(jaxpr.outvars[0].aval.dtype)
+    rounds = any(is_less(bits, kept) or is_narrow(bits) for bits in fold.precisions)
+    return None if rounds else True
+
+
+class _AfterSums(Linearity):
+    """What depends on a psum along an axis is linear in these, or unknown; all else is fixed."""
+
+    def __init__(self, door: Door, axis: str):
+        super().__init__(kernels=False)
+        self.door = door
+        self.axis = axis
+
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+        if name_of(eqn) in SUMS and self.axis in named_axes(eqn.params):
+            results = [self._sum(eqn, self.content(operand)) for operand in operands]
+            for var, result in zip(eqn.outvars, results):
+                if result != ZERO and is_inexact(var.aval):
+                    self.precisions.add(precision(var.aval.dtype))
+            return results
+        made = super().equation(eqn, operands)
+        return [self._equal(eqn, result) if result == LINEAR else result for result in made]
+
+    def other(self, eqn: Eqn, name: str, operands: list[str]) -> Sequence[str]:
+        inside = (each for jaxpr in inner_jaxprs(eqn.params) for each in equations(jaxpr))
+        if any(self.axis in named_axes(each.params) for each in inside):  # it isn't read
+            return [UNKNOWN] * len(eqn.outvars)
+        return super().other(eqn, name, operands)
+
+    def _sum(self, eqn: Eqn, operand: str) -> str:
+        if operand == ZERO:
+            return ZERO
+        known = _is_inner((*self.around, eqn)) and not eqn.params.get("axis_index_groups")
+        return LINEAR if operand == FIXED and known else UNKNOWN
+
+    def _equal(self, eqn: Eqn, result: str) -> str:
+        """Return a result, or that it is unknown where its coefficients differ along the axis."""
+        name, atoms = name_of(eqn), [*eqn.invars, *eqn.outvars]
+        if name in _CALLING and name != "while":  # each equation in it was asked
+            atoms = atoms[: name == "cond"]  # its predicate
+        differs = any(self.axis in self.door.axis_type(atom.aval).axes for atom in atoms)
+        return UNKNOWN if differs else result

@@ -13,6 +13,7 @@ import pytest
 from core import versions
 from jax._src.lax import parallel
 from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.experimental import checkify
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -372,6 +373,11 @@ def printed_a_number(g, note):
     jax.lax.cond(g.sum() > 0, lambda: jax.debug.callback(note, 1.0), lambda: None)
 
 
+def takes_refs():
+    """Whether JAX differentiates a shard_map that takes a ref."""
+    return versions.has("jax", "new_ref")() and hasattr(jax.custom_vjp, "defvjp_with_logs")
+
+
 @pytest.mark.parametrize("show", [printed, told, printed_in_a_loop, printed_a_number])
 def test_a_bwd_that_shows_a_cotangent_leaves_its_site(show, cpu_mesh):
     shown = []
@@ -392,6 +398,46 @@ def test_a_bwd_that_shows_a_cotangent_leaves_its_site(show, cpu_mesh):
     assert site.reason.endswith("shows a cotangent outside of the program")
     half = len(shown) // 2
     assert sorted(shown[:half]) == sorted(shown[half:])
+
+
+def test_a_bwd_that_checks_a_cotangent_leaves_its_site(cpu_mesh):
+    """Where a share is too large, and where the sum of them is, are two things."""
+
+    def asked(mapped):
+        def bwd(_, g):
+            checkify.check(jnp.all(jnp.abs(g) < 1), "large: {x}", x=jnp.max(jnp.abs(g)))
+            return (g,)
+
+        op = op_of(lambda w: (w * 1.0, None), bwd)
+        f = mapped(lambda x, w: x * op(w), P("data"))
+        error, _ = checkify.checkify(jax.grad(lambda w: jnp.sum(f(X, w) ** 2)))(W)
+        # JAX numbers the checks that it meets, in int32.
+        return [x for x in jax.tree_util.tree_leaves(error) if x.dtype != jnp.int32]
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    jax.tree_util.tree_map(np.testing.assert_array_equal, off, on)
+    assert not site.switched, site
+
+
+@versions.where(takes_refs)
+@pytest.mark.parametrize("spec", [P(), P("data")])
+def test_a_bwd_that_keeps_a_cotangent_in_a_ref_leaves_its_site(spec, cpu_mesh):
+    def bwd(kept, g):
+        kept[...] = (g * 1000).astype(jnp.int32).reshape(kept.shape)
+        return None, g
+
+    op = jax.custom_vjp(lambda kept, w: w * 1.0)
+    op.defvjp(lambda kept, w: (w * 1.0, kept), bwd)
+
+    def asked(mapped):
+        kept = jax.new_ref(jnp.zeros((4, 4) if spec else 4, jnp.int32))
+        body = lambda x, w, kept: x * op(kept, w)  # noqa: E731
+        f = shard_map(body, cpu_mesh, (P("data"), P(), spec), P("data"), check=False)
+        return jax.grad(lambda w: jnp.sum(f(X, w, kept) ** 2))(W), kept[...]
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    jax.tree_util.tree_map(np.testing.assert_array_equal, off, on)
+    assert site.reason.endswith("shows a cotangent outside of the program")
 
 
 def test_a_bwd_that_shows_what_it_saved_is_switched(cpu_mesh):
@@ -563,7 +609,16 @@ def by_a_ref_in_a_loop(x, w):
     return ref[...]
 
 
+def by_a_callback_s_number(x, w):
+    count = -1 if _varying(x) else -2
+    return jax.pure_callback(lambda v: v * count, jax.typeof(x), x * w)
+
+
 READS = {
+    "padding": lambda x, w: jnp.concatenate(
+        [x * w, jax.lax.pad(x, 0.0, ((0, 0, 0), (-1, -2, 0) if _varying(x) else (-2, -1, 0)))], 1
+    ),
+    "a callback's number": by_a_callback_s_number,
     "blocks": by_blocks,
     "alias": by_an_alias,
     "an order of writes": by_an_order_of_writes,

@@ -209,6 +209,8 @@ def _converted(value: Any, to: Any) -> Any:
 def _key(value: Any) -> int:
     if isinstance(value, (tuple, list)):
         return hash((*map(_key, value),))
+    if type(value) in (int, float):
+        return hash(repr(value))  # hash(-1) is hash(-2)
     return hash(frozenset(map(_key, value)) if isinstance(value, (set, frozenset)) else value)
 
 

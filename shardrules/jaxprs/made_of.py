@@ -62,14 +62,31 @@ def is_same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
     return any(_made_of(one, large) == _made_of(other, large) for large in (id, _digest))
 
 
-def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections.Counter[Any]:
-    """Count what a jaxpr computes by what it makes that of."""
+def has_same_steps(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
+    """Return whether linear programs take the same steps, each of the same numbers.
+
+    They hand each other what is saved, in an order of their own. So an operand is known by the
+    primitive that made it.
+    """
+    return _made_of(one, id, by_name=True) == _made_of(other, id, by_name=True)
+
+
+def digest(closed: Any) -> int:
+    """Return a number that jaxprs share if they compute the same; casts are left out."""
+    return hash(frozenset(_made_of(closed, _digest).items()))
+
+
+def _made_of(
+    closed: ClosedJaxpr, large: Callable[[Any], object], by_name: bool = False
+) -> collections.Counter[Any]:
+    """Count what a jaxpr computes by what it makes that of, or by what primitive made that."""
     counted: collections.Counter[Any] = collections.Counter()
 
     def enter(jaxpr: Jaxpr, around: _Around) -> _Around:
         inner = around.left.pop(0)
         makes = {v: _constant(held, large) for v, held in zip(jaxpr.constvars, inner.consts)}
-        makes |= zip(jaxpr.invars, inner.inputs)
+        inputs = ["input"] * len(jaxpr.invars) if by_name else inner.inputs
+        makes |= zip(jaxpr.invars, inputs)
         around.read.append((jaxpr, makes))
         return _Around(makes, [], [], large)
 
@@ -89,6 +106,10 @@ def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections
         elif inner.left:
             for found in inside(inner):
                 yield from found
+            if by_name:
+                counted.update([_key((name, _plain(eqn)))] if _is_step(name) else ())
+                around.makes.update(dict.fromkeys(eqn.outvars, "input"))
+                return
             # There may be more operands with the check on: a value, and what it is cast to.
             taken = operands if _is_step(name) else {*operands}
             of_all = name, _plain(eqn), _results(inner), taken
@@ -98,6 +119,9 @@ def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections
             results = [(*of_all, n) for n in range(len(eqn.outvars))] or [of_all]
         keys = [_key(result) for result in results]
         counted.update(keys)
+        if by_name:
+            around.makes.update(dict.fromkeys(eqn.outvars, name))
+            return
         around.makes.update(zip(eqn.outvars, keys))
         if name in NEW_REFS:  # however equal what two of them hold is, they are two
             around.makes[eqn.outvars[0]] = _key((keys[0], sum(map(_is_ref, around.makes))))
@@ -109,7 +133,8 @@ def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections
     whole = _Around({}, [_Inner(closed.consts, range(len(jaxpr.invars)))], [], large)
     visited(jaxpr, visit, whole, enter)
     (results,) = _results(whole)
-    counted.update(enumerate(map(_key, results)))
+    if not by_name:
+        counted.update(enumerate(map(_key, results)))
     return counted
 
 

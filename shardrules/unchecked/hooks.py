@@ -26,18 +26,21 @@ from shardrules.errors import first_line
 from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
-from shardrules.jaxprs.made_of import is_same
+from shardrules.jaxprs.made_of import has_same_steps, is_same
 from shardrules.jaxprs.walk import Inside, equations, visited
 from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
     COMPUTES_ELSE,
+    RULES_ELSE,
     UNSEEN,
     UNSTEADY,
     Missing,
     Site,
     UncheckedCall,
     UncheckedSite,
+    function_name,
+    kind_of,
     varies,
     why_left,
 )
@@ -79,7 +82,7 @@ class UncheckedHooks(Hooks):
             bound = signature.bind(*args, **kwargs)
             if bound.arguments.get(check, True) is not False:
                 return functools.wraps(off)(lambda *args: self._explained(off, args))
-            site = _site(sys._getframe(1), _name(args[0]))
+            site = _site(sys._getframe(1), function_name(args[0]))
             if site is None:
                 return off
             bound.arguments[check] = True
@@ -124,7 +127,7 @@ class _Unchecked:
         if not self.hooks.watchers or scope.unchecked == "off":
             return self._as_written(args, scope.unchecked)
         result = self._as_written(args)  # its errors are the program's own
-        kind = _kind(args)
+        kind = kind_of(args)
         if kind not in self.watched and self.hooks.watchers:
             self.watched.add(kind)
             for watcher in tuple(self.hooks.watchers):
@@ -198,7 +201,7 @@ class _Unchecked:
             key = self.site, made, off.changing, plain, self.state.registry.version
             if key in self.hooks.decisions:
                 return self._note(key, self.hooks.decisions[key])
-            kind = _kind(args)
+            kind = kind_of(args)
             call, *inner = self._compare(args, kind, scope.casts, off, kept)
         except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
             why = f"{UNSEEN}: {first_line(error)}"
@@ -250,10 +253,15 @@ class _Unchecked:
             return closed, changed
 
         # Notes of its own keep what it traces from JAX's caches for the program and other looks.
-        with unseen(kept), self._looking("off", notes=Notes()):
+        with unseen(kept), self._looking("off", notes=(notes := Notes())):
             called, changed = trace()
             derivatives, why = retrace.derivatives(trace, args, self._has_rules)
-        return _Off(called, changed, derivatives, why, is_steady)
+            tangent = None
+            if derivatives and self._has_step(called, lambda eqn: False):
+                tangent = retrace.Derivative(
+                    derivatives[0].chosen, 0, *trace(derivatives[0].chosen)
+                )
+        return _Off(called, changed, derivatives, why, is_steady, tangent, notes.computed)
 
     def _has_rules(self, closed: ClosedJaxpr) -> bool:
         """Return whether a program's derivative runs rules of authors, or may round."""
@@ -314,6 +322,7 @@ class _Unchecked:
         before = tuple(retrace.sums(called if undifferentiated else first))
         ran: set[Any] = set()  # the bwds that were looked at
         last_on: Any = None
+        is_other = False  # whether a rule computes something else
         reasons: list[str] = []
         with unseen(kept):
             on = forward = self._trace_on(args, None, casts)
@@ -330,6 +339,7 @@ class _Unchecked:
                 if then.error is not None:
                     break
                 ran |= then.notes.rules
+                is_other |= not then.notes.computed <= off.computed
                 before_on = forward.closed if derivative.order == 1 else last_on
                 last_on = then.closed
                 rules, order = self._rules(), derivative.order + 1
@@ -339,11 +349,17 @@ class _Unchecked:
                     )
                 elif derivative.is_last and order == 2 and rules.holds_uncounted(last_on):
                     reasons.append("its derivative rules can't be looked at in order 2")
+            if (tangent := off.tangent) is not None and on.error is None:
+                now = self._trace_on(args, tangent, casts).closed
+                kept.put_back()
+                is_other |= now is None or not has_same_steps(tangent.closed, now)
         if undifferentiated and self._is_unknown(off, args):
             reasons.append(f"its derivative rules can't be looked at: {undifferentiated}")
         reasons += self._by_arguments(off)
         if not is_steady:
             reasons.append(UNSTEADY)
+        if is_other:
+            reasons.append(RULES_ELSE)
         culprit, failed = on.culprit or self.site, on.error
         gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
 
@@ -435,6 +451,8 @@ class _Off(NamedTuple):
     derivatives: list[retrace.Derivative]
     undifferentiated: str
     is_steady: bool  # whether tracing it again changed the same
+    tangent: retrace.Derivative | None  # of a call whose derivative runs rules of authors
+    computed: set[Any]  # what its bwds compute
 
     @property
     def changing(self) -> tuple[bool, ...]:
@@ -470,12 +488,6 @@ def _missing(notes: Notes) -> tuple[Missing, ...]:
     return tuple(dict.fromkeys(Missing(call.name, lines) for call, _, lines in notes.unknown))
 
 
-def _name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def _site(frame: Any, function: str) -> Site | None:
     """Return the place that makes a shard_map; None if JAX itself does, as for pmap."""
     # This module's own frames are there if the hooks were installed on top of ``check_off.kept``.
@@ -490,15 +502,3 @@ def _site(frame: Any, function: str) -> Site | None:
     line = line or frame.f_lineno
     start, end = (-1 if column is None else column for column in columns)
     return Site(frame.f_code.co_filename, line, start, end_line or line, end, function)
-
-
-def _kind(args: tuple[Any, ...]) -> str:
-    """Describe the arguments' tree, shapes and dtypes, and the values of other leaves."""
-    import jax
-
-    leaves, tree = jax.tree_util.tree_flatten(args)
-    kinds = [
-        f"{x.dtype}{tuple(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else repr(x)
-        for x in leaves
-    ]
-    return f"{tree} {' '.join(kinds)}"

@@ -52,6 +52,8 @@ def traced(
 ) -> Any:
     """Trace a function, or it and its derivatives, up to some order, by the chosen leaves.
 
+    Of order 0, by some leaves, that is its tangent, as a program that could be transposed.
+
     In ``pulling()`` these derivatives are pulled back, and not those that the function takes.
     """
     import jax
@@ -87,10 +89,14 @@ def traced(
                 given[n] = value
             return called(*given)
 
+        some = [values[n] for n in by]
+        if some and not order:
+            out, of_tangents = jax.linearize(of_some, *some)
+            return out, of_tangents(*some)
         function = of_some
         for _ in range(order):
             function = differentiated(function)
-        return function(*(values[n] for n in by))
+        return function(*some)
 
     if order and not chosen:
         raise TypeError("no argument is of a float type")

@@ -678,3 +678,39 @@ def test_a_gather_that_presumes_the_check_is_left(cpu_mesh):
     off, on, (site,) = gradient_of(asked, cpu_mesh)
     np.testing.assert_array_equal(off, on)
     assert site.reason == "the transpose of 'all_gather_invariant' is right with the check on alone"
+
+
+def by_a_bwd_s_number(x, w):
+    bwd = lambda _, g: (g * (3.0 if _varying(g) else 1.0),)  # noqa: E731
+    return op_of(lambda w: (w * 3.0, None), bwd)(x * w)
+
+
+def by_a_bwd_s_operands(x, w):
+    bwd = lambda saved, g: (g - g * saved if _varying(g) else g * saved - g,)  # noqa: E731
+    return x * op_of(lambda w: (w * 2.0, w), bwd)(w * x)
+
+
+def by_a_fwd(x, w):
+    fwd = lambda w: (w * 2.0, 1 / w if _varying(w) else w)  # noqa: E731
+    op = jax.custom_vjp(lambda w: w * 2.0)
+    op.defvjp(fwd, lambda saved, g: (g * saved,))
+    return x * op(w * x)
+
+
+def by_a_jvp(x, w):
+    op = jax.custom_jvp(lambda w: jnp.sin(w) * 3.0)
+    op.defjvp(lambda w, t: (jnp.sin(*w) * 3.0, t[0] * (3.0 if _varying(*w) else 1.0)))
+    return op(x * w)
+
+
+RULES = (by_a_bwd_s_number, by_a_bwd_s_operands, by_a_fwd, by_a_jvp)
+
+
+@pytest.mark.parametrize("body", RULES, ids=lambda body: body.__name__)
+def test_a_rule_that_computes_by_the_type_of_a_value_leaves_its_site(body, cpu_mesh):
+    def asked(mapped):
+        return jax.grad(lambda w: jnp.sum(mapped(body, P("data"))(X, w) ** 2))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "a rule for its derivative computes something else with the check on"

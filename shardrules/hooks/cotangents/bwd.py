@@ -102,7 +102,7 @@ class Bwd:
             ),
         )
         results = after.invars[: len(after.invars) - len(jaxpr.invars)]
-        inputs = [*trace.constants, *trace.arrays]
+        inputs = [*trace.consts, *trace.arrays]
         if len(jaxpr.outvars) != 1 or len(inputs) != len(jaxpr.constvars) + len(jaxpr.invars):
             return None
         proof = linearity(after, results)

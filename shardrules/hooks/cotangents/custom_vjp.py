@@ -24,10 +24,11 @@ from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.summed_shares import hashable
-from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path
+from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Trace
 from shardrules.hooks.cotangents.whole_cotangents import WholeCotangents
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
+from shardrules.jaxprs.made_of import digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +203,8 @@ class CustomVjpHooks(Hooks):
 
     def _typing(self, bwd: FlatBwd, gained: Gained) -> FlatBwd:
         """Let a bwd return cotangents of their primals' types."""
-        typed = self.door.transformation(self._run_bwd)(bwd.fun, bwd.scope, self.parts(bwd))
+        run = self.door.transformation(self._run_bwd)
+        typed = run(bwd.fun, bwd.scope, self.parts(bwd), bool(gained.axes))
         return dataclasses.replace(bwd, fun=typed)
 
     stages: ClassVar[tuple[Stage, ...]] = (_sharing, _typing)
@@ -245,10 +247,17 @@ class CustomVjpHooks(Hooks):
 
         return parts.each(cotangents, share_of)
 
-    def _run_bwd(self, bwd: Any, scope: Scope, parts: CustomVjpInfo, *args: Any) -> Any:
+    def _run_bwd(
+        self, bwd: Any, scope: Scope, parts: CustomVjpInfo, is_wrapped: bool, *args: Any
+    ) -> Any:
+        notes = self.state.scope.notes
         with self._enter(parts.name, scope):
             if not self.door.checking():
-                return bwd(*args)
+                if notes is None:
+                    return bwd(*args)
+                trace = Trace(self.door, bwd, args)
+                notes.computed.add((parts.name, parts.place, digest(trace)))
+                return trace.run()
             run = Bwd(self, bwd, parts, args)
             frame = dataclasses.replace(self.state.here.transpose, summed=None, placed=False)
             with frame:
@@ -258,6 +267,8 @@ class CustomVjpHooks(Hooks):
                         None, [WholeCotangents(run, cotangents).why_different()]
                     )
                     notes.rules.add(hashable(run.parts.bwd))
+                    if not is_wrapped:
+                        notes.computed.add((parts.name, parts.place, digest(run.trace)))
                 else:
                     WholeCotangents(run, cotangents).warn_of_sums()
             return self._match(run, parts, cotangents)

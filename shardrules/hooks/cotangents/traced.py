@@ -93,14 +93,14 @@ class Trace:
         # around the whole program, JAX 0.6.0 can't run a kernel's equation by itself.
         staged = door.staged(run, self.arrays)
         if staged is not None:
-            self.jaxpr, self.constants, self._put = staged
+            self.jaxpr, self.consts, self._put = staged
             return
         jitted = jax.jit(run, inline=True)
         if hasattr(jitted, "trace"):
             closed = jitted.trace(*self.arrays).jaxpr
         else:  # JAX 0.4.28
             closed = jax.make_jaxpr(run)(*self.arrays)
-        self.jaxpr, self.constants = closed.jaxpr, closed.consts
+        self.jaxpr, self.consts = closed.jaxpr, closed.consts
         self._put = lambda arrays: jitted(*arrays)  # not traced again
 
     def of(self, args: Any) -> Trace:

@@ -35,12 +35,12 @@ from shardrules.unchecked.sites import (
     RULES_ELSE,
     UNSEEN,
     UNSTEADY,
-    Missing,
     Site,
     UncheckedCall,
     UncheckedSite,
     function_name,
     kind_of,
+    missing_of,
     varies,
     why_left,
 )
@@ -198,7 +198,7 @@ class _Unchecked:
             # The key holds all that the decision depends on; derivatives around the call don't.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
             made = told_apart(self.door, off.programs)
-            key = self.site, made, off.changing, plain, self.state.registry.version
+            key = self.site, made, off.alike, off.changing, plain, self.state.registry.version
             if key in self.hooks.decisions:
                 return self._note(key, self.hooks.decisions[key])
             kind = kind_of(args)
@@ -261,7 +261,10 @@ class _Unchecked:
                 tangent = retrace.Derivative(
                     derivatives[0].chosen, 0, *trace(derivatives[0].chosen)
                 )
-        return _Off(called, changed, derivatives, why, is_steady, tangent, notes.computed)
+            off = _Off(called, changed, derivatives, why, is_steady, tangent, notes.computed)
+            off = off._replace(alike=self._rules().alike(off.programs))
+            kept.put_back()
+        return off
 
     def _has_rules(self, closed: ClosedJaxpr) -> bool:
         """Return whether a program's derivative runs rules of authors, or may round."""
@@ -361,7 +364,8 @@ class _Unchecked:
         if is_other:
             reasons.append(RULES_ELSE)
         culprit, failed = on.culprit or self.site, on.error
-        gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
+        inside = list(equations(opened(called)))
+        gradients = forward.gradients or any(map(is_transposed, inside))
 
         def refused(site: Site) -> dict[str, Any]:
             if failed is None:
@@ -375,7 +379,7 @@ class _Unchecked:
             self.site,
             None,
             kind,
-            _missing(on.notes) or _missing(forward.notes),
+            missing_of(on.notes) or missing_of(forward.notes),
             undifferentiated=undifferentiated,
             takes_gradients=gradients,
             before=before,
@@ -385,7 +389,8 @@ class _Unchecked:
             reasons_to_leave=tuple(
                 dict.fromkeys([*self._compared(called, forward.closed, gradients), *reasons])
             ),
-            holds_another=_count(called, "shard_map") > 1,
+            holds_another=sum(e.primitive.name == "shard_map" for e in equations(opened(called)))
+            > 1,
             **refused(self.site),
         )
         inner = [
@@ -453,6 +458,7 @@ class _Off(NamedTuple):
     is_steady: bool  # whether tracing it again changed the same
     tangent: retrace.Derivative | None  # of a call whose derivative runs rules of authors
     computed: set[Any]  # what its bwds compute
+    alike: Any = ()  # which rules are left
 
     @property
     def changing(self) -> tuple[bool, ...]:
@@ -478,14 +484,6 @@ class _On(NamedTuple):
     error: Exception | None
     culprit: Site | None  # the inner shard_map that raised it
     met: list[Site]  # the inner shard_maps
-
-
-def _count(closed: ClosedJaxpr, name: str) -> int:
-    return sum(eqn.primitive.name == name for eqn in equations(opened(closed)))
-
-
-def _missing(notes: Notes) -> tuple[Missing, ...]:
-    return tuple(dict.fromkeys(Missing(call.name, lines) for call, _, lines in notes.unknown))
 
 
 def _site(frame: Any, function: str) -> Site | None:

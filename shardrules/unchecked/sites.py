@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from shardrules.hooks.notes import Notes
 from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
@@ -160,3 +161,7 @@ def kind_of(args: tuple[Any, ...]) -> str:
         for x in leaves
     ]
     return f"{tree} {' '.join(kinds)}"
+
+
+def missing_of(notes: Notes) -> tuple[Missing, ...]:
+    return tuple(dict.fromkeys(Missing(call.name, lines) for call, _, lines in notes.unknown))

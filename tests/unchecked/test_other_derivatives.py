@@ -5,6 +5,7 @@ derivative that the program asks for. The site was switched, with another gradie
 """
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -714,3 +715,54 @@ def test_a_rule_that_computes_by_the_type_of_a_value_leaves_its_site(body, cpu_m
     off, on, (site,) = gradient_of(asked, cpu_mesh)
     np.testing.assert_array_equal(off, on)
     assert site.reason == "a rule for its derivative computes something else with the check on"
+
+
+def derivative(order, f):
+    """Return the derivative of a mapped function by its weight, of some order."""
+    scalar = lambda w: jnp.sum(jnp.sin(f(X, w)))  # noqa: E731
+    for _ in range(order - 1):
+        scalar = functools.partial(lambda g, w: jnp.sum(jnp.sin(jax.grad(g)(w))), scalar)
+    return jax.grad(scalar)
+
+
+def op_with(primal, bwd, saved=lambda w: w):
+    op = jax.custom_vjp(lambda w: primal(w))
+    op.defvjp(lambda w: (primal(w), saved(w)), bwd)
+    return op
+
+
+def squares(g):
+    return 10 * g * jnp.abs(g)
+
+
+def sines(is_other):
+    """Return an op whose second derivative calls it again, or else one that looks like it."""
+    sine = op_with(jnp.sin, lambda w, g: (g * cosine(w),))
+    other = op_with(jnp.sin, lambda w, g: (squares(g) * jnp.cos(w),))
+    cosine = op_with(jnp.cos, lambda w, g: (-g * (other if is_other else sine)(w),))
+    return sine
+
+
+def test_programs_whose_third_derivatives_differ_are_decided_one_by_one(cpu_mesh):
+    def asked(mapped):
+        ops = map(sines, (False, True))
+        return [derivative(3, mapped(lambda x, w, op=op: x * op(w), P("data")))(W) for op in ops]
+
+    off, on, sites = gradient_of(asked, cpu_mesh)
+    jax.tree_util.tree_map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3), off, on)
+    assert [site.switched for site in sites] == [True, False]
+
+
+def test_a_rule_is_not_known_by_its_bwd_alone(cpu_mesh):
+    """Two ops have one bwd; in the fourth derivative the fwd of one squares a cotangent."""
+    bwd = lambda w, g: (g * cosine(w),)  # noqa: E731
+    squared = op_with(lambda w: w * 1.0, lambda _, g: (squares(g),))
+    sine, other = op_with(jnp.sin, bwd), op_with(jnp.sin, bwd, squared)
+    cosine = op_with(jnp.cos, lambda w, g: (-g * other(w),))
+
+    def asked(mapped):
+        return derivative(4, mapped(lambda x, w: x * sine(w), P("data")))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-3)
+    assert not site.switched, site

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,6 +20,13 @@ from shardrules.registry.axistypes import AxisType
 Path = tuple[Any, ...]  # of a cotangent, in what a bwd returns
 
 
+class Rule(NamedTuple):
+    """A custom_vjp's functions, as their author wrote them."""
+
+    fwd: Any = None
+    bwd: Any = None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomVjpInfo:
     name: str  # the bwd's, for messages
@@ -30,7 +37,8 @@ class CustomVjpInfo:
     in_avals: tuple[Any, ...]
     place: str = ""  # where the bwd is defined, ``file:line``, or empty
     fwd_avals: tuple[Any, ...] | None = None  # the types that fwd ran with, if not ``in_avals``
-    bwd: Any = None  # the function, one object for all of its runs
+    # the functions, one object each for all of their runs
+    rule: Rule = dataclasses.field(default_factory=Rule)
 
     def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
         """Map a function of (path, index of the primal, cotangent) over the cotangents."""

@@ -63,10 +63,10 @@ def is_same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
 
 
 def has_same_steps(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
-    """Return whether linear programs take the same steps, each of the same numbers.
+    """Return whether linear programs take the same steps, whatever numbers stand in them.
 
-    They hand each other what is saved, in an order of their own. So an operand is known by the
-    primitive that made it.
+    They hand each other what is saved, in an order of their own, and a loop is handed a number that
+    is cast. So an operand is known by the primitive that made it.
     """
     return _made_of(one, id, by_name=True) == _made_of(other, id, by_name=True)
 
@@ -84,14 +84,20 @@ def _made_of(
 
     def enter(jaxpr: Jaxpr, around: _Around) -> _Around:
         inner = around.left.pop(0)
+        if by_name:
+            return _Around(dict.fromkeys(jaxpr.constvars, "input"), [], [], large)
         makes = {v: _constant(held, large) for v, held in zip(jaxpr.constvars, inner.consts)}
-        inputs = ["input"] * len(jaxpr.invars) if by_name else inner.inputs
-        makes |= zip(jaxpr.invars, inputs)
+        makes |= zip(jaxpr.invars, inner.inputs)
         around.read.append((jaxpr, makes))
         return _Around(makes, [], [], large)
 
     def visit(eqn: Eqn, around: _Around, inside: Inside[_Around, None]) -> Iterator[None]:
         name, operands = name_of(eqn), [around.of(atom) for atom in eqn.invars]
+        if by_name:
+            operands = [
+                "input" if isinstance(operand, _Elements) or operand == "constant" else operand
+                for operand in operands
+            ]
         if name in CASTS:
             around.makes.update(zip(eqn.outvars, operands))
             return
@@ -120,7 +126,7 @@ def _made_of(
         keys = [_key(result) for result in results]
         counted.update(keys)
         if by_name:
-            around.makes.update(dict.fromkeys(eqn.outvars, name))
+            around.makes.update(dict.fromkeys(eqn.outvars, of_all[0]))
             return
         around.makes.update(zip(eqn.outvars, keys))
         if name in NEW_REFS:  # however equal what two of them hold is, they are two
@@ -132,8 +138,8 @@ def _made_of(
     jaxpr = opened(closed)
     whole = _Around({}, [_Inner(closed.consts, range(len(jaxpr.invars)))], [], large)
     visited(jaxpr, visit, whole, enter)
-    (results,) = _results(whole)
     if not by_name:
+        (results,) = _results(whole)
         counted.update(enumerate(map(_key, results)))
     return counted
 

@@ -26,7 +26,7 @@ from shardrules.errors import first_line
 from shardrules.hooks.frames import BwdFrame, TransposeFrame
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
-from shardrules.jaxprs.made_of import has_same_steps, is_same
+from shardrules.jaxprs.made_of import is_same
 from shardrules.jaxprs.walk import Inside, equations, visited
 from shardrules.unchecked import retrace
 from shardrules.unchecked.python_state import Kept
@@ -342,7 +342,8 @@ class _Unchecked:
                 if then.error is not None:
                     break
                 ran |= then.notes.rules
-                is_other |= not then.notes.computed <= off.computed
+                # Where the hooks don't act, migrate compares what the program returns.
+                is_other |= self.state.scope.active and not then.notes.computed <= off.computed
                 before_on = forward.closed if derivative.order == 1 else last_on
                 last_on = then.closed
                 rules, order = self._rules(), derivative.order + 1
@@ -355,7 +356,7 @@ class _Unchecked:
             if (tangent := off.tangent) is not None and on.error is None:
                 now = self._trace_on(args, tangent, casts).closed
                 kept.put_back()
-                is_other |= now is None or not has_same_steps(tangent.closed, now)
+                is_other |= now is None or not retrace.has_same_tangent(tangent.closed, now)
         if undifferentiated and self._is_unknown(off, args):
             reasons.append(f"its derivative rules can't be looked at: {undifferentiated}")
         reasons += self._by_arguments(off)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, is_inexact, name_of, opened
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
+from shardrules.jaxprs.made_of import has_same_steps
 from shardrules.jaxprs.walk import Inside, equations, visited
 
 
@@ -243,6 +244,13 @@ def constants(closed: ClosedJaxpr) -> Constants:
         if type(value) in (int, float)
     )
     return Constants(frozenset(scalars), frozenset(settings))
+
+
+def has_same_tangent(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
+    """Return whether two tangents, as programs, take the same steps with the same numbers."""
+    was, now = constants(one), constants(other)
+    same_numbers = not (was.has_other(now) or now.has_other(was))
+    return was.settings == now.settings and same_numbers and has_same_steps(one, other)
 
 
 def _is_same(one: Any, other: Any) -> bool:

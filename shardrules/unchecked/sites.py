@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from shardrules.hooks.notes import Notes
 from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
@@ -163,5 +162,5 @@ def kind_of(args: tuple[Any, ...]) -> str:
     return f"{tree} {' '.join(kinds)}"
 
 
-def missing_of(notes: Notes) -> tuple[Missing, ...]:
+def missing_of(notes: Any) -> tuple[Missing, ...]:
     return tuple(dict.fromkeys(Missing(call.name, lines) for call, _, lines in notes.unknown))

@@ -24,7 +24,7 @@ from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.summed_shares import hashable
-from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Rule, Trace
+from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Trace, VjpRule
 from shardrules.hooks.cotangents.whole_cotangents import WholeCotangents
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
@@ -155,7 +155,7 @@ class CustomVjpHooks(Hooks):
         fwd, gradients, perturbed, written = self._forwards.get(bwd.trees, (None, (), (), None))
         name, place = self.door.function_name(bwd.fun), self.door.function_place(bwd.fun)
         tree, avals = bwd.in_tree, bwd.in_avals
-        rule = Rule(written, bwd.fun)
+        rule = VjpRule(written, bwd.fun)
         return CustomVjpInfo(name, fwd, gradients, perturbed, tree, avals, place, None, rule)
 
     def _scope_of_rules(self) -> Scope:

@@ -20,7 +20,7 @@ from shardrules.registry.axistypes import AxisType
 Path = tuple[Any, ...]  # of a cotangent, in what a bwd returns
 
 
-class Rule(NamedTuple):
+class VjpRule(NamedTuple):
     """A custom_vjp's functions, as their author wrote them."""
 
     fwd: Any = None
@@ -38,7 +38,7 @@ class CustomVjpInfo:
     place: str = ""  # where the bwd is defined, ``file:line``, or empty
     fwd_avals: tuple[Any, ...] | None = None  # the types that fwd ran with, if not ``in_avals``
     # the functions, one object each for all of their runs
-    rule: Rule = dataclasses.field(default_factory=Rule)
+    rule: VjpRule = dataclasses.field(default_factory=VjpRule)
 
     def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
         """Map a function of (path, index of the primal, cotangent) over the cotangents."""

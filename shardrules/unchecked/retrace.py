@@ -290,7 +290,7 @@ _OFF_AGAIN = re.compile(
 
 def words(error: BaseException) -> str:
     """Give what an error says, without JAX's advice to switch the check off."""
-    return _OFF_AGAIN.sub("", str(error)).strip()
+    return _OFF_AGAIN.sub("", str(error)).strip() or first_line(error)
 
 
 def outputs(error: BaseException) -> tuple[TracedOutput, ...]:

@@ -766,3 +766,17 @@ def test_a_rule_is_not_known_by_its_bwd_alone(cpu_mesh):
     off, on, (site,) = gradient_of(asked, cpu_mesh)
     np.testing.assert_allclose(off, on, 1e-3)
     assert not site.switched, site
+
+
+def test_an_error_without_words_is_named(cpu_mesh):
+    """JAX refuses a sum within groups of equal values, and says nothing."""
+    groups = [[0, 1], [2, 3]]
+    summed = lambda g: jax.lax.psum(g, "data", axis_index_groups=groups)  # noqa: E731
+    op = op_of(lambda w: (w * 1.0, None), lambda _, g: (summed(g),))
+
+    def asked(mapped):
+        return jax.grad(lambda w: jnp.sum(mapped(lambda x, w: x * op(w), P("data"))(X, w)))(W)
+
+    *_, (site,) = gradient_of(asked, cpu_mesh)
+    assert site.reason.startswith("in the derivative: ")
+    assert site.reason != "in the derivative: "

@@ -98,6 +98,9 @@ def _made_of(
                 "input" if isinstance(operand, _Elements) or operand == "constant" else operand
                 for operand in operands
             ]
+            if name == "convert_element_type" and operands == ["input"]:
+                around.makes.update(zip(eqn.outvars, operands))  # of a number that is cast
+                return
         if name in CASTS:
             around.makes.update(zip(eqn.outvars, operands))
             return

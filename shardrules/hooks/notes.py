@@ -83,4 +83,6 @@ class Notes:
     # why values or gradients may differ with the check on
     reasons_to_leave: list[str] = dataclasses.field(default_factory=list)
     rules: set[Any] = dataclasses.field(default_factory=set)  # the bwds that ran
+    # the place of each bwd that ran, with a digest of what it computes
+    computed: set[tuple[str, str, int]] = dataclasses.field(default_factory=set)
     unchecked: list[Any] = dataclasses.field(default_factory=list)  # unchecked shard_maps

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.jaxprs import (
@@ -62,12 +62,37 @@ def is_same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
     return any(_made_of(one, large) == _made_of(other, large) for large in (id, _digest))
 
 
-def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections.Counter[Any]:
-    """Count what a jaxpr computes by what it makes that of."""
+def has_same_steps(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
+    """Return whether linear programs take the same steps, whatever numbers stand in them.
+
+    They hand each other what is saved, in an order of their own, and a loop is handed a number that
+    is cast. So an operand is known by the primitive that made it.
+    """
+    return _made_of(one, id, by_name=True) == _made_of(other, id, by_name=True)
+
+
+def digest(closed: Any, left_out: Iterable[Eqn] = ()) -> int:
+    """Return a number that jaxprs share if they compute the same.
+
+    Casts are left out, and so are the equations ``left_out``, of which each result is an operand.
+    """
+    return hash(frozenset(_made_of(closed, _digest, left_out=left_out).items()))
+
+
+def _made_of(
+    closed: ClosedJaxpr,
+    large: Callable[[Any], object],
+    by_name: bool = False,
+    left_out: Iterable[Eqn] = (),
+) -> collections.Counter[Any]:
+    """Count what a jaxpr computes by what it makes that of, or by what primitive made that."""
     counted: collections.Counter[Any] = collections.Counter()
+    passed = {id(eqn) for eqn in left_out}
 
     def enter(jaxpr: Jaxpr, around: _Around) -> _Around:
         inner = around.left.pop(0)
+        if by_name:
+            return _Around(dict.fromkeys(jaxpr.constvars, "input"), [], [], large)
         makes = {v: _constant(held, large) for v, held in zip(jaxpr.constvars, inner.consts)}
         makes |= zip(jaxpr.invars, inner.inputs)
         around.read.append((jaxpr, makes))
@@ -75,7 +100,15 @@ def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections
 
     def visit(eqn: Eqn, around: _Around, inside: Inside[_Around, None]) -> Iterator[None]:
         name, operands = name_of(eqn), [around.of(atom) for atom in eqn.invars]
-        if name in CASTS:
+        if by_name:
+            operands = [
+                "input" if isinstance(operand, _Elements) or operand == "constant" else operand
+                for operand in operands
+            ]
+            if name == "convert_element_type" and operands == ["input"]:
+                around.makes.update(zip(eqn.outvars, operands))  # of a number that is cast
+                return
+        if name in CASTS or id(eqn) in passed:
             around.makes.update(zip(eqn.outvars, operands))
             return
         if name == "convert_element_type" and isinstance(operands[0], _Elements):
@@ -89,15 +122,20 @@ def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections
         elif inner.left:
             for found in inside(inner):
                 yield from found
-            # There may be more operands with the check on: a value, and what it is cast to.
-            taken = operands if _is_step(name) else {*operands}
-            of_all = name, _plain(eqn), _results(inner), taken
+            if by_name:
+                counted.update([_key((name, _plain(eqn)))] if _is_step(name) else ())
+                around.makes.update(dict.fromkeys(eqn.outvars, "input"))
+                return
+            of_all = name, _plain(eqn), _results(inner), _taken(eqn, operands)
             results = [(*of_all, n) for n in range(len(eqn.outvars))]
         else:
             of_all = name, _plain(eqn), operands
             results = [(*of_all, n) for n in range(len(eqn.outvars))] or [of_all]
         keys = [_key(result) for result in results]
         counted.update(keys)
+        if by_name:
+            around.makes.update(dict.fromkeys(eqn.outvars, of_all[0]))
+            return
         around.makes.update(zip(eqn.outvars, keys))
         if name in NEW_REFS:  # however equal what two of them hold is, they are two
             around.makes[eqn.outvars[0]] = _key((keys[0], sum(map(_is_ref, around.makes))))
@@ -108,8 +146,9 @@ def _made_of(closed: ClosedJaxpr, large: Callable[[Any], object]) -> collections
     jaxpr = opened(closed)
     whole = _Around({}, [_Inner(closed.consts, range(len(jaxpr.invars)))], [], large)
     visited(jaxpr, visit, whole, enter)
-    (results,) = _results(whole)
-    counted.update(enumerate(map(_key, results)))
+    if not by_name:
+        (results,) = _results(whole)
+        counted.update(enumerate(map(_key, results)))
     return counted
 
 
@@ -131,11 +170,28 @@ def _is_step(name: str) -> bool:
     return name in KERNELS or name.startswith(("scatter", "reduce", "select_and_scatter"))
 
 
+def _taken(eqn: Eqn, operands: list[Any]) -> Any:
+    """Return the operands of what holds a jaxpr, by which it is told from others."""
+    name = name_of(eqn)
+    if _is_step(name):
+        return operands
+    # There may be more operands with the check on: a value, and what it is cast to. And what a loop
+    # does with numbers is told by its body, out of which JAX takes the casts of these.
+    numbers = operands[: _const_count(eqn)] if name in _LOOPS else ()
+    return {*operands} - {number for number in numbers if isinstance(number, _Elements)}
+
+
+def _const_count(eqn: Eqn) -> int:
+    """Return how many of a loop's operands come before what it carries."""
+    if name_of(eqn) == "while":
+        return int(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"])
+    return int(eqn.params.get("num_consts", 0))
+
+
 def _inside(eqn: Eqn, operands: list[Any]) -> Iterator[_Inner]:
     """Yield what is known of each jaxpr in an equation, in the order of ``inner_jaxprs``."""
     name, params = name_of(eqn), eqn.params
-    counts = params.get("cond_nconsts", 0), params.get("body_nconsts", 0)
-    carried = sum(counts) if name == "while" else params.get("num_consts", 0)
+    carried = _const_count(eqn)
     for value in params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if (jaxpr := opened(each)) is None:
@@ -148,7 +204,8 @@ def _inside(eqn: Eqn, operands: list[Any]) -> Iterator[_Inner]:
                 given = operands[:carried]
                 if name == "while":
                     is_body = value is params["body_jaxpr"]
-                    given = given[counts[0] :] if is_body else given[: counts[0]]
+                    count_of_cond = params["cond_nconsts"]
+                    given = given[count_of_cond:] if is_body else given[:count_of_cond]
                 given = [*given, *map(_key, later)]
             if name in KERNELS or count != len(given):
                 given = [("input", n) for n in range(count)]
@@ -209,6 +266,8 @@ def _converted(value: Any, to: Any) -> Any:
 def _key(value: Any) -> int:
     if isinstance(value, (tuple, list)):
         return hash((*map(_key, value),))
+    if type(value) in (int, float):
+        return hash(repr(value))  # hash(-1) is hash(-2)
     return hash(frozenset(map(_key, value)) if isinstance(value, (set, frozenset)) else value)
 
 

@@ -33,12 +33,15 @@ from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
     BY_TYPE,
     COMPUTES_ELSE,
+    RULES_ELSE,
     UNSEEN,
     UNSTEADY,
-    Missing,
     Site,
     UncheckedCall,
     UncheckedSite,
+    function_name,
+    kind_of,
+    missing_of,
     varies,
     why_left,
 )
@@ -80,7 +83,7 @@ class UncheckedHooks(Hooks):
             bound = signature.bind(*args, **kwargs)
             if bound.arguments.get(check, True) is not False:
                 return functools.wraps(off)(lambda *args: self._explained(off, args))
-            site = _site(sys._getframe(1), _name(args[0]))
+            site = _site(sys._getframe(1), function_name(args[0]))
             if site is None:
                 return off
             bound.arguments[check] = True
@@ -125,7 +128,7 @@ class _Unchecked:
         if not self.hooks.watchers or scope.unchecked == "off":
             return self._as_written(args, scope.unchecked)
         result = self._as_written(args)  # its errors are the program's own
-        kind = _kind(args)
+        kind = kind_of(args)
         if kind not in self.watched and self.hooks.watchers:
             self.watched.add(kind)
             for watcher in tuple(self.hooks.watchers):
@@ -196,10 +199,10 @@ class _Unchecked:
             # The key holds all that the decision depends on; derivatives around the call don't.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
             made = told_apart(self.door, off.programs)
-            key = self.site, made, off.changing, plain, self.state.registry.version
+            key = self.site, made, off.alike, off.changing, plain, self.state.registry.version
             if key in self.hooks.decisions:
                 return self._note(key, self.hooks.decisions[key])
-            kind = _kind(args)
+            kind = kind_of(args)
             call, *inner = self._compare(args, kind, scope.casts, off, kept)
         except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
             why = f"{UNSEEN}: {first_line(error)}"
@@ -251,10 +254,18 @@ class _Unchecked:
             return closed, changed
 
         # Notes of its own keep what it traces from JAX's caches for the program and other looks.
-        with unseen(kept), self._looking("off", notes=Notes()):
+        with unseen(kept), self._looking("off", notes=(notes := Notes())):
             called, changed = trace()
             derivatives, why = retrace.derivatives(trace, args, self._has_rules)
-        return _Off(called, changed, derivatives, why, is_steady)
+            tangent = None
+            if derivatives and self._has_step(called, lambda eqn: False):
+                tangent = retrace.Derivative(
+                    derivatives[0].chosen, 0, *trace(derivatives[0].chosen)
+                )
+            off = _Off(called, changed, derivatives, why, is_steady, tangent, notes.computed)
+            off = off._replace(alike=self._rules().alike(off.programs))
+            kept.put_back()
+        return off
 
     def _has_rules(self, closed: ClosedJaxpr) -> bool:
         """Return whether a program's derivative runs rules of authors, or may round."""
@@ -315,6 +326,7 @@ class _Unchecked:
         before = tuple(retrace.sums(called if undifferentiated else first))
         ran: set[Any] = set()  # the bwds that were looked at
         last_on: Any = None
+        is_other = False  # whether a rule computes something else
         reasons: list[str] = []
         with unseen(kept):
             on = forward = self._trace_on(args, None, casts)
@@ -331,6 +343,8 @@ class _Unchecked:
                 if then.error is not None:
                     break
                 ran |= then.notes.rules
+                # Where the hooks don't act, migrate compares what the program returns.
+                is_other |= self.state.scope.active and not then.notes.computed <= off.computed
                 before_on = forward.closed if derivative.order == 1 else last_on
                 last_on = then.closed
                 rules, order = self._rules(), derivative.order + 1
@@ -340,13 +354,19 @@ class _Unchecked:
                     )
                 elif derivative.is_last and order == 2 and rules.holds_uncounted(last_on):
                     reasons.append("its derivative rules can't be looked at in order 2")
+            if (tangent := off.tangent) is not None and on.error is None:
+                now = self._trace_on(args, tangent, casts).closed
+                kept.put_back()
+                is_other |= now is None or not retrace.has_same_tangent(tangent.closed, now)
         if undifferentiated and self._is_unknown(off, args):
             reasons.append(f"its derivative rules can't be looked at: {undifferentiated}")
         reasons += self._by_arguments(off)
         other = BY_TYPE if off.is_steady else UNSTEADY
         reasons += [] if is_steady else [other]
+        reasons += [RULES_ELSE] if is_other else []
         culprit, failed = on.culprit or self.site, on.error
-        gradients = forward.gradients or any(map(is_transposed, equations(opened(called))))
+        inside = list(equations(opened(called)))
+        gradients = forward.gradients or any(map(is_transposed, inside))
 
         def refused(site: Site) -> dict[str, Any]:
             if failed is None:
@@ -360,7 +380,7 @@ class _Unchecked:
             self.site,
             None,
             kind,
-            _missing(on.notes) or _missing(forward.notes),
+            missing_of(on.notes) or missing_of(forward.notes),
             undifferentiated=undifferentiated,
             takes_gradients=gradients,
             before=before,
@@ -370,7 +390,8 @@ class _Unchecked:
             reasons_to_leave=tuple(
                 dict.fromkeys([*self._compared(called, forward.closed, gradients, other), *reasons])
             ),
-            holds_another=_count(called, "shard_map") > 1,
+            holds_another=sum(e.primitive.name == "shard_map" for e in equations(opened(called)))
+            > 1,
             **refused(self.site),
         )
         inner = [
@@ -436,6 +457,9 @@ class _Off(NamedTuple):
     derivatives: list[retrace.Derivative]
     undifferentiated: str
     is_steady: bool  # whether tracing it again changed the same
+    tangent: retrace.Derivative | None  # of a call whose derivative runs rules of authors
+    computed: set[Any]  # what its bwds compute
+    alike: Any = ()  # which rules are left
 
     @property
     def changing(self) -> tuple[bool, ...]:
@@ -463,20 +487,6 @@ class _On(NamedTuple):
     met: list[Site]  # the inner shard_maps
 
 
-def _count(closed: ClosedJaxpr, name: str) -> int:
-    return sum(eqn.primitive.name == name for eqn in equations(opened(closed)))
-
-
-def _missing(notes: Notes) -> tuple[Missing, ...]:
-    return tuple(dict.fromkeys(Missing(call.name, lines) for call, _, lines in notes.unknown))
-
-
-def _name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def _site(frame: Any, function: str) -> Site | None:
     """Return the place that makes a shard_map; None if JAX itself does, as for pmap."""
     # This module's own frames are there if the hooks were installed on top of ``check_off.kept``.
@@ -491,15 +501,3 @@ def _site(frame: Any, function: str) -> Site | None:
     line = line or frame.f_lineno
     start, end = (-1 if column is None else column for column in columns)
     return Site(frame.f_code.co_filename, line, start, end_line or line, end, function)
-
-
-def _kind(args: tuple[Any, ...]) -> str:
-    """Describe the arguments' tree, shapes and dtypes, and the values of other leaves."""
-    import jax
-
-    leaves, tree = jax.tree_util.tree_flatten(args)
-    kinds = [
-        f"{x.dtype}{tuple(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else repr(x)
-        for x in leaves
-    ]
-    return f"{tree} {' '.join(kinds)}"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, is_inexact, name_of, opened
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
+from shardrules.jaxprs.made_of import has_same_steps
 from shardrules.jaxprs.walk import Inside, equations, visited
 
 
@@ -52,6 +53,8 @@ def traced(
 ) -> Any:
     """Trace a function, or it and its derivatives, up to some order, by the chosen leaves.
 
+    Of order 0, by some leaves, that is its tangent, as a program that could be transposed.
+
     In ``pulling()`` these derivatives are pulled back, and not those that the function takes.
     """
     import jax
@@ -87,10 +90,14 @@ def traced(
                 given[n] = value
             return called(*given)
 
+        some = [values[n] for n in by]
+        if some and not order:
+            out, of_tangents = jax.linearize(of_some, *some)
+            return out, of_tangents(*some)
         function = of_some
         for _ in range(order):
             function = differentiated(function)
-        return function(*(values[n] for n in by))
+        return function(*some)
 
     if order and not chosen:
         raise TypeError("no argument is of a float type")
@@ -239,6 +246,13 @@ def constants(closed: ClosedJaxpr) -> Constants:
     return Constants(frozenset(scalars), frozenset(settings))
 
 
+def has_same_tangent(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
+    """Return whether two tangents, as programs, take the same steps with the same numbers."""
+    was, now = constants(one), constants(other)
+    same_numbers = not (was.has_other(now) or now.has_other(was))
+    return was.settings == now.settings and same_numbers and has_same_steps(one, other)
+
+
 def _is_same(one: Any, other: Any) -> bool:
     """Return whether scalars are equal in the dtype of either: JAX converts one after its cast."""
     import ml_dtypes  # noqa: F401  # its dtypes have names
@@ -276,7 +290,7 @@ _OFF_AGAIN = re.compile(
 
 def words(error: BaseException) -> str:
     """Give what an error says, without JAX's advice to switch the check off."""
-    return _OFF_AGAIN.sub("", str(error)).strip()
+    return _OFF_AGAIN.sub("", str(error)).strip() or first_line(error)
 
 
 def outputs(error: BaseException) -> tuple[TracedOutput, ...]:

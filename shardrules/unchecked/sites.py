@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
+RULES_ELSE = "a rule for its derivative computes something else with the check on"
 UNSEEN = "it can't be looked at"
 UNSTEADY = (
     "it changes Python state by how often its functions are traced: JAX traces what is jitted, or "
@@ -144,3 +146,25 @@ def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> st
                 where = " in a while loop" if loops else ""
                 return f"its all-reduces would move {count(on)} B{where} instead of {count(off)} B"
     return ""
+
+
+def function_name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def kind_of(args: tuple[Any, ...]) -> str:
+    """Describe the arguments' tree, shapes and dtypes, and the values of other leaves."""
+    import jax
+
+    leaves, tree = jax.tree_util.tree_flatten(args)
+    kinds = [
+        f"{x.dtype}{tuple(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else repr(x)
+        for x in leaves
+    ]
+    return f"{tree} {' '.join(kinds)}"
+
+
+def missing_of(notes: Any) -> tuple[Missing, ...]:
+    return tuple(dict.fromkeys(Missing(call.name, lines) for call, _, lines in notes.unknown))

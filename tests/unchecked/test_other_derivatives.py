@@ -5,6 +5,7 @@ derivative that the program asks for. The site was switched, with another gradie
 """
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from core import versions
 from jax._src.lax import parallel
 from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.experimental import checkify
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -384,6 +386,11 @@ def printed_a_number(g, note):
     jax.lax.cond(g.sum() > 0, lambda: jax.debug.callback(note, 1.0), lambda: None)
 
 
+def takes_refs():
+    """Whether JAX differentiates a shard_map that takes a ref."""
+    return versions.has("jax", "new_ref")() and hasattr(jax.custom_vjp, "defvjp_with_logs")
+
+
 @pytest.mark.parametrize("show", [printed, told, printed_in_a_loop, printed_a_number])
 def test_a_bwd_that_shows_a_cotangent_leaves_its_site(show, cpu_mesh):
     shown = []
@@ -404,6 +411,46 @@ def test_a_bwd_that_shows_a_cotangent_leaves_its_site(show, cpu_mesh):
     assert site.reason.endswith("shows a cotangent outside of the program")
     half = len(shown) // 2
     assert sorted(shown[:half]) == sorted(shown[half:])
+
+
+def test_a_bwd_that_checks_a_cotangent_leaves_its_site(cpu_mesh):
+    """Where a share is too large, and where the sum of them is, are two things."""
+
+    def asked(mapped):
+        def bwd(_, g):
+            checkify.check(jnp.all(jnp.abs(g) < 1), "large: {x}", x=jnp.max(jnp.abs(g)))
+            return (g,)
+
+        op = op_of(lambda w: (w * 1.0, None), bwd)
+        f = mapped(lambda x, w: x * op(w), P("data"))
+        error, _ = checkify.checkify(jax.grad(lambda w: jnp.sum(f(X, w) ** 2)))(W)
+        # JAX numbers the checks that it meets, in int32.
+        return [x for x in jax.tree_util.tree_leaves(error) if x.dtype != jnp.int32]
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    jax.tree_util.tree_map(np.testing.assert_array_equal, off, on)
+    assert not site.switched, site
+
+
+@versions.where(takes_refs)
+@pytest.mark.parametrize("spec", [P(), P("data")])
+def test_a_bwd_that_keeps_a_cotangent_in_a_ref_leaves_its_site(spec, cpu_mesh):
+    def bwd(kept, g):
+        kept[...] = (g * 1000).astype(jnp.int32).reshape(kept.shape)
+        return None, g
+
+    op = jax.custom_vjp(lambda kept, w: w * 1.0)
+    op.defvjp(lambda kept, w: (w * 1.0, kept), bwd)
+
+    def asked(mapped):
+        kept = jax.new_ref(jnp.zeros((4, 4) if spec else 4, jnp.int32))
+        body = lambda x, w, kept: x * op(kept, w)  # noqa: E731
+        f = shard_map(body, cpu_mesh, (P("data"), P(), spec), P("data"), check=False)
+        return jax.grad(lambda w: jnp.sum(f(X, w, kept) ** 2))(W), kept[...]
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    jax.tree_util.tree_map(np.testing.assert_array_equal, off, on)
+    assert site.reason.endswith("shows a cotangent outside of the program")
 
 
 def test_a_bwd_that_shows_what_it_saved_is_switched(cpu_mesh):
@@ -575,7 +622,16 @@ def by_a_ref_in_a_loop(x, w):
     return ref[...]
 
 
+def by_a_callback_s_number(x, w):
+    count = -1 if _varying(x) else -2
+    return jax.pure_callback(lambda v: v * count, jax.typeof(x), x * w)
+
+
 READS = {
+    "padding": lambda x, w: jnp.concatenate(
+        [x * w, jax.lax.pad(x, 0.0, ((0, 0, 0), (-1, -2, 0) if _varying(x) else (-2, -1, 0)))], 1
+    ),
+    "a callback's number": by_a_callback_s_number,
     "blocks": by_blocks,
     "alias": by_an_alias,
     "an order of writes": by_an_order_of_writes,
@@ -635,3 +691,104 @@ def test_a_gather_that_presumes_the_check_is_left(cpu_mesh):
     off, on, (site,) = gradient_of(asked, cpu_mesh)
     np.testing.assert_array_equal(off, on)
     assert site.reason == "the transpose of 'all_gather_invariant' is right with the check on alone"
+
+
+def by_a_bwd_s_number(x, w):
+    bwd = lambda _, g: (g * (3.0 if _varying(g) else 1.0),)  # noqa: E731
+    return op_of(lambda w: (w * 3.0, None), bwd)(x * w)
+
+
+def by_a_bwd_s_operands(x, w):
+    bwd = lambda saved, g: (g - g * saved if _varying(g) else g * saved - g,)  # noqa: E731
+    return x * op_of(lambda w: (w * 2.0, w), bwd)(w * x)
+
+
+def by_a_fwd(x, w):
+    fwd = lambda w: (w * 2.0, 1 / w if _varying(w) else w)  # noqa: E731
+    op = jax.custom_vjp(lambda w: w * 2.0)
+    op.defvjp(fwd, lambda saved, g: (g * saved,))
+    return x * op(w * x)
+
+
+def by_a_jvp(x, w):
+    op = jax.custom_jvp(lambda w: jnp.sin(w) * 3.0)
+    op.defjvp(lambda w, t: (jnp.sin(*w) * 3.0, t[0] * (3.0 if _varying(*w) else 1.0)))
+    return op(x * w)
+
+
+RULES = (by_a_bwd_s_number, by_a_bwd_s_operands, by_a_fwd, by_a_jvp)
+
+
+@pytest.mark.parametrize("body", RULES, ids=lambda body: body.__name__)
+def test_a_rule_that_computes_by_the_type_of_a_value_leaves_its_site(body, cpu_mesh):
+    def asked(mapped):
+        return jax.grad(lambda w: jnp.sum(mapped(body, P("data"))(X, w) ** 2))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "a rule for its derivative computes something else with the check on"
+
+
+def derivative(order, f):
+    """Return the derivative of a mapped function by its weight, of some order."""
+    scalar = lambda w: jnp.sum(jnp.sin(f(X, w)))  # noqa: E731
+    for _ in range(order - 1):
+        scalar = functools.partial(lambda g, w: jnp.sum(jnp.sin(jax.grad(g)(w))), scalar)
+    return jax.grad(scalar)
+
+
+def op_with(primal, bwd, saved=lambda w: w):
+    op = jax.custom_vjp(lambda w: primal(w))
+    op.defvjp(lambda w: (primal(w), saved(w)), bwd)
+    return op
+
+
+def squares(g):
+    return 10 * g * jnp.abs(g)
+
+
+def sines(is_other):
+    """Return an op whose second derivative calls it again, or else one that looks like it."""
+    sine = op_with(jnp.sin, lambda w, g: (g * cosine(w),))
+    other = op_with(jnp.sin, lambda w, g: (squares(g) * jnp.cos(w),))
+    cosine = op_with(jnp.cos, lambda w, g: (-g * (other if is_other else sine)(w),))
+    return sine
+
+
+def test_programs_whose_third_derivatives_differ_are_decided_one_by_one(cpu_mesh):
+    def asked(mapped):
+        ops = map(sines, (False, True))
+        return [derivative(3, mapped(lambda x, w, op=op: x * op(w), P("data")))(W) for op in ops]
+
+    off, on, sites = gradient_of(asked, cpu_mesh)
+    jax.tree_util.tree_map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3), off, on)
+    assert [site.switched for site in sites] == [True, False]
+
+
+def test_a_rule_is_not_known_by_its_bwd_alone(cpu_mesh):
+    """Two ops have one bwd; in the fourth derivative the fwd of one squares a cotangent."""
+    bwd = lambda w, g: (g * cosine(w),)  # noqa: E731
+    squared = op_with(lambda w: w * 1.0, lambda _, g: (squares(g),))
+    sine, other = op_with(jnp.sin, bwd), op_with(jnp.sin, bwd, squared)
+    cosine = op_with(jnp.cos, lambda w, g: (-g * other(w),))
+
+    def asked(mapped):
+        return derivative(4, mapped(lambda x, w: x * sine(w), P("data")))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-3)
+    assert not site.switched, site
+
+
+def test_an_error_without_words_is_named(cpu_mesh):
+    """JAX refuses a sum within groups of equal values, and says nothing."""
+    groups = [[0, 1], [2, 3]]
+    summed = lambda g: jax.lax.psum(g, "data", axis_index_groups=groups)  # noqa: E731
+    op = op_of(lambda w: (w * 1.0, None), lambda _, g: (summed(g),))
+
+    def asked(mapped):
+        return jax.grad(lambda w: jnp.sum(mapped(lambda x, w: x * op(w), P("data"))(X, w)))(W)
+
+    *_, (site,) = gradient_of(asked, cpu_mesh)
+    assert site.reason.startswith("in the derivative: ")
+    assert site.reason != "in the derivative: "

@@ -105,7 +105,7 @@ class Bwd:
             ),
         )
         results = after.invars[: len(after.invars) - len(jaxpr.invars)]
-        inputs = [*trace.constants, *trace.arrays]
+        inputs = [*trace.consts, *trace.arrays]
         if len(jaxpr.outvars) != 1 or len(inputs) != len(jaxpr.constvars) + len(jaxpr.invars):
             return None
         proof = linearity(after, results)
@@ -335,9 +335,9 @@ class Bwd:
             return Trace(self.door, self.bwd, self.args)
         # Casts are placed by what it sums: it is not traced once more to be run. What is kept holds
         # the function, so that no other has its id.
-        key = id(self.parts.bwd), structure, *map(self.door.typeof, leaves)
+        key = id(self.parts.rule.bwd), structure, *map(self.door.typeof, leaves)
         if key not in kept:
-            kept[key] = self.parts.bwd, Trace(self.door, self.bwd, self.args)
+            kept[key] = self.parts.rule.bwd, Trace(self.door, self.bwd, self.args)
         trace: Trace = kept[key][1]
         return trace.of(self.args)
 

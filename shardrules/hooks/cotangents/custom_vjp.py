@@ -22,12 +22,14 @@ from shardrules.door.patching import Patches
 from shardrules.door.protocols import Aval
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.bwd import Bwd
+from shardrules.hooks.cotangents.inner_sums import inner_sums
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.summed_shares import hashable
-from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path
+from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Trace, VjpRule
 from shardrules.hooks.cotangents.whole_cotangents import WholeCotangents
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
+from shardrules.jaxprs.made_of import digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +64,10 @@ class CustomVjpHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         # JAX passes a function that returns the trees from fwd to bwd. It is the key here; the
-        # value is fwd, whether fwd takes gradients, and which of its arguments are perturbed.
+        # value is fwd, whether fwd takes gradients, which of its arguments are perturbed, and what
+        # its author wrote.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        # From the functions that JAX binds to the bwds that they run.
+        # From the functions that JAX binds to the rules that they run.
         self._rules: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
@@ -96,7 +99,7 @@ class CustomVjpHooks(Hooks):
         if not self.state.active:
             return self.door.flatten_fwd(scoped, *rest, **options)
         flat, trees = self._flat_fwd(scoped, *rest, **options)
-        self._forwards[trees] = scoped, gradients, perturbed
+        self._forwards[trees] = scoped, gradients, perturbed, fun
         return flat, trees
 
     def _flat_fwd(self, fwd: Any, *rest: Any, **options: Any) -> Any:
@@ -129,7 +132,7 @@ class CustomVjpHooks(Hooks):
                 one = staged.fun, staged.in_tree, staged.in_avals, staged.trees, *staged.rest
                 return self.door.flatten_bwd(*one).call_wrapped(*args)
 
-        self._rules[run] = bwd.fun
+        self._rules[run] = self.parts(bwd).rule
         return self.door.wrapped(run, flat)
 
     def _unread(self, bwd: Any, does: str) -> None:
@@ -141,7 +144,7 @@ class CustomVjpHooks(Hooks):
             raise UnreadBwd(why)
 
     def rule_of(self, bwd: Any) -> Any:
-        """Return the author's function, with its static arguments, of the one that JAX binds."""
+        """Return the author's fwd and bwd, with their static arguments, of what JAX binds."""
         return self._rules.get(getattr(bwd, "f", bwd))
 
     @contextlib.contextmanager
@@ -150,10 +153,11 @@ class CustomVjpHooks(Hooks):
             yield Gained(axes, by_cast)
 
     def parts(self, bwd: FlatBwd) -> CustomVjpInfo:
-        fwd, gradients, perturbed = self._forwards.get(bwd.trees, (None, (), ()))
+        fwd, gradients, perturbed, written = self._forwards.get(bwd.trees, (None, (), (), None))
         name, place = self.door.function_name(bwd.fun), self.door.function_place(bwd.fun)
         tree, avals = bwd.in_tree, bwd.in_avals
-        return CustomVjpInfo(name, fwd, gradients, perturbed, tree, avals, place, None, bwd.fun)
+        rule = VjpRule(written, bwd.fun)
+        return CustomVjpInfo(name, fwd, gradients, perturbed, tree, avals, place, None, rule)
 
     def _scope_of_rules(self) -> Scope:
         """Return the scope in which fwd and bwd run: outside of the innermost reverse pass."""
@@ -205,7 +209,8 @@ class CustomVjpHooks(Hooks):
 
     def _typing(self, bwd: FlatBwd, gained: Gained) -> FlatBwd:
         """Let a bwd return cotangents of their primals' types."""
-        typed = self.door.transformation(self._run_bwd)(bwd.fun, bwd.scope, self.parts(bwd))
+        run = self.door.transformation(self._run_bwd)
+        typed = run(bwd.fun, bwd.scope, self.parts(bwd), bool(gained.axes))
         return dataclasses.replace(bwd, fun=typed)
 
     stages: ClassVar[tuple[Stage, ...]] = (_sharing, _typing)
@@ -248,11 +253,18 @@ class CustomVjpHooks(Hooks):
 
         return parts.each(cotangents, share_of)
 
-    def _run_bwd(self, bwd: Any, scope: Scope, parts: CustomVjpInfo, *args: Any) -> Any:
+    def _run_bwd(
+        self, bwd: Any, scope: Scope, parts: CustomVjpInfo, is_wrapped: bool, *args: Any
+    ) -> Any:
+        notes = self.state.scope.notes
         is_looked_at = scope.notes is not None and scope.unchecked == "on"
         with self._enter(parts.name, scope, in_bwd=is_looked_at):
             if not self.door.checking():
-                return bwd(*args)
+                if notes is None:
+                    return bwd(*args)
+                trace = Trace(self.door, bwd, args)
+                notes.computed.add((parts.name, parts.place, digest(trace)))
+                return trace.run()
             run = Bwd(self, bwd, parts, args)
             frame = dataclasses.replace(self.state.here.transpose, summed=None, placed=False)
             with frame:
@@ -261,7 +273,10 @@ class CustomVjpHooks(Hooks):
                     notes.reasons_to_leave += filter(
                         None, [WholeCotangents(run, cotangents).why_different()]
                     )
-                    notes.rules.add(hashable(run.parts.bwd))
+                    notes.rules.add(hashable(run.parts.rule))
+                    if not is_wrapped:
+                        made = digest(run.trace, inner_sums(run.trace.jaxpr))
+                        notes.computed.add((parts.name, parts.place, made))
                 else:
                     WholeCotangents(run, cotangents).warn_of_sums()
             return self._match(run, parts, cotangents)

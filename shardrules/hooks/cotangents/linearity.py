@@ -36,10 +36,11 @@ _KNOWN = frozenset({ZERO, FIXED})
 _STORES = READS | set("swap addupdate masked_swap".split())
 _COPIES = frozenset("dma_start dma_wait".split())
 
-# The effects of callbacks, prints and foreign calls, by the names of JAX 0.4 to 0.12.
+# The effects of callbacks, prints, foreign calls and checkify's checks, by the names of JAX 0.4 to
+# 0.12.
 _SHOWING = frozenset(
     "DebugEffect OrderedDebugEffect IOEffect OrderedIOEffect BufferCallbackEffect FfiEffect "
-    "PrintEffect".split()
+    "PrintEffect ErrorEffect".split()
 )
 
 # How many fwds and rules are read, each within another.
@@ -221,6 +222,11 @@ class Linearity(Fold[str]):
         made: list[str] = self.inside(eqn, jaxpr, [*constants, *given], at=1)
         self._reading.pop()
         return [*made[results]]
+
+    def finished(self, jaxpr: Jaxpr, read: Callable[[Any], str]) -> None:
+        if not self.place:  # what is written to a ref from outside can be read there
+            refs = (var for var in jaxpr.invars if hasattr(var.aval, "inner_aval"))
+            self.shows |= any(self.content(read(var)) not in _KNOWN for var in refs)
 
     def other(self, eqn: Eqn, name: str, operands: list[str]) -> Sequence[str]:
         return [self._result(eqn, name, operands)] * len(eqn.outvars)

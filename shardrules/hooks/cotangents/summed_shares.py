@@ -160,15 +160,26 @@ class CustomRules:
     functions that one function makes share these.
     """
 
-    def __init__(self, door: Door, bwd_of: Callable[[Any], Any]):
+    def __init__(self, door: Door, rule_of: Callable[[Any], Any]):
         self.door = door
-        self._bwd_of = bwd_of  # from the function that JAX binds to what its author wrote
+        self._rule_of = rule_of  # from the function that JAX binds to what its author wrote
 
     def left(self, closed: Any) -> collections.Counter[Any]:
         """Count the rules that are left in a program."""
         eqns = equations(opened(closed))
         keys = (self._key(eqn, 2) for eqn in eqns if has_rule(self.door, eqn))
         return collections.Counter(key for key in keys if key is not None)
+
+    def alike(self, programs: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+        """Return which rules are left in each program, by the numbers of when they are first met.
+
+        No text says whether a rule that a derivative leaves is one that it ran.
+        """
+        met: dict[Any, int] = {}
+        return tuple(
+            tuple(met.setdefault(rule, len(met)) for rule in self.left(closed).elements())
+            for closed in programs
+        )
 
     def new(self, closed: Any, before: Any, ran: Container[Any]) -> bool:
         """Return whether a derivative leaves rules that neither ran nor stood there before.
@@ -192,8 +203,8 @@ class CustomRules:
     def _key(self, eqn: Any, depth: int) -> Any:
         name = name_of(eqn)
         if name.startswith("custom_vjp_call"):
-            bwd = self._bwd_of(eqn.params.get("bwd"))
-            return None if bwd is None else hashable(bwd)
+            written = self._rule_of(eqn.params.get("bwd"))
+            return None if written is None else hashable(written)
         if not name.startswith("custom_jvp_call"):
             return None  # a transpose: each derivative looks at those that it has
         rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("jvp_jaxpr_thunk"))

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,6 +20,13 @@ from shardrules.registry.axistypes import AxisType
 Path = tuple[Any, ...]  # of a cotangent, in what a bwd returns
 
 
+class VjpRule(NamedTuple):
+    """A custom_vjp's functions, as their author wrote them."""
+
+    fwd: Any = None
+    bwd: Any = None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomVjpInfo:
     name: str  # the bwd's, for messages
@@ -30,7 +37,8 @@ class CustomVjpInfo:
     in_avals: tuple[Any, ...]
     place: str = ""  # where the bwd is defined, ``file:line``, or empty
     fwd_avals: tuple[Any, ...] | None = None  # the types that fwd ran with, if not ``in_avals``
-    bwd: Any = None  # the function, one object for all of its runs
+    # the functions, one object each for all of their runs
+    rule: VjpRule = dataclasses.field(default_factory=VjpRule)
 
     def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
         """Map a function of (path, index of the primal, cotangent) over the cotangents."""
@@ -93,14 +101,14 @@ class Trace:
         # around the whole program, JAX 0.6.0 can't run a kernel's equation by itself.
         staged = door.staged(run, self.arrays)
         if staged is not None:
-            self.jaxpr, self.constants, self._put = staged
+            self.jaxpr, self.consts, self._put = staged
             return
         jitted = jax.jit(run, inline=True)
         if hasattr(jitted, "trace"):
             closed = jitted.trace(*self.arrays).jaxpr
         else:  # JAX 0.4.28
             closed = jax.make_jaxpr(run)(*self.arrays)
-        self.jaxpr, self.constants = closed.jaxpr, closed.consts
+        self.jaxpr, self.consts = closed.jaxpr, closed.consts
         self._put = lambda arrays: jitted(*arrays)  # not traced again
 
     def of(self, args: Any) -> Trace:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import NamedTuple
 
 from shardrules.costs import accounts, walk
 from shardrules.costs.waste import factors, slices
-from shardrules.costs.waste.program import SMALL, UNARY, WHOLE, Hint, Kind, Program, Site, is_zero
+from shardrules.costs.waste.program import (
+    SMALL,
+    UNARY,
+    WHOLE,
+    Hint,
+    Kind,
+    Program,
+    Site,
+    Use,
+    is_zero,
+)
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 # What JAX calls a kernel or a foreign function; XLA's own calls have the names of operations.
@@ -17,6 +28,10 @@ _CALLBACKS = frozenset(["pure_callback"])
 _MOVES = WHOLE | BARRIERS | {"all-gather-done"}
 _COMPLEX = ("FFT", "IFFT")  # of a real one the result has another size than its operand
 _TOP_K = ("TopK", "TopKBatchMajorSmallK", "__gpu$TopK")
+# A number's bits, beside those of its place.
+_BITS = frozenset("and or xor shift-right-arithmetic bitcast-convert".split())
+_INDEX = 32  # bits of a place
+_EACH = WHOLE | BARRIERS | UNARY | _BITS | {"all-gather-done"}
 _ROWS = WHOLE | BARRIERS | {"convert", "all-gather-done"}
 _KEEPS = BARRIERS | {"copy", "copy-done", "copy-start", "all-gather-done"}
 
@@ -181,6 +196,14 @@ def of_a_transform(site: Site) -> Hint | None:
 # -- the largest of each row ----------------------------------------------------------------------
 
 
+class _Largest(NamedTuple):
+    """A top_k: what it finds of each row."""
+
+    ends: list[Node]  # what holds the values, and what holds their places, if they are read
+    k: int
+    bits: int  # of a value with its place
+
+
 def of_the_largest(site: Site) -> Hint | None:
     """Find a gather for a top_k of which no row, or no part of one, needs the others."""
     if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
@@ -196,27 +219,70 @@ def of_the_largest(site: Site) -> Hint | None:
     return _of_rows(site, call, spec) if is_rows else _of_parts(site, call, spec)
 
 
-def _top_k(gather: Site) -> Node | None:
+def _top_k(gather: Site) -> _Largest | None:
     """Return the only top_k that takes a gathered array, of which the last dimension is its own."""
     taker = _next(gather)
     if taker is None:
         return None
     if taker.opcode == "custom-call" and walk.target(taker.instruction) in _TOP_K:
-        return taker
+        values, places = taker.shape.leaves()
+        ends = [*taker.elements.values()]
+        return _Largest(ends, values.dimensions[-1], values.bits + places.bits)
+    if taker.opcode == "sort":
+        return _first_of_sorted(gather, taker)
     others = _gathers(gather.program, taker)
     return _top_k(others[0]) if others else None
+
+
+def _first_of_sorted(gather: Site, sort: Node) -> _Largest | None:
+    """Read a sort of which only the first of each row are used: for CPU XLA makes it of a top_k."""
+    program, rows = gather.program, sort.shape.leaves()[0].dimensions
+    if sort.instruction.attribute("dimensions") != f"{{{len(rows) - 1}}}":
+        return None
+    parts = [use.user for use in _uses(program, sort)]
+    sizes = {(part.opcode, part.shape.dimensions) for part in parts}
+    if len(sizes) != 1 or not all(map(_is_first, parts)):
+        return None
+    makers = [sort, *walk.reached(parts, lambda node: node.users if _is_each(node) else [])]
+    names = (program.module.metadata(maker.instruction).op_name for maker in makers)
+    if not any(name.endswith("/top_k") for name in names):
+        return None  # of a program's own sort these may be the smallest
+    return _Largest(parts, parts[0].shape.dimensions[-1], gather.taken.bits + _INDEX)
+
+
+def _is_first(part: Node) -> bool:
+    cuts = part.instruction.attribute("slice") or ""
+    whole, size = part.operands[0].shape.dimensions, part.shape.dimensions
+    starts = set(re.findall(r"\[(\d+):", cuts))
+    return part.opcode == "slice" and starts == {"0"} and whole[:-1] == size[:-1]
+
+
+def _is_each(node: Node) -> bool:
+    return node.opcode in _EACH or node.opcode == "slice"
+
+
+def _uses(program: Program, *values: Node) -> list[Use]:
+    """List what takes values, or what is made of each of their elements, once."""
+    elements = (range(len(value.shape.leaves())) for value in values)
+    found = [program.uses(v, n, _EACH) for v, of in zip(values, elements) for n in of]
+    return [*dict.fromkeys(itertools.chain(*found))]
 
 
 def _next(gather: Site) -> Node | None:
     """Return what alone takes a gathered array, each row of it as one."""
     if gather.result is None or not gather.whole or not gather.collective.dimension.isdecimal():
         return None
-    uses = gather.uses(_ROWS) if gather.collective.group_size > 1 else []
-    if len(uses) != 1:
+    uses = gather.uses(_EACH) if gather.collective.group_size > 1 else []
+    if len({use.user for use in uses}) != 1:
         return None
+    taker, value = uses[0]
+    if any(use.taken is not value for use in uses):
+        return None
+    while value.opcode in _BITS:  # as whole numbers, with their places in the last bits
+        value = value.operands[0]
     whole = factors.of(gather.result.dimensions)
-    taken = factors.followed(whole, uses[0].taken)
-    return uses[0].user if taken and taken[-1] == whole[-1] else None
+    taken = factors.followed(whole, value)
+    return taker if taken and taken[-1] == whole[-1] else None
 
 
 def _gathers(program: Program, node: Node) -> list[Site]:
@@ -244,28 +310,35 @@ def _written(spec: list[str]) -> str:
     return f"P({', '.join(axes or 'None' for axes in spec[:count])})"
 
 
-def _of_rows(site: Site, call: Node, spec: list[str]) -> Hint | None:
-    counts = range(len(call.shape.leaves()))
-    readers = [use for n in counts for use in site.program.uses(call, n, _MOVES | UNARY)]
+def _of_rows(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
+    readers = _uses(site.program, *call.ends)
+    rows, k = _written([*spec[:-1], ""]), call.k
+    found, sent = 0, 0
     if not readers or any(reader.user.opcode != "dynamic-slice" for reader in readers):
-        return None  # all rows are needed
-    rows, k = _written([*spec[:-1], ""]), call.shape.leaves()[0].dimensions[-1]
+        found = site.taken.element_count // site.taken.dimensions[-1] * k * call.bits // 8
+        sent = accounts.wire_bytes("all-gather", found, site.collective.group_size)
+        if site.entry.wire_bytes - sent <= SMALL:  # one more round trip: places are gathered, too
+            return None
     advice = (
         "XLA does not partition this top_k: each device gathers all rows, and keeps what it finds "
         f"in its own. jax.shard_map(lambda x: jax.lax.top_k(x, {k}), mesh=mesh, in_specs={rows}, "
-        f"out_specs={rows}) reads a device's own alone, and {site.entry.wire_bytes} B become 0 B"
+        f"out_specs={rows}) reads a device's own alone, and {site.entry.wire_bytes} B become "
+        + (f"{sent} B, to gather what it finds" if sent else "0 B")
     )
-    return site.hint(advice)
+    if not sent:
+        return site.hint(advice)
+    return site.hint(
+        advice,
+        bytes_after=site.in_all(found),
+        trips_after=site.in_all(2),
+        sent_after=site.in_all(sent),
+    )
 
 
-def _of_parts(site: Site, call: Node, spec: list[str]) -> Hint | None:
-    size, (values, places) = site.collective.group_size, call.shape.leaves()
-    k, part = values.dimensions[-1], site.taken.dimensions[-1]
-    rows = site.taken.element_count // part
-    found = rows * min(k, part)
-    sent = sum(
-        accounts.wire_bytes("all-gather", -(-found * a.bits // 8), size) for a in (values, places)
-    )
+def _of_parts(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
+    size, k, part = site.collective.group_size, call.k, site.taken.dimensions[-1]
+    found = site.taken.element_count // part * min(k, part) * call.bits // 8
+    sent = accounts.wire_bytes("all-gather", found, size)
     if site.entry.wire_bytes - sent <= SMALL:  # one more round trip: indices are gathered, too
         return None
     own, whole, axis = _written(spec), _written([*spec[:-1], ""]), site.over
@@ -280,7 +353,7 @@ def _of_parts(site: Site, call: Node, spec: list[str]) -> Hint | None:
     )
     return site.hint(
         advice,
-        bytes_after=site.in_all(found * (values.bits + places.bits) // 8),
+        bytes_after=site.in_all(found),
         trips_after=site.in_all(2),
         sent_after=site.in_all(sent),
     )

@@ -1,4 +1,4 @@
-"""What XLA moves for calls, callbacks and FFTs that it can't partition."""
+"""What XLA moves for calls, callbacks, FFTs and other operations that it can't partition."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ _TOP_K = ("TopK", "TopKBatchMajorSmallK", "__gpu$TopK")
 _BITS = frozenset("and or xor shift-right-arithmetic bitcast-convert".split())
 _INDEX = 32  # bits of a place
 _EACH = WHOLE | BARRIERS | UNARY | _BITS | {"all-gather-done"}
+_EACH_SUMMED = WHOLE | BARRIERS | UNARY | {"all-gather-done", "pad", "dynamic-slice"}
 _ROWS = WHOLE | BARRIERS | {"convert", "all-gather-done"}
 _KEEPS = BARRIERS | {"copy", "copy-done", "copy-start", "all-gather-done"}
 
@@ -359,8 +360,82 @@ def _of_parts(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
     )
 
 
+# -- running sums ---------------------------------------------------------------------------------
+
+
+def of_running_sums(site: Site) -> Hint | None:
+    """Find a gather for the sums up to each element, of which a device keeps its own."""
+    along, size = site.collective.dimension, site.collective.group_size
+    if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
+        return None
+    if not site.whole or not along.isdecimal() or site.result is None or not site.entry.axes:
+        return None
+    uses = site.uses(_EACH_SUMMED)
+    window = uses[0].user if len(uses) == 1 else None
+    if window is None or window.opcode != "reduce-window" or _is_counted(site):
+        return None
+    summed = walk.applied(site.program.module, window.instruction) == "add"
+    sizes = re.search(r"size=([\dx]+)", window.instruction.attribute("window") or "")
+    rows, local = site.result.dimensions[int(along)], site.taken.dimensions[int(along)]
+    if not summed or not sizes or {*sizes[1].split("x")} - {"1"} != {str(rows)}:
+        return None  # of a smaller window XLA sends what is at a shard's ends
+    ends = _paddings(uses[0].taken, rows)
+    if len(ends) != 1:
+        return None
+    last = site.taken.bytes // local
+    sent = accounts.wire_bytes("all-gather", last, size)
+    if sent >= site.entry.wire_bytes:
+        return None
+    ((before, _),) = ends
+    end, sign, reverse = ("-1:", ">", "") if before else (":1", "<", ", reverse=True")
+    dimension = int(along)
+    last_row = f"s[{':, ' * dimension}{end}]"
+    spec = f"P({'None, ' * dimension}{site.over})"
+    others = " (with what splits its other dimensions in both specs)" if site.own_spec else ""
+    cost = f"a device sends {sent} B instead of {site.entry.wire_bytes} B (equal up to rounding)"
+    if site.entry.phase == "backward":
+        return site.smaller(
+            "XLA does not partition the gradient of running sums either: with the shard_map that "
+            f"the hint on the sums says, {cost}",
+            last,
+            sent,
+        )
+    advice = (
+        "XLA does not partition these running sums: each device gathers all of the array, and sums "
+        f"up to {rows} numbers for each of its own. Add to those of its part what the parts "
+        f"{'before' if before else 'behind'} it sum to, def own(x): s = jax.lax.cumsum(x, "
+        f"{dimension}{reverse}); t = jax.lax.all_gather({last_row}, {site.over}); return s + "
+        f"sum(jnp.where(jax.lax.axis_index({site.over}) {sign} k, t[k], 0) for k in range({size}))"
+        f", as jax.shard_map(own, mesh=mesh, in_specs={spec}, out_specs={spec})(x){others}: {cost}"
+    )
+    return site.smaller(advice, last, sent)
+
+
+def _is_counted(site: Site) -> bool:
+    """Return whether these may be the places that jnp.nonzero counts itself: of a mask in a row."""
+    made = site.made_by(WHOLE)
+    widened = made.opcode == "convert" and made.operands[0].shape.element_type == "pred"
+    return widened and len(site.taken.dimensions) == 1
+
+
+def _paddings(taken: Node, rows: int) -> set[tuple[bool, bool]]:
+    """Return at which ends zeros are added for windows of so many rows, of all the pads behind."""
+    found = set()
+    while taken.operands:
+        if taken.opcode == "pad":
+            for low, high in re.findall(
+                r"(\d+)_(\d+)", taken.instruction.attribute("padding") or ""
+            ):
+                if low != high:
+                    found.add((int(low) == rows - 1, int(high) == rows - 1))
+        taken = taken.operands[0]
+        if taken.opcode.startswith("all-gather"):
+            break
+    return found & {(True, False), (False, True)} if len(found) == 1 else set()
+
+
 def transformed(site: Site) -> Hint | None:
-    return of_a_transform(site) or of_the_largest(site)
+    return of_a_transform(site) or of_the_largest(site) or of_running_sums(site)
 
 
 ROWS = {
@@ -380,13 +455,14 @@ ROWS = {
     "transformed whole": Kind(
         transformed,
         looks_like=(
-            "an all-gather for an FFT or a `top_k` that XLA does not partition: each device "
-            "computes all of it, and keeps a part"
+            "an all-gather for an FFT, a `top_k` or running sums (`jnp.cumsum`) that XLA does not "
+            "partition: each device computes all of it, and keeps a part"
         ),
-        in_shard_map="does not occur: an FFT or a top_k there is of a device's own part",
+        in_shard_map="does not occur: an FFT, a top_k or a cumsum there is of a device's own part",
         under_jit=(
             "a shard_map around the FFT of each dimension, over another one, and an all-to-all "
-            "between; a shard_map around the top_k, over rows or over parts of each row"
+            "between; a shard_map around the top_k, over rows or over parts of each row; one "
+            "around the cumsum, and an all_gather of each part's last sums"
         ),
     ),
 }

@@ -93,6 +93,8 @@ def split(site: Site) -> Hint | None:
     """Find what XLA sends to split a dimension over all devices that one array of all parts has."""
     if site.in_shard_map or site.collective.kind not in _EXCHANGES:
         return None
+    if "split" not in site.collective.op_name and "concatenate" not in site.collective.op_name:
+        return None  # without a call
     name = operation(site.collective)
     if name == "concatenate" and site.entry.phase == "backward":  # of the parts' gradients
         lines = site.program.remembered(_lines_of_splits)
@@ -119,6 +121,7 @@ def _lines_of_splits(program: Program) -> set[str | None]:
 def _is_concatenate(site: Site) -> bool:
     return (
         site.collective.kind == "all-to-all"
+        and "concatenate" in site.collective.op_name  # without a call
         and operation(site.collective) == "concatenate"
         and site.entry.phase == "forward"
         and not site.in_shard_map
@@ -130,7 +133,7 @@ def concatenated(site: Site) -> Hint | None:
     count = None
     if _is_concatenate(site):
         count = site.program.remembered(_joined).get(site.entry.source)
-    elif site.entry.phase == "backward" and operation(site.collective) == "split":
+    elif site.entry.phase == "backward" and site.collective.op_name.endswith("/split"):
         if site.collective.kind in _EXCHANGES and not site.in_shard_map:
             count = site.program.remembered(_joined).get(site.entry.source)
     if count is None:
@@ -179,11 +182,14 @@ def counted(site: Site) -> Hint | None:
     """Find the places that a sort takes along, which each device could count as it needs them."""
     if site.in_shard_map or site.collective.kind not in _EXCHANGES:
         return None
+    name = site.collective.op_name
+    if "sort" not in name:
+        return None  # without a call
     what = (
         "it moves the places that jnp.argsort, or a stable sort on TPU, takes along: XLA counts "
         f"them by the sharding over {site.over} of the sorted dimension, and sends them"
     )
-    if operation(site.collective) == "rev":
+    if name.endswith("/rev"):
         if _around(site) not in site.program.remembered(_sorts):
             return None
         what = (

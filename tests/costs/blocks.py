@@ -165,13 +165,24 @@ def make_loss(c, mesh):
     down = P("expert", "tensor", fsdp)
     sparse = mapped(sparse, (rows, P(), both, down), (rows, P()))
 
+    def in_parts(x):
+        """Count each part alone, and add what those before it have, as the hint says."""
+        s = lax.cumsum(x, 1)
+        t = gather(s[:, -1:], "context", 1)
+        count, i = mesh.shape["context"], lax.axis_index("context")
+        return s + sum(jnp.where(i > k, t[:, k : k + 1], 0) for k in range(count))
+
+    counted = lambda x: jnp.cumsum(x, 1)  # noqa: E731
+    if "transformed whole" in c.followed:
+        counted = jax.shard_map(in_parts, mesh=mesh, in_specs=split, out_specs=split)
+
     def dense(x, router, both, down):
         """Dispatch by one-hot masks, with room for twice each expert's share."""
         (gate, up), (gates, chosen) = both, routed(x, router)
         room = 2 * c.top * c.length // c.experts
         hot = jax.nn.one_hot(chosen, c.experts, dtype=jnp.int32)  # [batch, length, top, experts]
         flat = hot.reshape(hot.shape[0], -1, c.experts)
-        place = (jnp.cumsum(flat, 1) * flat).reshape(hot.shape) - 1
+        place = (counted(flat) * flat).reshape(hot.shape) - 1
         sent = jax.nn.one_hot(place, room, dtype=x.dtype).sum(2)  # [batch, length, experts, room]
         weighed = (jax.nn.one_hot(place, room, dtype=x.dtype) * gates[..., None, None]).sum(2)
         inbox = constrained(jnp.einsum("btd,btec->ebcd", x, sent), "expert", "fsdp")

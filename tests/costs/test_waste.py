@@ -709,6 +709,19 @@ use_global_device_ids=true
 """
 
 
+def test_a_result_that_two_gathers_bring_one_by_one(cpu_mesh):
+    """The logits of an evaluation, by batch and vocabulary; XLA for TPU gathers both at once."""
+    mesh, given = cpu_mesh, [((64, 512), P(None, "model")), ((256, 64), D)]
+    f, g = (
+        jax.jit(lambda w, x: x @ w, out_shardings=NamedSharding(mesh, spec))
+        for spec in (P(), P("data", "model"))
+    )
+    with jax.set_mesh(mesh):
+        sent = 64 * 256 * 4 + 3 * 64 * 512 * 4
+        found = follow(("cpu", mesh), f, g, structs(mesh, given), "only returned", (sent, 0))
+    assert [h for h in found if "over 'model' as well" in h.advice]
+
+
 @pytest.mark.parametrize("name, kinds", [("all_gather", ["only returned"]), ("", [])])
 def test_a_gather_that_no_shard_map_writes_is_not_to_be_left_out(name, kinds):
     """XLA for TPU makes one of a psum over two slices, and drops its name."""

@@ -42,6 +42,8 @@ _MODULES = {
     "resharded": resharded,
     "one part": slices,
     "reshape": reshapes,
+    "split": reshapes,
+    "counted": reshapes,
     "undone": undone,
     "gathered too": gathers,
     "narrow first": narrow_first,

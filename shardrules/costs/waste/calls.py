@@ -1,13 +1,24 @@
-"""What XLA moves for calls, callbacks and FFTs that it can't partition."""
+"""What XLA moves for calls, callbacks, FFTs and other operations that it can't partition."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from typing import NamedTuple
 
 from shardrules.costs import accounts, walk
 from shardrules.costs.waste import factors, slices
-from shardrules.costs.waste.program import SMALL, UNARY, WHOLE, Hint, Kind, Program, Site, is_zero
+from shardrules.costs.waste.program import (
+    SMALL,
+    UNARY,
+    WHOLE,
+    Hint,
+    Kind,
+    Program,
+    Site,
+    Use,
+    is_zero,
+)
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 # What JAX calls a kernel or a foreign function; XLA's own calls have the names of operations.
@@ -17,6 +28,11 @@ _CALLBACKS = frozenset(["pure_callback"])
 _MOVES = WHOLE | BARRIERS | {"all-gather-done"}
 _COMPLEX = ("FFT", "IFFT")  # of a real one the result has another size than its operand
 _TOP_K = ("TopK", "TopKBatchMajorSmallK", "__gpu$TopK")
+# A number's bits, beside those of its place.
+_BITS = frozenset("and or xor shift-right-arithmetic bitcast-convert".split())
+_INDEX = 32  # bits of a place
+_EACH = WHOLE | BARRIERS | UNARY | _BITS | {"all-gather-done"}
+_EACH_SUMMED = WHOLE | BARRIERS | UNARY | {"all-gather-done", "pad", "dynamic-slice"}
 _ROWS = WHOLE | BARRIERS | {"convert", "all-gather-done"}
 _KEEPS = BARRIERS | {"copy", "copy-done", "copy-start", "all-gather-done"}
 
@@ -181,6 +197,14 @@ def of_a_transform(site: Site) -> Hint | None:
 # -- the largest of each row ----------------------------------------------------------------------
 
 
+class _Largest(NamedTuple):
+    """A top_k: what it finds of each row."""
+
+    ends: list[Node]  # what holds the values, and what holds their places, if they are read
+    k: int
+    bits: int  # of a value with its place
+
+
 def of_the_largest(site: Site) -> Hint | None:
     """Find a gather for a top_k of which no row, or no part of one, needs the others."""
     if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
@@ -196,27 +220,70 @@ def of_the_largest(site: Site) -> Hint | None:
     return _of_rows(site, call, spec) if is_rows else _of_parts(site, call, spec)
 
 
-def _top_k(gather: Site) -> Node | None:
+def _top_k(gather: Site) -> _Largest | None:
     """Return the only top_k that takes a gathered array, of which the last dimension is its own."""
     taker = _next(gather)
     if taker is None:
         return None
     if taker.opcode == "custom-call" and walk.target(taker.instruction) in _TOP_K:
-        return taker
+        values, places = taker.shape.leaves()
+        ends = [*taker.elements.values()]
+        return _Largest(ends, values.dimensions[-1], values.bits + places.bits)
+    if taker.opcode == "sort":
+        return _first_of_sorted(gather, taker)
     others = _gathers(gather.program, taker)
     return _top_k(others[0]) if others else None
+
+
+def _first_of_sorted(gather: Site, sort: Node) -> _Largest | None:
+    """Read a sort of which only the first of each row are used: for CPU XLA makes it of a top_k."""
+    program, rows = gather.program, sort.shape.leaves()[0].dimensions
+    if sort.instruction.attribute("dimensions") != f"{{{len(rows) - 1}}}":
+        return None
+    parts = [use.user for use in _uses(program, sort)]
+    sizes = {(part.opcode, part.shape.dimensions) for part in parts}
+    if len(sizes) != 1 or not all(map(_is_first, parts)):
+        return None
+    makers = [sort, *walk.reached(parts, lambda node: node.users if _is_each(node) else [])]
+    names = (program.module.metadata(maker.instruction).op_name for maker in makers)
+    if not any(name.endswith("/top_k") for name in names):
+        return None  # of a program's own sort these may be the smallest
+    return _Largest(parts, parts[0].shape.dimensions[-1], gather.taken.bits + _INDEX)
+
+
+def _is_first(part: Node) -> bool:
+    cuts = part.instruction.attribute("slice") or ""
+    whole, size = part.operands[0].shape.dimensions, part.shape.dimensions
+    starts = set(re.findall(r"\[(\d+):", cuts))
+    return part.opcode == "slice" and starts == {"0"} and whole[:-1] == size[:-1]
+
+
+def _is_each(node: Node) -> bool:
+    return node.opcode in _EACH or node.opcode == "slice"
+
+
+def _uses(program: Program, *values: Node) -> list[Use]:
+    """List what takes values, or what is made of each of their elements, once."""
+    elements = (range(len(value.shape.leaves())) for value in values)
+    found = [program.uses(v, n, _EACH) for v, of in zip(values, elements) for n in of]
+    return [*dict.fromkeys(itertools.chain(*found))]
 
 
 def _next(gather: Site) -> Node | None:
     """Return what alone takes a gathered array, each row of it as one."""
     if gather.result is None or not gather.whole or not gather.collective.dimension.isdecimal():
         return None
-    uses = gather.uses(_ROWS) if gather.collective.group_size > 1 else []
-    if len(uses) != 1:
+    uses = gather.uses(_EACH) if gather.collective.group_size > 1 else []
+    if len({use.user for use in uses}) != 1:
         return None
+    taker, value = uses[0]
+    if any(use.taken is not value for use in uses):
+        return None
+    while value.opcode in _BITS:  # as whole numbers, with their places in the last bits
+        value = value.operands[0]
     whole = factors.of(gather.result.dimensions)
-    taken = factors.followed(whole, uses[0].taken)
-    return uses[0].user if taken and taken[-1] == whole[-1] else None
+    taken = factors.followed(whole, value)
+    return taker if taken and taken[-1] == whole[-1] else None
 
 
 def _gathers(program: Program, node: Node) -> list[Site]:
@@ -244,28 +311,35 @@ def _written(spec: list[str]) -> str:
     return f"P({', '.join(axes or 'None' for axes in spec[:count])})"
 
 
-def _of_rows(site: Site, call: Node, spec: list[str]) -> Hint | None:
-    counts = range(len(call.shape.leaves()))
-    readers = [use for n in counts for use in site.program.uses(call, n, _MOVES | UNARY)]
+def _of_rows(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
+    readers = _uses(site.program, *call.ends)
+    rows, k = _written([*spec[:-1], ""]), call.k
+    found, sent = 0, 0
     if not readers or any(reader.user.opcode != "dynamic-slice" for reader in readers):
-        return None  # all rows are needed
-    rows, k = _written([*spec[:-1], ""]), call.shape.leaves()[0].dimensions[-1]
+        found = site.taken.element_count // site.taken.dimensions[-1] * k * call.bits // 8
+        sent = accounts.wire_bytes("all-gather", found, site.collective.group_size)
+        if site.entry.wire_bytes - sent <= SMALL:  # one more round trip: places are gathered, too
+            return None
     advice = (
         "XLA does not partition this top_k: each device gathers all rows, and keeps what it finds "
         f"in its own. jax.shard_map(lambda x: jax.lax.top_k(x, {k}), mesh=mesh, in_specs={rows}, "
-        f"out_specs={rows}) reads a device's own alone, and {site.entry.wire_bytes} B become 0 B"
+        f"out_specs={rows}) reads a device's own alone, and {site.entry.wire_bytes} B become "
+        + (f"{sent} B, to gather what it finds" if sent else "0 B")
     )
-    return site.hint(advice)
+    if not sent:
+        return site.hint(advice)
+    return site.hint(
+        advice,
+        bytes_after=site.in_all(found),
+        trips_after=site.in_all(2),
+        sent_after=site.in_all(sent),
+    )
 
 
-def _of_parts(site: Site, call: Node, spec: list[str]) -> Hint | None:
-    size, (values, places) = site.collective.group_size, call.shape.leaves()
-    k, part = values.dimensions[-1], site.taken.dimensions[-1]
-    rows = site.taken.element_count // part
-    found = rows * min(k, part)
-    sent = sum(
-        accounts.wire_bytes("all-gather", -(-found * a.bits // 8), size) for a in (values, places)
-    )
+def _of_parts(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
+    size, k, part = site.collective.group_size, call.k, site.taken.dimensions[-1]
+    found = site.taken.element_count // part * min(k, part) * call.bits // 8
+    sent = accounts.wire_bytes("all-gather", found, size)
     if site.entry.wire_bytes - sent <= SMALL:  # one more round trip: indices are gathered, too
         return None
     own, whole, axis = _written(spec), _written([*spec[:-1], ""]), site.over
@@ -280,14 +354,88 @@ def _of_parts(site: Site, call: Node, spec: list[str]) -> Hint | None:
     )
     return site.hint(
         advice,
-        bytes_after=site.in_all(found * (values.bits + places.bits) // 8),
+        bytes_after=site.in_all(found),
         trips_after=site.in_all(2),
         sent_after=site.in_all(sent),
     )
 
 
+# -- running sums ---------------------------------------------------------------------------------
+
+
+def of_running_sums(site: Site) -> Hint | None:
+    """Find a gather for the sums up to each element, of which a device keeps its own."""
+    along, size = site.collective.dimension, site.collective.group_size
+    if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
+        return None
+    if not site.whole or not along.isdecimal() or site.result is None or not site.entry.axes:
+        return None
+    uses = site.uses(_EACH_SUMMED)
+    window = uses[0].user if len(uses) == 1 else None
+    if window is None or window.opcode != "reduce-window" or _is_counted(site):
+        return None
+    summed = walk.applied(site.program.module, window.instruction) == "add"
+    sizes = re.search(r"size=([\dx]+)", window.instruction.attribute("window") or "")
+    rows, local = site.result.dimensions[int(along)], site.taken.dimensions[int(along)]
+    if not summed or not sizes or {*sizes[1].split("x")} - {"1"} != {str(rows)}:
+        return None  # of a smaller window XLA sends what is at a shard's ends
+    ends = _paddings(uses[0].taken, rows)
+    if len(ends) != 1:
+        return None
+    last = site.taken.bytes // local
+    sent = accounts.wire_bytes("all-gather", last, size)
+    if sent >= site.entry.wire_bytes:
+        return None
+    ((before, _),) = ends
+    end, sign, reverse = ("-1:", ">", "") if before else (":1", "<", ", reverse=True")
+    dimension = int(along)
+    last_row = f"s[{':, ' * dimension}{end}]"
+    spec = f"P({'None, ' * dimension}{site.over})"
+    others = " (with what splits its other dimensions in both specs)" if site.own_spec else ""
+    cost = f"a device sends {sent} B instead of {site.entry.wire_bytes} B (equal up to rounding)"
+    if site.entry.phase == "backward":
+        return site.smaller(
+            "XLA does not partition the gradient of running sums either: with the shard_map that "
+            f"the hint on the sums says, {cost}",
+            last,
+            sent,
+        )
+    advice = (
+        "XLA does not partition these running sums: each device gathers all of the array, and sums "
+        f"up to {rows} numbers for each of its own. Add to those of its part what the parts "
+        f"{'before' if before else 'behind'} it sum to, def own(x): s = jax.lax.cumsum(x, "
+        f"{dimension}{reverse}); t = jax.lax.all_gather({last_row}, {site.over}); return s + "
+        f"sum(jnp.where(jax.lax.axis_index({site.over}) {sign} k, t[k], 0) for k in range({size}))"
+        f", as jax.shard_map(own, mesh=mesh, in_specs={spec}, out_specs={spec})(x){others}: {cost}"
+    )
+    return site.smaller(advice, last, sent)
+
+
+def _is_counted(site: Site) -> bool:
+    """Return whether these may be the places that jnp.nonzero counts itself: of a mask in a row."""
+    made = site.made_by(WHOLE)
+    widened = made.opcode == "convert" and made.operands[0].shape.element_type == "pred"
+    return widened and len(site.taken.dimensions) == 1
+
+
+def _paddings(taken: Node, rows: int) -> set[tuple[bool, bool]]:
+    """Return at which ends zeros are added for windows of so many rows, of all the pads behind."""
+    found = set()
+    while taken.operands:
+        if taken.opcode == "pad":
+            for low, high in re.findall(
+                r"(\d+)_(\d+)", taken.instruction.attribute("padding") or ""
+            ):
+                if low != high:
+                    found.add((int(low) == rows - 1, int(high) == rows - 1))
+        taken = taken.operands[0]
+        if taken.opcode.startswith("all-gather"):
+            break
+    return found & {(True, False), (False, True)} if len(found) == 1 else set()
+
+
 def transformed(site: Site) -> Hint | None:
-    return of_a_transform(site) or of_the_largest(site)
+    return of_a_transform(site) or of_the_largest(site) or of_running_sums(site)
 
 
 ROWS = {
@@ -307,13 +455,14 @@ ROWS = {
     "transformed whole": Kind(
         transformed,
         looks_like=(
-            "an all-gather for an FFT or a `top_k` that XLA does not partition: each device "
-            "computes all of it, and keeps a part"
+            "an all-gather for an FFT, a `top_k` or running sums (`jnp.cumsum`) that XLA does not "
+            "partition: each device computes all of it, and keeps a part"
         ),
-        in_shard_map="does not occur: an FFT or a top_k there is of a device's own part",
+        in_shard_map="does not occur: an FFT, a top_k or a cumsum there is of a device's own part",
         under_jit=(
             "a shard_map around the FFT of each dimension, over another one, and an all-to-all "
-            "between; a shard_map around the top_k, over rows or over parts of each row"
+            "between; a shard_map around the top_k, over rows or over parts of each row; one "
+            "around the cumsum, and an all_gather of each part's last sums"
         ),
     ),
 }

@@ -13,6 +13,7 @@ _MOVES = WHOLE | BARRIERS
 _CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done", "convert"}
 # To a gathered array's output; XLA for CPU moves 16-bit floats as 32 bits and converts them after.
 _RETURNS = frozenset(["copy", "bitcast", "all-gather-done", "convert"])
+_GATHERS = ("all-gather", "all-gather-start")
 _CONVERTS = "convert_element_type"  # what JAX calls a conversion
 _BY_XLA = " by XLA"
 # What an optimizer makes of each weight's part, one element of one of each operand.
@@ -28,7 +29,19 @@ def only_returned(site: Site) -> Hint | None:
     if site.in_shard_map and not site.op_name:
         return None  # no all_gather is written: XLA for TPU makes it of a psum over slices
     uses = site.uses(_RETURNS)
-    if len(uses) != 1 or uses[0].user.opcode != "return" or site.result is None:
+    if len(uses) != 1 or site.result is None:
+        return None
+    taker = uses[0].user
+    behind = site.program.parts(taker.instruction) if taker.opcode in _GATHERS else []
+    if len(behind) == 1 and behind[0].needed and behind[0].whole:  # over other axes, one by one
+        if only_returned(behind[0]) is None:
+            return None
+        return site.hint(
+            "its result is gathered once more and only returned: leave that output sharded over "
+            f"{site.over} as well, and {site.entry.bytes} B become 0 B (the array is the same; a "
+            "device then holds its shard of it)"
+        )
+    if taker.opcode != "return":
         return None
     # One of another shape may be sharded as no spec says.
     once = uses[0].user.operands.count(uses[0].taken) == 1

@@ -1,10 +1,14 @@
-"""Reshapes that move a batch between devices: steps first, of a dimension that is sharded."""
+"""What moves between devices because of how a dimension that is sharded is written.
+
+A reshape to steps first, a split into parts, arrays one behind the other, and the places that a
+sort takes along.
+"""
 
 from __future__ import annotations
 
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.program import WHOLE, Hint, Kind, Program, Site
-from shardrules.hlo.reader.flow import BARRIERS, made_by
+from shardrules.costs.waste.program import FUNCTIONS, WHOLE, Hint, Kind, Program, Site
+from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOVES = WHOLE | BARRIERS | {"slice", "concatenate", "all-to-all-done", "collective-permute-done"}
 
@@ -80,14 +84,193 @@ def _after(program: Program, site: Site) -> set[tuple[int, ...]]:
     return sizes
 
 
+# -- parts of a dimension that is sharded ---------------------------------------------------------
+
+_EXCHANGES = ("all-to-all", "collective-permute")
+
+
+def split(site: Site) -> Hint | None:
+    """Find what XLA sends to split a dimension over all devices that one array of all parts has."""
+    if site.in_shard_map or site.collective.kind not in _EXCHANGES:
+        return None
+    if "split" not in site.collective.op_name and "concatenate" not in site.collective.op_name:
+        return None  # without a call
+    name = operation(site.collective)
+    if name == "concatenate" and site.entry.phase == "backward":  # of the parts' gradients
+        lines = site.program.remembered(_lines_of_splits)
+        if site.entry.source is None or site.entry.source not in lines:
+            return None
+    elif name != "split":
+        return None
+    return site.hint(
+        f"it is split along a dimension that is sharded over {site.over}, in which some devices "
+        "hold one part, and others another: XLA sends parts elsewhere to share out each of them "
+        "over all devices. Keep the parts apart: of a product x @ w, a weight for each part; or, "
+        "of k equal parts, a dimension of their own before the sharded one, w of (d, k, f) with "
+        f"P(None, None, {site.over}) instead of (d, k * f), as jnp.einsum('bd,dkf->kbf', x, w); "
+        "of a batch, one row of each part in turn, x.reshape(-1, k, *x.shape[1:])[:, 0]; and "
+        f"{site.entry.wire_bytes} B become 0 B"
+    )
+
+
+def _lines_of_splits(program: Program) -> set[str | None]:
+    exchanges = [s for s in program.sites if s.collective.kind in _EXCHANGES]
+    return {s.entry.source for s in exchanges if operation(s.collective) == "split"}
+
+
+def _is_concatenate(site: Site) -> bool:
+    return (
+        site.collective.kind == "all-to-all"
+        and "concatenate" in site.collective.op_name  # without a call
+        and operation(site.collective) == "concatenate"
+        and site.entry.phase == "forward"
+        and not site.in_shard_map
+    )
+
+
+def concatenated(site: Site) -> Hint | None:
+    """Find arrays of one size that are sharded along the dimension in which they are joined."""
+    count = None
+    if _is_concatenate(site):
+        count = site.program.remembered(_joined).get(site.entry.source)
+    elif site.entry.phase == "backward" and site.collective.op_name.endswith("/split"):
+        if site.collective.kind in _EXCHANGES and not site.in_shard_map:
+            count = site.program.remembered(_joined).get(site.entry.source)
+    if count is None:
+        return None
+    return site.hint(
+        f"XLA sends rows to other devices to put {count} arrays one behind the other along a "
+        f"dimension that is sharded over {site.over}: if it does not matter in which order they "
+        "are, as for the rows of a batch, jnp.stack([a, b], 1).reshape(-1, *a.shape[1:]) has a "
+        f"row of each in turn, y.reshape(-1, {count}, *y.shape[1:])[:, 0] are the first array's "
+        f"again (along another dimension alike), and {site.entry.wire_bytes} B become 0 B"
+    )
+
+
+def _joined(program: Program) -> dict[str | None, int]:
+    """Map each line in which XLA sends arrays of one size to join them to how many these are."""
+    # It brings each of them to another layout, joins what is whole there, and brings that back.
+    lines: dict[str | None, list[Site]] = {}
+    for site in filter(_is_concatenate, program.sites):
+        if site.entry.source:
+            lines.setdefault(site.entry.source, []).append(site)
+    found: dict[str | None, int] = {}
+    for source, sites in lines.items():
+        *parts, whole = sorted(sites, key=lambda s: s.position)
+        sizes = {part.entry.bytes for part in parts}
+        if len({site.computation.name for site in sites}) > 1 or len(sizes) != 1:
+            continue
+        # One that is joined with itself is brought once.
+        count, rest = divmod(whole.entry.bytes, sizes.pop())
+        if not rest and len(parts) <= count > 1:
+            found[source] = count
+    return found
+
+
+def reordered(site: Site) -> Hint | None:
+    return find(site) or concatenated(site)
+
+
+# -- places that are counted and sent -------------------------------------------------------------
+
+_COUNTED = FUNCTIONS | {"constant", "partition-id", "dynamic-slice"}
+_COUNTED |= {"collective-permute", "collective-permute-start", "collective-permute-done"}
+_MOST = 256
+
+
+def counted(site: Site) -> Hint | None:
+    """Find the places that a sort takes along, which each device could count as it needs them."""
+    if site.in_shard_map or site.collective.kind not in _EXCHANGES:
+        return None
+    name = site.collective.op_name
+    if "sort" not in name:
+        return None  # without a call
+    what = (
+        "it moves the places that jnp.argsort, or a stable sort on TPU, takes along: XLA counts "
+        f"them by the sharding over {site.over} of the sorted dimension, and sends them"
+    )
+    if name.endswith("/rev"):
+        if _around(site) not in site.program.remembered(_sorts):
+            return None
+        what = (
+            "with descending=True, jnp.argsort turns a dimension round that is sharded over "
+            f"{site.over}, and XLA sends all of it"
+        )
+    elif not _is_of_places(site):
+        return None
+    return site.hint(
+        f"{what}. With jax.lax.with_sharding_constraint both before the sort and of its result, to "
+        f"a spec that has {site.over} at another dimension, as P(None, {site.over}) for "
+        f"P({site.over}), a device counts its own places and turns its own part, what is sorted "
+        f"moves there and back as it does now, and {site.entry.wire_bytes} B become 0 B"
+    )
+
+
+def _is_of_places(site: Site) -> bool:
+    is_sort = site.collective.kind == "all-to-all" and operation(site.collective) == "sort"
+    return is_sort and all(map(_is_counted, site.sources))
+
+
+def _around(site: Site) -> tuple[str, str | None]:
+    return site.collective.op_name.rpartition("/")[0], site.entry.source
+
+
+def _sorts(program: Program) -> set[tuple[str, str | None]]:
+    return {_around(site) for site in program.sites if _is_of_places(site)}
+
+
+def _is_counted(node: Node) -> bool:
+    """Return whether a value is made of numbers that each device counts."""
+    stack, seen = [node], {node}
+    while stack and len(seen) < _MOST:
+        maker = stack.pop()
+        makers = {*maker.operands}
+        if maker.opcode == "get-tuple-element":  # XLA for GPU sends several by one permute
+            sent = made_by(maker.operands[0], {"collective-permute-done"})
+            if not sent.opcode.startswith("collective-permute"):
+                return False
+            makers = {*sent.operands[maker.index : maker.index + 1]}
+        elif maker.opcode not in _COUNTED:
+            return False
+        stack += (new := makers - seen)
+        seen |= new
+    return not stack and any(maker.opcode == "iota" for maker in seen)
+
+
 ROWS = {
     "reshape": Kind(
-        find,
+        reordered,
         looks_like=(
             "an all-to-all for a reshape of a sharded batch to microbatches, (batch, ...) to "
-            "(steps, batch / steps, ...)"
+            "(steps, batch / steps, ...), or to concatenate two sharded batches"
         ),
         in_shard_map="does not occur: a reshape there is of a device's own rows",
-        under_jit="x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1): each device keeps its rows",
-    )
+        under_jit=(
+            "x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), jnp.stack([a, b], 1).reshape(-1, "
+            "*a.shape[1:]): each device keeps its rows"
+        ),
+    ),
+    "split": Kind(
+        split,
+        looks_like=(
+            "a permute for `jnp.split` of a dimension that is sharded, as of a gated layer, of "
+            "q, k and v, or of an LSTM's gates; and all-to-alls for its gradient"
+        ),
+        in_shard_map="does not occur: a split there is of a device's own part",
+        under_jit=(
+            "a weight for each part, or a dimension for the parts before the sharded one: w of "
+            "(d, k, f) by P(None, None, axis)"
+        ),
+    ),
+    "counted": Kind(
+        counted,
+        looks_like=(
+            "an all-to-all of the places that `jnp.argsort`, or on TPU `jnp.sort`, along a sharded "
+            "dimension takes along"
+        ),
+        in_shard_map="does not occur",
+        under_jit=(
+            "constrain the array before the sort, and its result, to another dimension's sharding"
+        ),
+    ),
 }

@@ -231,6 +231,64 @@ def gather_read_in_part(site: Site) -> Hint | None:
     return site.smaller(advice, entry.bytes, sent)
 
 
+def gather_read_at_an_index(site: Site) -> Hint | None:
+    """Find a gather for a few rows that all devices read, at an index that the program computes."""
+    along, size = site.collective.dimension, site.collective.group_size
+    if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
+        return None
+    if not site.whole or size < 2 or not along.isdecimal() or site.result is None:
+        return None
+    dimension = int(along)
+    count = {_rows_at(site, use, dimension) for use in uses_of(site)}
+    k = count.pop() if len(count) == 1 else None
+    if k is None:
+        return None
+    rows = site.result.dimensions[dimension]
+    taken = site.result.bytes // rows * k
+    sent = accounts.wire_bytes("all-reduce", taken, size)
+    if sent >= site.entry.wire_bytes:
+        return None
+    change = f"jnp.take(x, jnp.clip(i, 0, {rows - k}) + jnp.arange({k}), axis={along})"
+    if k == 1:  # of one row XLA for GPU makes a slice of jnp.take as well
+        mask = f"(jnp.arange({rows}) == i)"
+        if behind := len(site.result.dimensions) - dimension - 1:
+            mask += f"[:, {', '.join(['None'] * behind)}]"
+        change = f"jnp.sum(x, {along}, where={mask})"
+    advice = (
+        f"each device gathers all {rows} of dimension {along}, and reads {k} of them at an index i "
+        f"that is the same on all: for an i that is not negative {change} instead of a slice "
+        f"brings these alone, and a device sends {sent} B instead of {site.entry.wire_bytes} B"
+    )
+    return site.smaller(advice, taken, sent)
+
+
+def _rows_at(site: Site, use: Use, dimension: int) -> int | None:
+    """Return how many rows a slice takes of what is gathered, at an index that all devices have."""
+    (taker, taken), result = use, site.result
+    if taker.opcode != "dynamic-slice" or taken in taker.operands[1:] or result is None:
+        return None
+    sizes, whole = taker.shape.dimensions, factors.of(result.dimensions)
+    cut = [d for d, n in enumerate(taken.shape.dimensions) if sizes[d] != n]
+    of = factors.followed(whole, taken)
+    if len(cut) != 1 or of is None or of[cut[0]] != whole[dimension]:
+        return None
+    stack, seen = [taker.operands[1 + cut[0]]], {taker}
+    while stack and len(seen) < _MOST:
+        node = stack.pop()
+        if node.opcode in ("partition-id", "replica-id"):
+            return None
+        stack += (new := {*node.operands} - seen)
+        seen |= new
+    return None if stack else sizes[cut[0]]
+
+
+_MOST = 256  # steps on the way to an index
+
+
+def read_in_part(site: Site) -> Hint | None:
+    return gather_read_in_part(site) or gather_read_at_an_index(site)
+
+
 ROWS = {
     "only a slice": Kind(
         only_a_slice,
@@ -244,12 +302,16 @@ ROWS = {
         ),
     ),
     "one part": Kind(
-        gather_read_in_part,
+        read_in_part,
         looks_like=(
             "an all-gather of which each device reads only one shard, or its own slice of every "
-            "shard"
+            "shard; under jit also one for a few rows at an index that the program computes, as of "
+            "a sharded cache by `jax.lax.dynamic_slice`"
         ),
         in_shard_map="ppermute for one shard, all_to_all for a slice of each",
-        under_jit="give what makes the array and what reads it one layout, or write a shard_map",
+        under_jit=(
+            "give what makes the array and what reads it one layout, or write a shard_map; "
+            "jnp.take of rows at an index, or jnp.sum with where= of one"
+        ),
     ),
 }

@@ -729,6 +729,23 @@ def test_a_rule_that_computes_by_the_type_of_a_value_leaves_its_site(body, cpu_m
     assert site.reason == "a rule for its derivative computes something else with the check on"
 
 
+@pytest.mark.parametrize("row", [1, np.int32(1)])
+def test_a_number_that_a_fwd_saves_and_the_check_casts_is_none_of_a_rule_s_own(row, cpu_mesh):
+    op = jax.custom_vjp(lambda x, row: jax.lax.dynamic_index_in_dim(x, row, keepdims=False))
+    op.defvjp(
+        lambda x, row: (op(x, row), (x, row)),
+        lambda saved, g: (jnp.zeros_like(saved[0]).at[saved[1]].set(g), None),
+    )
+
+    def asked(mapped):
+        body = lambda x, w: (op(x, row) * w)[None]  # noqa: E731
+        return jax.grad(lambda x: jnp.sum(mapped(body, P("data"))(x, W) ** 2))(jnp.asarray(X))
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-5)
+    assert site.switched, site
+
+
 def derivative(order, f):
     """Return the derivative of a mapped function by its weight, of some order."""
     scalar = lambda w: jnp.sum(jnp.sin(f(X, w)))  # noqa: E731

@@ -25,7 +25,7 @@ from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.inner_sums import inner_sums
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.summed_shares import hashable
-from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Trace, VjpRule
+from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Trace, VjpRule, as_arrays
 from shardrules.hooks.cotangents.whole_cotangents import WholeCotangents
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
@@ -263,7 +263,8 @@ class CustomVjpHooks(Hooks):
                 if notes is None:
                     return bwd(*args)
                 trace = Trace(self.door, bwd, args)
-                notes.computed.add((parts.name, parts.place, digest(trace)))
+                programs = [trace, *as_arrays(self.door, bwd, args)]
+                notes.computed |= {(parts.name, parts.place, digest(each)) for each in programs}
                 return trace.run()
             run = Bwd(self, bwd, parts, args)
             frame = dataclasses.replace(self.state.here.transpose, summed=None, placed=False)

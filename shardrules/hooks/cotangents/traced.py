@@ -124,6 +124,29 @@ class Trace:
         )
 
 
+def as_arrays(door: Door, bwd: Any, args: Sequence[Any]) -> list[Trace]:
+    """Trace a bwd with the numbers that its fwd saved as arrays; none if it saved none, or fails.
+
+    With the check on, they are arrays if they were cast.
+    """
+    leaves, structure = jax.tree_util.tree_flatten(args)
+    arrays = [
+        jax.numpy.asarray(leaf) if is_number(leaf) and not isinstance(leaf, jax.Array) else leaf
+        for leaf in leaves
+    ]
+    if all(array is leaf for array, leaf in zip(arrays, leaves)):
+        return []
+    try:
+        return [Trace(door, bwd, jax.tree_util.tree_unflatten(structure, arrays))]
+    except Exception:  # it asks for their values  # noqa: BLE001
+        return []
+
+
+def is_number(leaf: Any) -> bool:
+    """Return whether JAX takes a leaf for an array, or makes one of it."""
+    return isinstance(leaf, (int, float, complex)) or {"dtype", "shape"} <= {*dir(leaf)}
+
+
 class TracedFwd:
     """A custom_vjp's fwd, traced again; not where it closes over values of a trace that ended."""
 

@@ -703,6 +703,13 @@ def by_a_bwd_s_operands(x, w):
     return x * op_of(lambda w: (w * 2.0, w), bwd)(w * x)
 
 
+def by_a_bwd_in_a_branch(x, w):
+    """Call an op in a branch, before which its primal is cast."""
+    bwd = lambda saved, g: (g * saved if _varying(saved) else g,)  # noqa: E731
+    op = op_of(lambda w: (w * 2.0, w), bwd)
+    return jax.lax.cond(x[0, 0] > 1, lambda: x * op(w), lambda: x * w)
+
+
 def by_a_fwd(x, w):
     fwd = lambda w: (w * 2.0, 1 / w if _varying(w) else w)  # noqa: E731
     op = jax.custom_vjp(lambda w: w * 2.0)
@@ -716,7 +723,7 @@ def by_a_jvp(x, w):
     return op(x * w)
 
 
-RULES = (by_a_bwd_s_number, by_a_bwd_s_operands, by_a_fwd, by_a_jvp)
+RULES = (by_a_bwd_s_number, by_a_bwd_s_operands, by_a_bwd_in_a_branch, by_a_fwd, by_a_jvp)
 
 
 @pytest.mark.parametrize("body", RULES, ids=lambda body: body.__name__)

@@ -144,7 +144,12 @@ def _made_of(
             around.makes.update((atom, _key((of_all, n))) for n, atom in written)
 
     jaxpr = opened(closed)
-    whole = _Around({}, [_Inner(closed.consts, range(len(jaxpr.invars)))], [], large)
+    # From JAX 0.11 the constants of a bwd's trace are its leading inputs.
+    leading = closed.consts[: max(0, len(closed.consts) - len(jaxpr.constvars))]
+    read = [_constant(held, large) for held in leading]
+    inputs: list[Any] = [n if made == "constant" else made for n, made in enumerate(read)]
+    inputs += range(len(inputs), len(jaxpr.invars))
+    whole = _Around({}, [_Inner(closed.consts, inputs)], [], large)
     visited(jaxpr, visit, whole, enter)
     if not by_name:
         (results,) = _results(whole)

@@ -144,7 +144,12 @@ def _made_of(
             around.makes.update((atom, _key((of_all, n))) for n, atom in written)
 
     jaxpr = opened(closed)
-    whole = _Around({}, [_Inner(closed.consts, range(len(jaxpr.invars)))], [], large)
+    # From JAX 0.11 the constants of a bwd's trace are its leading inputs.
+    leading = closed.consts[: max(0, len(closed.consts) - len(jaxpr.constvars))]
+    read = [_constant(held, large) for held in leading]
+    inputs: list[Any] = [n if made == "constant" else made for n, made in enumerate(read)]
+    inputs += range(len(inputs), len(jaxpr.invars))
+    whole = _Around({}, [_Inner(closed.consts, inputs)], [], large)
     visited(jaxpr, visit, whole, enter)
     if not by_name:
         (results,) = _results(whole)
@@ -232,8 +237,11 @@ def _constant(value: Any, large: Callable[[Any], object]) -> Any:
             return "constant"
         if (size := value.nbytes if hasattr(value, "nbytes") else 0) > _LARGE_BYTES:
             return "large", size, large(value)
+        if not isinstance(kind := getattr(value, "dtype", None), (np.dtype, type(None))):  # a key
+            with jax.ensure_compile_time_eval():
+                return str(kind), _constant(jax.random.key_data(value), large)
         array = np.asarray(value)
-    except Exception:  # a key  # noqa: BLE001
+    except Exception:  # it can't be read  # noqa: BLE001
         return "constant"
     return _Elements(str(array.dtype), array.shape, array.tobytes())
 
@@ -288,6 +296,7 @@ def _plain(eqn: Eqn) -> list[Any]:
 
 
 def _held(value: Any, depth: int = 6) -> Any:
+    import jax
     import numpy as np
 
     if isinstance(value, (tuple, list)):
@@ -296,8 +305,16 @@ def _held(value: Any, depth: int = 6) -> Any:
         return value.name
     if isinstance(value, np.integer):
         return operator.index(value)
-    if type(value) in (bool, int, float, str):
+    if type(value) in (bool, int, float, str, complex, bytes):
         return value
+    if isinstance(value, (np.dtype, type)):
+        return str(value)
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        return _constant(value, id)
+    if isinstance(value, dict):
+        return frozenset((str(key), _key(_held(each, depth))) for key, each in value.items())
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_key(_held(each, depth)) for each in value)
     if depth and opened(value) is not None:
         return frozenset(_made_of(value, id).items()) if hasattr(value, "consts") else None
     if depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -318,9 +335,12 @@ def _function(value: Any, depth: int) -> Any:
             with contextlib.suppress(ValueError):  # not assigned yet
                 cells.append(cell.cell_contents)
         place = value.__module__, value.__qualname__, value.__code__.co_firstlineno
-        return _held([place, cells, value.__defaults__], depth)
+        return _held([place, cells, value.__defaults__, value.__kwdefaults__], depth)
+    if isinstance(value, types.MethodType):
+        return _held([value.__func__, value.__self__], depth)
     if callable(value) and not isinstance(value, type):
         if hasattr(value, "callback_func"):  # of JAX's pure_callback
             return _held(value.callback_func, depth)
-        return getattr(value, "__name__", None)
+        of = [getattr(value, "__name__", None), type(value)]
+        return _held([*of, getattr(value, "__dict__", None)], min(depth, 2))  # it may be wide
     return None

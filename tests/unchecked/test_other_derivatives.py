@@ -703,6 +703,13 @@ def by_a_bwd_s_operands(x, w):
     return x * op_of(lambda w: (w * 2.0, w), bwd)(w * x)
 
 
+def by_a_bwd_in_a_branch(x, w):
+    """Call an op in a branch, before which its primal is cast."""
+    bwd = lambda saved, g: (g * saved if _varying(saved) else g,)  # noqa: E731
+    op = op_of(lambda w: (w * 2.0, w), bwd)
+    return jax.lax.cond(x[0, 0] > 1, lambda: x * op(w), lambda: x * w)
+
+
 def by_a_fwd(x, w):
     fwd = lambda w: (w * 2.0, 1 / w if _varying(w) else w)  # noqa: E731
     op = jax.custom_vjp(lambda w: w * 2.0)
@@ -716,7 +723,66 @@ def by_a_jvp(x, w):
     return op(x * w)
 
 
-RULES = (by_a_bwd_s_number, by_a_bwd_s_operands, by_a_fwd, by_a_jvp)
+def by_a_bwd(change):
+    """Return a body whose bwd scales a cotangent by a change, which takes whether it is cast."""
+    bwd = lambda saved, g: (g * change(saved, bool(_varying(g))),)  # noqa: E731
+    op = op_of(lambda w: (w * 2.0, w), bwd)
+    return lambda x, w: x * op(w * x)
+
+
+def called_back(f, saved):
+    like = jax.ShapeDtypeStruct(saved.shape, saved.dtype)
+    return jax.pure_callback(f, like, saved, vmap_method="sequential")
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, value):
+        return np.asarray(value) * np.float32(self.by)
+
+    def scaled(self, value):
+        return self(value)
+
+
+def with_keywords(by):
+    def scale(value, *, by):
+        return np.asarray(value) * np.float32(by)
+
+    scale.__kwdefaults__ = {"by": by}
+    return scale
+
+
+KEYS = [jax.random.key(seed) for seed in range(2)]
+SCALES = (Scale(2), Scale(3))
+CHANGES = {
+    "dtype": lambda s, is_cast: (300 * s).astype(("int32", "int8")[is_cast]).astype(s.dtype),
+    "key": lambda s, is_cast: jax.random.uniform(KEYS[is_cast], s.shape),
+    "array": lambda s, is_cast: called_back(
+        lambda value, by=NUMBERS[int(is_cast)]: np.asarray(value) * by, s
+    ),
+    "set": lambda s, is_cast: called_back(lambda value, by={2 + is_cast}: value * max(by), s),
+    "dict": lambda s, is_cast: called_back(lambda value, by={0: is_cast}: value * by[0], s),
+    "keyword": lambda s, is_cast: called_back(with_keywords(int(is_cast)), s),
+    "object": lambda s, is_cast: called_back(SCALES[is_cast], s),
+    "method": lambda s, is_cast: called_back(SCALES[is_cast].scaled, s),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_rule_holds_and_takes_by_a_type_leaves_its_site(name, cpu_mesh):
+    body = by_a_bwd(CHANGES[name])
+
+    def asked(mapped):
+        return jax.grad(lambda w: jnp.sum(mapped(body, P("data"))(X, w) ** 2))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "a rule for its derivative computes something else with the check on"
+
+
+RULES = (by_a_bwd_s_number, by_a_bwd_s_operands, by_a_bwd_in_a_branch, by_a_fwd, by_a_jvp)
 
 
 @pytest.mark.parametrize("body", RULES, ids=lambda body: body.__name__)

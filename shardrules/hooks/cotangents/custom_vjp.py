@@ -27,6 +27,7 @@ from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.summed_shares import hashable
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Trace, VjpRule, as_arrays
 from shardrules.hooks.cotangents.whole_cotangents import WholeCotangents
+from shardrules.hooks.notes import Notes
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
 from shardrules.jaxprs.made_of import digest
@@ -229,7 +230,11 @@ class CustomVjpHooks(Hooks):
             parts = dataclasses.replace(parts, fwd_avals=avals)
         bwd = Bwd(self, fun, parts, args)
         kept = self.state.here.transpose.bwds is not None
-        cotangents = bwd.cotangents() if by_cast or kept else fun(*args)
+        notes = self.state.scope.notes
+        is_read = by_cast or kept or notes is not None
+        cotangents = bwd.cotangents() if is_read else fun(*args)
+        if notes is not None:  # before shares are divided, of which the author wrote nothing
+            self._note_computed(notes, bwd)
 
         def share_of(path: Path, index: int, value: Any) -> Any:
             if isinstance(value, self.door.SymbolicZero) or not is_inexact(value):
@@ -275,12 +280,15 @@ class CustomVjpHooks(Hooks):
                         None, [WholeCotangents(run, cotangents).why_different()]
                     )
                     notes.rules.add(hashable(run.parts.rule))
-                    if not is_wrapped:
-                        made = digest(run.trace, inner_sums(run.trace.jaxpr))
-                        notes.computed.add((parts.name, parts.place, made))
+                    if not is_wrapped:  # else it was noted by ``_shares``
+                        self._note_computed(notes, run)
                 else:
                     WholeCotangents(run, cotangents).warn_of_sums()
             return self._match(run, parts, cotangents)
+
+    def _note_computed(self, notes: Notes, bwd: Bwd) -> None:
+        made = digest(bwd.trace, inner_sums(bwd.trace.jaxpr))
+        notes.computed.add((bwd.parts.name, bwd.parts.place, made))
 
     def _match(self, bwd: Any, parts: CustomVjpInfo, cotangents: Any) -> Any:
         def match(path: Path, index: int, value: Any) -> Any:

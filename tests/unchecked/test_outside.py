@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import importlib.util
 import os
 import pathlib
 import pdb
@@ -157,11 +158,13 @@ def test_what_a_module_does_when_it_is_imported_is_done(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     text = f"import os\nos.mkdir({str(tmp_path / 'made')!r})\n"
-    (tmp_path / "makes_a_folder.py").write_text(text)
+    module = tmp_path / "makes_a_folder.py"
+    module.write_text(text)
     with unseen(Kept()):
         importlib.import_module("makes_a_folder")
     sys.modules.pop("makes_a_folder")
-    assert (tmp_path / "made").is_dir() and list(tmp_path.glob("__pycache__/*.pyc"))
+    bytecode = pathlib.Path(importlib.util.cache_from_source(str(module)))
+    assert (tmp_path / "made").is_dir() and bytecode.exists()
 
 
 @pytest.mark.parametrize("how", ["finalizer", "method"])

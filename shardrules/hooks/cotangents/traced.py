@@ -130,21 +130,19 @@ def as_arrays(door: Door, bwd: Any, args: Sequence[Any]) -> list[Trace]:
     With the check on, they are arrays if they were cast.
     """
     leaves, structure = jax.tree_util.tree_flatten(args)
-    arrays = [
-        jax.numpy.asarray(leaf) if is_number(leaf) and not isinstance(leaf, jax.Array) else leaf
-        for leaf in leaves
-    ]
-    if all(array is leaf for array, leaf in zip(arrays, leaves)):
+    if not any(map(_is_number, leaves)):
         return []
+    arrays = [jax.numpy.asarray(leaf) if _is_number(leaf) else leaf for leaf in leaves]
     try:
         return [Trace(door, bwd, jax.tree_util.tree_unflatten(structure, arrays))]
     except Exception:  # it asks for their values  # noqa: BLE001
         return []
 
 
-def is_number(leaf: Any) -> bool:
-    """Return whether JAX takes a leaf for an array, or makes one of it."""
-    return isinstance(leaf, (int, float, complex)) or {"dtype", "shape"} <= {*dir(leaf)}
+def _is_number(leaf: Any) -> bool:
+    """Return whether JAX makes an array of a leaf, which is none yet."""
+    is_array = isinstance(leaf, (jax.Array, jax.core.Tracer))
+    return not is_array and (isinstance(leaf, (int, float, complex)) or hasattr(leaf, "__array__"))
 
 
 class TracedFwd:

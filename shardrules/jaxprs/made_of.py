@@ -105,6 +105,8 @@ def _made_of(
                 "input" if isinstance(operand, _Elements) or operand == "constant" else operand
                 for operand in operands
             ]
+            if name == "broadcast_in_dim":  # a number that is saved is handed on with a dimension
+                operands = ["input"]
             if name == "convert_element_type" and operands == ["input"]:
                 around.makes.update(zip(eqn.outvars, operands))  # of a number that is cast
                 return

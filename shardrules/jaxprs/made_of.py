@@ -178,12 +178,12 @@ def _is_step(name: str) -> bool:
 
 
 def _taken(eqn: Eqn, operands: list[Any]) -> Any:
-    """Return the operands of what holds a jaxpr, by which it is told from others."""
+    """Return the operands that an equation with an inner jaxpr is compared by."""
     name = name_of(eqn)
     if _is_step(name):
         return operands
-    # There may be more operands with the check on: a value, and what it is cast to. And what a loop
-    # does with numbers is told by its body, out of which JAX takes the casts of these.
+    # With the check on there may be more operands: a value, and the same value cast. JAX also moves
+    # the cast of a number out of a loop, which then takes the number; the body shows its use.
     numbers = operands[: _const_count(eqn)] if name in _LOOPS else ()
     return {*operands} - {number for number in numbers if isinstance(number, _Elements)}
 

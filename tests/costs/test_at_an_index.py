@@ -94,3 +94,14 @@ def test_what_is_read_otherwise(cpu_mesh, f):
     with jax.set_mesh(cpu_mesh):
         found = hints(jax.jit(f), structs(cpu_mesh, [((512, 64), D), INDEX]))
     assert "one part" not in [h.kind for h in found]
+
+
+def test_an_index_of_each_device_is_none_of_all(cpu_mesh):
+    given = structs(
+        cpu_mesh, [((1024, 512), P(("data", "model"))), ((8,), P(("data", "model")), int)]
+    )
+    rows = lambda x, i: jax.vmap(lambda j: jax.lax.dynamic_slice(x, (j, 0), (4, 512)))(i)  # noqa: E731
+    with jax.set_mesh(cpu_mesh):
+        outs = jax.NamedSharding(cpu_mesh, P(("data", "model")))
+        found = hints(jax.jit(rows, out_shardings=outs), given)
+    assert "one part" not in {hint.kind for hint in found}

@@ -406,6 +406,12 @@ class Site:
             not self.program.remembered(_overlaps, self.computation.name, self.position),
         )
 
+    def is_equal_input(self, node: Node) -> bool:
+        """Return whether a program's parameter is proven equal in each of the groups."""
+        number = int(node.instruction.literal)
+        given = self.program.inputs[number : number + 1]
+        return bool(given) and given[0].equal_in(self.collective.groups)
+
     def smaller(self, advice: str, size: int, sent: int | None = None) -> Hint:
         """Make the hint that each run takes fewer bytes, or is of another kind that sends fewer."""
         return self.hint(

@@ -183,9 +183,7 @@ def _is_same(taker: Node, known: Collection[Node], site: Site) -> bool:
             continue
         seen.add(node)
         if node.opcode == "parameter" and node.home.is_entry and not node.fused:
-            number = int(node.instruction.literal)
-            given = site.program.inputs[number : number + 1]
-            if not given or not given[0].equal_in(site.collective.groups):
+            if not site.is_equal_input(node):
                 return False
         elif node.opcode not in _LOCAL | {"constant"}:
             return False

@@ -277,6 +277,9 @@ def _rows_at(site: Site, use: Use, dimension: int) -> int | None:
         node = stack.pop()
         if node.opcode in ("partition-id", "replica-id"):
             return None
+        is_input = node.opcode == "parameter" and node.home.is_entry and not node.fused
+        if is_input and not site.is_equal_input(node):
+            return None  # an index of the device's own, as of a batch under vmap
         stack += (new := {*node.operands} - seen)
         seen |= new
     return None if stack else sizes[cut[0]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -122,7 +123,15 @@ def transposed_sums(jaxpr: Jaxpr) -> Iterator[tuple[int, frozenset[str]]]:
 
 def program_text(closed: ClosedJaxpr) -> str:
     """Return a program's text without addresses, with the kernels that it calls."""
-    return _ADDRESS.sub("", "\n".join([str(closed), *_kernel_texts(opened(closed))]))
+    # A rule that calls itself is asked for at each place where it is called: in tests/core, of 17
+    # texts 16 were of a program that had been printed before.
+    if closed not in _TEXTS:
+        text = "\n".join([str(closed), *_kernel_texts(opened(closed))])
+        _TEXTS[closed] = _ADDRESS.sub("", text)
+    return _TEXTS[closed]
+
+
+_TEXTS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def is_same_program(one: Any, other: Any) -> bool:

@@ -304,7 +304,9 @@ def loss(f):
 
 def by_rows(program):
     """The same on one device, without the kernels."""
-    return lambda x, w: jnp.concatenate([program(Plain, row, w) for row in jnp.split(x, 4)])
+    return jax.jit(
+        lambda x, w: jnp.concatenate([program(Plain, row, w) for row in jnp.split(x, 4)])
+    )
 
 
 def gradient(f):
@@ -495,7 +497,7 @@ def test_second_derivatives(cpu_mesh, hooks):
 def test_forward_mode_and_linearize(cpu_mesh, hooks):
     for program in (closures, switch, in_scan, jit_inside, custom_jvp_inside):
         f, g = sharded(program, cpu_mesh, Plain), by_rows(program)
-        tangents = (np.sin(X), np.cos(W))
+        f, tangents = jax.jit(f), (np.sin(X), np.cos(W))
         np.testing.assert_allclose(
             jax.jvp(f, (X, W), tangents)[1], jax.jvp(g, (X, W), tangents)[1], rtol=2e-5, atol=1e-6
         )

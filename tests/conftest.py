@@ -14,17 +14,14 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
     os.environ["PYTHONPYCACHEPREFIX"] = str(cache)
 def _fewer_passes():
-    """What makes XLA for CPU compile in half the time, of the flags that this jaxlib has.
+    """What makes XLA for CPU compile in three quarters of the time, of the flags that jaxlib has.
 
-    What is read of a program is fixed before them, and no test is about them. XLA ends a process
-    that sets a flag which it doesn't know.
+    What is read of a program is fixed before them, and no test is about them: other emitters of
+    fusions would halve it, and print other fusions. XLA ends a process at a flag of other versions.
     """
     flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-    jaxlib = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2]))
-    if jaxlib >= (0, 5):
+    if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 5):
         flags.append("--xla_cpu_parallel_codegen_split_count=1")
-    if (0, 5) <= jaxlib < (0, 11):  # later ones have no other way to compile a fusion
-        flags.append("--xla_cpu_use_fusion_emitters=false")
     return flags
 
 
@@ -70,26 +67,31 @@ def pytest_addoption(parser):
     parser.addoption(
         "--lane",
         choices=("1/2", "2/2"),
-        help="of the tests marked one_lane, slow, tpu or gpu, of the cases of a test after its "
-        "first, and of random seeds, the half that one of the two lanes of .ci/run takes",
+        help="the tests that one of the two lanes of .ci/run takes: 2/2, of the newest JAX, a case "
+        "of each test; both those of tests/core, and some of what is long and of random seeds",
     )
 
 
 def _of_other_lane(item, lane, first):
     """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
-    shared = any(map(item.get_closest_marker, ("one_lane", "tpu", "gpu")))
-    # tests/report is collected in one lane alone, and what shares its seeds runs half of them in
-    # each. Each JAX runs tests/core; of a test's further cases, JAX 0.7.2 runs those of both lanes.
-    if not item.nodeid.startswith("tests/report/") and "share" not in item.fixturenames:
-        is_slow = item.get_closest_marker("slow") and not item.nodeid.startswith("tests/core/")
-        shared = shared or item not in first or bool(is_slow)
-    if not lane or not shared or any(map(item.get_closest_marker, _IN_NO_LANE)):
+    marks = {mark.name for mark in item.iter_markers()}
+    # tests/report is collected in one lane alone, and what shares its seeds runs some in each.
+    is_in_both = item.nodeid.startswith("tests/report/") or "share" in item.fixturenames
+    if not lane or is_in_both or not marks.isdisjoint(_IN_NO_LANE):
         return False
-    return lane != f"{1 + zlib.crc32(item.nodeid.encode()) % 2}/2"
+    # Each JAX runs tests/core, and the newest one a case of each other test; what takes long, and
+    # further cases, are split. The lane of the newest gets fewer of these.
+    is_of_core = item.nodeid.startswith("tests/core/")
+    split = _SPLIT - {"slow"} if is_of_core else _SPLIT
+    if item in first and marks.isdisjoint(split):
+        return not is_of_core and lane == "1/2"
+    is_for_newest = zlib.crc32(item.nodeid.encode()) % 5 < 2
+    return lane != ("2/2" if is_for_newest else "1/2")
 
 
 # No lane leaves these to the other: they run where they can, or with --full alone.
 _IN_NO_LANE = ("where", "triton", "libraries", "full")
+_SPLIT = frozenset({"one_lane", "slow", "tpu", "gpu"})
 _LONG = ("tpu", "gpu", "triton", "libraries", "slow", "one_lane", "full")
 
 
@@ -204,12 +206,12 @@ def platform(request):
 
 @pytest.fixture
 def share(request):
-    """A function from random seeds to those that this lane tries; without --lane, all."""
+    """A function from random seeds to those that this lane tries, a third; without --lane, all."""
     lane = request.config.getoption("--lane")
 
     def of(seeds):
-        half = len(seeds) // 2
-        return {"1/2": seeds[:half], "2/2": seeds[half:]}.get(lane, seeds)
+        third = len(seeds) // 3
+        return {"1/2": seeds[:third], "2/2": seeds[-third:]}.get(lane, seeds)
 
     return of
 

@@ -204,8 +204,11 @@ class Ledger:
 
     def _latency(self, number: int) -> float:
         """Return the latency of a run: its own time, or that of another small collective."""
-        each = [numbers for numbers in self._parts.values() if self._run(numbers[0])]
-        small = [p for p in each if sum(self.entries[n].wire_bytes for n in p) <= SMALL]
+        small = []
+        for numbers in self._parts.values():
+            wire_bytes = sum(self.entries[n].wire_bytes for n in numbers)
+            if self._run(numbers[0]) and wire_bytes <= SMALL:
+                small.append(numbers)
         own = [self._parts[number]] if self._parts[number] in small else small
         return min((sum(map(self._run, p)) for p in own), default=0.0)
 

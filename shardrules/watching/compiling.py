@@ -116,10 +116,8 @@ def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
     computation = original(closed_jaxpr, *args, **kwargs)
     if _watchers:
         inside = list(equations(opened(closed_jaxpr)))
-        meshes, kernels = (
-            [eqn for eqn in inside if eqn.primitive.name == name]
-            for name in ("shard_map", "pallas_call")
-        )
+        meshes = [eqn for eqn in inside if eqn.primitive.name == "shard_map"]
+        kernels = [eqn for eqn in inside if eqn.primitive.name == "pallas_call"]
         with _lock:
             _traced[computation] = Traced(
                 [eqn.params["mesh"] for eqn in meshes],

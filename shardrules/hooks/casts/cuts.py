@@ -58,10 +58,8 @@ class Limits:
                     sure[step, own] = count
         total, left = sum(sure.values()), dict.fromkeys(sure, 0)
         for over in self.groups:
-            low, high = (
-                {key: label & over for key, label in labels.items()}
-                for labels in (self.low, self.high)
-            )
+            low = {key: label & over for key, label in self.low.items()}
+            high = {key: label & over for key, label in self.high.items()}
             cut = Cut(self, low, high, Prices(graph, over, left=left), of_all=True)
             total += cut.always + cut.net.flow()
             for key, always, edges in cut.paid:

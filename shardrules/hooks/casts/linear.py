@@ -486,7 +486,8 @@ class Graph(Fold["Value | None"]):
             value = queue.pop()
             if not value.live:
                 value.live = True
-                queue += [operand for step in makers.get(value, ()) for operand in step.inputs]
+                for step in makers.get(value, ()):
+                    queue += step.inputs
 
 
 def bytes_of(aval: Aval) -> int:

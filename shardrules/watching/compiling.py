@@ -100,7 +100,7 @@ def _install(_: object) -> None:
     config.update(key_has_lines, True)
     for key, wrapper in (("compile", _compile), ("compile_pmap", _compile), ("lower", _lower)):
         _hold.callback(seams.intercept(key, wrapper))
-    with contextlib.suppress(UnsupportedJaxError):  # then nothing is traced again
+    with contextlib.suppress(UnsupportedJaxError):  # then no jaxpr is traced again
         _hold.callback(again.note())
 
 

@@ -87,7 +87,7 @@ class CastHooks(Hooks):
             notes.reasons_to_leave += shares().reasons_to_leave()
             look, over = self.state.here.look, shares().over
             if over and look.inner is not None and only_casts_sum(self.door, jaxpr):
-                look.inner.append(over)  # the bwd around it is asked what it makes of these sums
+                look.inner.append(over)  # the bwd around it is asked how it uses these sums
                 within = jax.named_scope(INNER)
             elif over and not look.pulls:
                 notes.reasons_to_leave.append(gradient_over(over))

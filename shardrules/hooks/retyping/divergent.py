@@ -117,7 +117,7 @@ class Divergent(Hooks):
         jaxpr = opened(jaxpr)
         if not _collectives(jaxpr, over, everywhere, axes_of):
             return []
-        # An unused cotangent's sum is dropped by XLA, too.
+        # XLA drops an unused cotangent's sum, too.
         used = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
         return _collectives(used, over, everywhere, axes_of)
 

@@ -219,7 +219,8 @@ def _details(row: SiteRow) -> list[str]:
             "  (the change that this asks for is right only with the check on: make it when "
             "you remove check_vma=False)"
         )
-    lines += [f"  {text}" for text in _once(call.annotations for call in calls)]
+    annotations = _once(call.annotations for call in calls)
+    lines += [f"  {text}" for text in annotations]
     reasons = _once(call.reasons_to_leave for call in calls)
     if any(call.takes_gradients for call in calls):
         # Where something else stands in the way, the operations were not compared.

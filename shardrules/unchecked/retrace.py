@@ -140,7 +140,11 @@ def derivatives(
         return [*made[:-1], *(each._replace(is_last=True) for each in made[-1:])]
 
     every = floats(args)
-    return attempt(every) or [d for n in every if len(every) > 1 for d in attempt((n,))], why
+    taken = attempt(every)
+    if not taken and len(every) > 1:
+        for number in every:
+            taken += attempt((number,))
+    return taken, why
 
 
 def _why_not(error: Exception) -> str:

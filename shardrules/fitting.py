@@ -93,7 +93,7 @@ def fitted(text: str, columns: int) -> str:
 
 
 def _without(note: str, gone: Sequence[str]) -> str:
-    """Leave out of a note below a table what it says of columns that aren't there."""
+    """Remove from the note below a table whatever concerns columns that were left out."""
     parts = [part for part in note[1:-1].split("; ") if part.partition(":")[0] not in gone]
     return f"({'; '.join(parts)})" if parts else ""
 
@@ -111,7 +111,7 @@ def _wrapped(line: str, columns: int) -> list[str]:
     room = columns - len(start) - deeper
 
     def whole(code: re.Match[str]) -> str:
-        """Keep what is to be typed on one line, if it fits: a copy of it is what it was."""
+        """Keep a command on one line if it fits, so that a copy of it can be run."""
         return code[0].replace(" ", _KEPT) if len(code[0]) < room else code[0]
 
     wrapped = textwrap.wrap(

@@ -41,7 +41,7 @@ class Program(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a text alone does not say, as its reader tells it."""
+    """Facts that a program's text lacks, as the caller gives them."""
 
     outputs: Sequence[str] | None = None  # one sharding of HLO, or one of each output
     # A spec, P('data'), or HLO's sharding: one, or one of each parameter.
@@ -118,7 +118,7 @@ def judged(
 def _for_each(
     given: Sequence[str], each: Sequence[Any], module: hlo.Module, what: str, does: str
 ) -> list[str]:
-    """Return a sharding of each; raise HloError if neither one nor one of each is given."""
+    """Return one sharding for each; raise HloError unless one, or one for each, is given."""
     per_one = [*given] * (len(each) if len(given) == 1 else 1)
     if len(per_one) != len(each):
         raise HloError(
@@ -277,7 +277,7 @@ def read(
 def called_with(
     program: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a program is called with, of which ``args=`` and ``kwargs=`` may hold a part.
+    """Return a program's arguments; ``args=`` and ``kwargs=`` may hold some of them.
 
     An assertion has keywords of its own (``mesh=``), so that a program's argument of such a name
     has to stand in ``kwargs={"mesh": ...}``. A parameter of the program that is named ``args`` or

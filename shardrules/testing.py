@@ -221,7 +221,7 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...], bool]:
-    """Return the dearer casts, described and as they are, and whether any cast was seen."""
+    """Return the dearer casts, as text and as data, and whether any cast was seen."""
     from shardrules.hooks.explain.explain import explain
     from shardrules.hooks.explain.explanation import describe_placement
 

@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Write a time of a step: in milliseconds, as those beside it, or in seconds."""
+    """Write a step's time in milliseconds, like the times beside it, or in seconds."""
     if 0 < seconds < 1e-6:
         return "<0.001 ms"
     return duration(seconds) if seconds >= 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -13,6 +13,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
     os.environ["PYTHONPYCACHEPREFIX"] = str(cache)
+
+
 def _fewer_passes():
     """What makes XLA for CPU compile in three quarters of the time, of the flags that jaxlib has.
 
@@ -27,11 +29,7 @@ def _fewer_passes():
 
 # Of a flag that stands twice XLA takes the last.
 os.environ["XLA_FLAGS"] = " ".join(
-    [
-        *_fewer_passes(),
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-    ]
+    [*_fewer_passes(), os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 )
 
 # Kernels in TPU interpret mode wait for each other, in as many threads as there are devices; with

@@ -45,11 +45,18 @@ class Budget:
 
 def of(account: accounts.Account, path: pathlib.Path) -> Budget:
     """Return the budget that a program meets exactly; sources are relative to the project."""
-    folders = path.resolve().parents
-    roots = (f for f in folders if any((f / name).exists() for name in _ROOT_FILES))
     mesh = ",".join(f"{a}={n}" for a, n in (account.mesh or {}).items())
-    rows = comparing.grouped(account, str(next(roots, folders[0])))
+    rows = comparing.grouped(account, str(_root(path)))
     return Budget(account.level, mesh, rows)
+
+
+def _root(path: pathlib.Path) -> pathlib.Path:
+    """Return the nearest folder above that holds a project; the file's own where none does."""
+    folders = path.resolve().parents
+    for folder in folders:
+        if any((folder / name).exists() for name in _ROOT_FILES):
+            return folder
+    return folders[0]
 
 
 def dump(budget: Budget) -> str:

@@ -178,8 +178,11 @@ def _difference(name: str, array: Any) -> str:
         np.frombuffer(np.asarray(shards[0].data).tobytes(), np.uint8).reshape(max(1, size), -1)
         for shards in bad[0][:2]
     )
-    ids = [[str(shard.device.id) for shard in shards] for shards in bad[0][:_SHOWN]]
-    devices = " | ".join(f"{{{few(each, _SHOWN)}}}" for each in ids)
+    groups = []
+    for shards in bad[0][:_SHOWN]:
+        ids = [str(shard.device.id) for shard in shards]
+        groups.append(f"{{{few(ids, _SHOWN)}}}")
+    devices = " | ".join(groups)
     return (
         f"  {name}, {array.dtype}{list(array.shape)}: called replicated{over}, "
         f"sharding {array.sharding}\n    the data of devices {devices} differ; "

@@ -254,7 +254,8 @@ def _type(argument: watching.Argument) -> str:
 
 
 def _changes(old: list[watching.Argument], new: list[watching.Argument]) -> list[str]:
-    before, after = ([a.path for a in arguments] for arguments in (old, new))
+    before = [argument.path for argument in old]
+    after = [argument.path for argument in new]
     if before != after:
         came = [path for path in after if path not in before]
         went = [path for path in before if path not in after]

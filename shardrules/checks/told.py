@@ -1,4 +1,4 @@
-"""What a compiled program knows and its text doesn't say, as flags for the commands."""
+"""Facts that a compiled program has and its text lacks, as flags for the commands."""
 
 from __future__ import annotations
 

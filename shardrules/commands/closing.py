@@ -1,4 +1,4 @@
-"""What ``run`` says after its report: why the exit code is what it is, and what was not watched.
+"""The lines that ``run`` adds to its report: the reason for the exit code, and what wasn't watched.
 
 Like ``flags``, this module imports neither jax nor NumPy.
 """

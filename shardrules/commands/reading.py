@@ -99,7 +99,7 @@ def _read(path: str) -> program.Program:
 
 
 def _chosen(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the named files, each once, and a note for each folder of which files are left out."""
+    """Return the named files, each once, and a note for each folder with files left out."""
     files: dict[str, str] = {}  # from a file's real path to the name given first
     notes: list[str] = []
     if list(given).count(_STDIN) > 1:
@@ -158,7 +158,7 @@ def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
 
 
 def _modules(names: Iterable[str]) -> set[str]:
-    """Return the modules of which files were dumped, by the files' names."""
+    """Return the modules that were dumped, as the names of the files tell."""
     return {match[1] for match in map(_DUMPED.fullmatch, names) if match}
 
 

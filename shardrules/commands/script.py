@@ -8,7 +8,6 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import io
-import itertools
 import os
 import shlex
 import signal
@@ -38,12 +37,14 @@ class Ended(NamedTuple):
 
 def typed(arguments: argparse.Namespace) -> str:
     """Write the script or module, and what follows it, as it was typed, behind the rules' flags."""
-    flags = ("--import", arguments.rules), ("--rule", arguments.rule)
-    rules = [(flag, value) for flag, values in flags for value in values]
+    rules: list[str] = []
+    for flag, values in (("--import", arguments.rules), ("--rule", arguments.rule)):
+        for value in values:
+            rules += [flag, value]
     given = ["-m", *arguments.module] if arguments.module else _given(arguments)
     if not arguments.module and given[0].startswith("-"):
         given = ["--", *given]
-    return shlex.join([*itertools.chain(*rules), *given])
+    return shlex.join([*rules, *given])
 
 
 def _given(arguments: argparse.Namespace) -> list[str]:

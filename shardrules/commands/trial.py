@@ -159,8 +159,12 @@ def _write(path: str, outcome: Outcome) -> None:
 
 def _add_rules(outcome: Outcome, registered: Mapping[str, Sequence[registry.Registration]]) -> None:
     """Record the flags whose rules a kernel used, and a note for each other flag."""
-    declared = {where for call in outcome.calls for where in call.declared}
-    missing = list(dict.fromkeys(rule.kernel for call in outcome.calls for rule in call.missing))
+    declared: set[str] = set()
+    kernels: list[str] = []
+    for call in outcome.calls:
+        declared.update(call.declared)
+        kernels += [rule.kernel for rule in call.missing]
+    missing = list(dict.fromkeys(kernels))
     for flag, entries in registered.items():
         if declared & {entry.where for entry in entries}:
             outcome.used.append(flag)

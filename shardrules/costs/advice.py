@@ -257,7 +257,7 @@ def _narrowed(verdict: hlo.Verdict) -> str:
 
 
 def _factor(reduction: str, count: int) -> str:
-    """Say what is left of a reduction of so many equal values."""
+    """Say what replaces a reduction of so many equal values."""
     if reduction in _IDEMPOTENT or count == 1:
         return ""
     if reduction == "add":

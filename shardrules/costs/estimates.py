@@ -98,8 +98,9 @@ def latency(collective: hlo.Collective, on: Target) -> float:
     if on.links is not None and collective.pairs is None:
         hops = twice * (count // 2)
     if on.host_device_count is not None:
-        groups = collective.pairs or collective.groups
-        hosts = max(len({d // on.host_device_count for d in group}) for group in groups)
+        hosts = 1  # the most over which one group is spread
+        for group in collective.pairs or collective.groups:
+            hosts = max(hosts, len({device // on.host_device_count for device in group}))
         if hosts > 1:
             across = 1 if alone else twice * (hosts - 1).bit_length()
             hops = 0 if alone else twice * (-(-count // hosts) - 1)

@@ -87,7 +87,7 @@ def find(judgement: hlo.Judgement) -> list[Unequal]:
 
 
 def broken(judgement: hlo.Judgement) -> list[tuple[int, Broken, Unequal]]:
-    """List the same with the number of each, and what is not proven of it."""
+    """List these outputs with their numbers and the unproven claims about each."""
     carried: dict[int, str] | None = None
     unequal = []
     for number, (output, promise) in enumerate(zip(judgement.outputs, judgement.promises or ())):

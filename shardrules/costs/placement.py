@@ -49,7 +49,7 @@ def constants(module: hlo.Module, min_bytes: int = 1) -> list[Constant]:
 
 def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) -> str:
     """Return the source line of the first reader that has one, in a fusion too; else nothing."""
-    # A constant's own line is that of the call that traced the program.
+    # A constant's own line is the call that traced the program.
     users = computation.users()
     reached = [position]
     for reader in reached:

@@ -102,11 +102,11 @@ def loop_lines(module: hlo.Module) -> frozenset[tuple[str, int]]:
 def line_within(
     module: hlo.Module, collective: hlo.Collective, of_loops: Collection[tuple[str, int]]
 ) -> str:
-    """Return a line that says more of a collective than its own, which is that of a loop.
+    """Return a source line that says more than a collective's own, if that is only a loop's line.
 
-    XLA may leave a collective that it made in a loop, or in a checkpoint, or for a loop's result,
-    the line of the loop alone. Then this is a line, which that one calls, of what made its operand
-    or takes its result; of a loop's result, a line that takes it. Empty where there is none.
+    XLA may give a collective that it made in a loop, in a checkpoint or for a loop's result no line
+    but the loop's. Then return a line that the loop's line calls: one that makes the operand, or
+    that takes the result. For a loop's result, return a line that takes it. Empty if there is none.
     ``of_loops``: ``loop_lines``.
     """
     own, operation = collective.frames, phases.operation(collective.op_name)
@@ -116,7 +116,9 @@ def line_within(
     computation = module.computations[collective.computation]
     instructions, takers = computation.instructions, computation.users()
     place = computation.places[collective.name]
-    gathers = collective.kind == "all-gather"  # what it is for, and else what it is of
+    gathers = (
+        collective.kind == "all-gather"
+    )  # an all-gather is named by its reader, others by their operand
     seen, left = {place}, [place]
     while left and len(seen) < _NEAR:
         here = left.pop(0)

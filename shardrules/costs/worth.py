@@ -29,7 +29,7 @@ class Worth(NamedTuple):
     is_sure: bool = True  # it is shown to be for nothing; otherwise this is saved at most
     is_per_trip: bool = False  # a loop's length isn't known
     exposed_seconds: float = 0.0  # of a step, as a profile measured it; 0 without one
-    at_most: bool = False  # what is done instead may move a part of it
+    at_most: bool = False  # the replacement may move a part of it
 
     @property
     def saves(self) -> bool:
@@ -51,7 +51,9 @@ class Switched(NamedTuple):
     """A program as it was compiled again with each check on that can be."""
 
     sent: int  # by one device, in one execution
-    left: collections.Counter[tuple[str, str]]  # the keys of what is defensive in it still
+    left: collections.Counter[
+        tuple[str, str]
+    ]  # the keys of the collectives that are still defensive
     on: tuple[str, ...]  # the shard_maps whose check is on, ``train.py:12 (step)``
     off: tuple[tuple[str, str], ...]  # the others, each with the reason
     steps: tuple[str, ...]  # why some sums are larger than with the check off
@@ -107,7 +109,7 @@ class Ledger:
         account: accounts.Account,
         on: estimates.Target | None,  # the accelerator on which times are estimated
         measured: timings.Timings | None = None,  # what each collective took in a profile
-        # From the numbers of what goes when checks are switched on to what each saves of it.
+        # From the number of a collective that goes when checks are switched on to the bytes saved.
         switched: Mapping[int, int] | None = None,
     ):
         self.entries = account.entries
@@ -203,9 +205,12 @@ class Ledger:
         return timing.seconds / timing.runs if timing and timing.runs else 0.0
 
     def _latency(self, number: int) -> float:
-        """Return the latency of a run: its own time, or that of another small collective."""
-        each = [numbers for numbers in self._parts.values() if self._run(numbers[0])]
-        small = [p for p in each if sum(self.entries[n].wire_bytes for n in p) <= SMALL]
+        """Return the latency of a run: its own time, or another small collective's."""
+        small = []
+        for numbers in self._parts.values():
+            wire_bytes = sum(self.entries[n].wire_bytes for n in numbers)
+            if self._run(numbers[0]) and wire_bytes <= SMALL:
+                small.append(numbers)
         own = [self._parts[number]] if self._parts[number] in small else small
         return min((sum(map(self._run, p)) for p in own), default=0.0)
 

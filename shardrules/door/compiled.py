@@ -129,7 +129,7 @@ class Placements:
 
 
 def placements(compiled: Any) -> Placements:
-    """Return those of a jax.stages.Compiled."""
+    """Return the placements of a jax.stages.Compiled."""
     return Placements(getattr(compiled, "_executable", None))
 
 

@@ -72,7 +72,7 @@ class Door:
     def axis_type(self, aval: Any) -> AxisType:
         """Return an aval's axis type; invariant if it carries none (tokens, keys' bases)."""
         try:
-            return self._types[aval.manual_axis_type]  # a ref's is that of what it holds
+            return self._types[aval.manual_axis_type]  # a ref has the axis type of its contents
         except (AttributeError, KeyError):
             pass
         if isinstance(aval, self.AbstractRef):
@@ -360,7 +360,7 @@ class Door:
         return name or getattr(fun, "__name__", None) or "<unnamed>"
 
     def function_place(self, fun: Any) -> str:
-        """Return ``file:line`` of a function, or of what a WrappedFun is of; empty if unknown."""
+        """Return ``file:line`` of a function, or of a WrappedFun's function; empty if unknown."""
         said = getattr(getattr(fun, "debug_info", None), "func_src_info", None) or ""
         if " at " in said:
             return said.rpartition(" at ")[2]

@@ -1,7 +1,8 @@
 """What the package reads of JAX's objects (0.4.28 to 0.12), for type checkers.
 
-JAX's own classes are private, have moved, and leave most of this untyped. Nothing is an instance
-of these: what an object is, the code asks of its attributes.
+JAX's own classes are private, have moved, and leave most of this untyped. No object is an instance
+of these protocols: the code reads attributes instead. Members are properties where the package only
+reads them, so that JAX's classes fit, whichever of their attributes JAX makes read-only.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ class Aval(Protocol):
 class Var(Protocol):
     """A variable of a jaxpr, or a literal, which has a ``val``."""
 
-    aval: Any
-
-    def __hash__(self) -> int: ...
+    @property
+    def aval(self) -> Any: ...
 
 
 class Primitive(Protocol):
@@ -36,8 +36,12 @@ class Primitive(Protocol):
     name: str
     multiple_results: bool
     call_primitive: bool
-    bind: Callable[..., Any]
-    abstract_eval: Callable[..., Any]  # from avals and parameters to the results' avals
+
+    @property
+    def bind(self) -> Callable[..., Any]: ...
+    # From the operands' avals and the parameters to the results' avals.
+    @property
+    def abstract_eval(self) -> Callable[..., Any]: ...
 
     def __hash__(self) -> int: ...
 
@@ -45,26 +49,39 @@ class Primitive(Protocol):
 class Eqn(Protocol):
     """An equation of a jaxpr."""
 
-    primitive: Primitive
-    invars: Sequence[Var]
-    outvars: Sequence[Var]
-    params: dict[str, Any]
-    effects: Any
-    source_info: Any
-    ctx: Any
+    @property
+    def primitive(self) -> Primitive: ...
+    @property
+    def invars(self) -> Sequence[Var]: ...
+    @property
+    def outvars(self) -> Sequence[Var]: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+    @property
+    def effects(self) -> Any: ...
+    @property
+    def source_info(self) -> Any: ...
+    @property
+    def ctx(self) -> Any: ...
 
-    def replace(self, **changes: Any) -> Eqn: ...
+    def replace(self, *args: Any, **changes: Any) -> Eqn: ...
 
 
 class Jaxpr(Protocol):
     """A jaxpr without the values of its constants."""
 
-    eqns: Sequence[Eqn]
-    invars: Sequence[Var]
-    outvars: Sequence[Var]
-    constvars: Sequence[Var]
-    effects: Any
-    debug_info: Any
+    @property
+    def eqns(self) -> Sequence[Eqn]: ...
+    @property
+    def invars(self) -> Sequence[Var]: ...
+    @property
+    def outvars(self) -> Sequence[Var]: ...
+    @property
+    def constvars(self) -> Sequence[Var]: ...
+    @property
+    def effects(self) -> Any: ...
+    @property
+    def debug_info(self) -> Any: ...
 
     def replace(self, **changes: Any) -> Jaxpr: ...
 
@@ -72,11 +89,16 @@ class Jaxpr(Protocol):
 class ClosedJaxpr(Protocol):
     """A jaxpr with the values of its constants."""
 
-    jaxpr: Jaxpr
-    consts: Sequence[Any]
-    in_avals: Sequence[Aval]
-    out_avals: Sequence[Aval]
-    effects: Any
+    @property
+    def jaxpr(self) -> Jaxpr: ...
+    @property
+    def consts(self) -> Sequence[Any]: ...
+    @property
+    def in_avals(self) -> Sequence[Aval]: ...
+    @property
+    def out_avals(self) -> Sequence[Aval]: ...
+    @property
+    def effects(self) -> Any: ...
 
     def replace(self, **changes: Any) -> ClosedJaxpr: ...
 

@@ -1,6 +1,6 @@
-"""What is going on in this thread: one frame for each wing.
+"""The state of this thread: one frame for each wing.
 
-Nobody changes a frame: who needs another one makes it, and ``with`` puts it in force for a while.
+A frame never changes. To change the state, make a new frame; ``with`` puts it in force for a while.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Axes = frozenset[str]
 
 
 class WingFrame:
-    """Base of all frames: a context in which it is the one of its wing in this thread."""
+    """Base of all frames: a context in which this thread uses it as its wing's frame."""
 
     # Not frozen: that costs a call for each field, and a kernel's call enters one.
 

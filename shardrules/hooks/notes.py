@@ -1,4 +1,4 @@
-"""What the hooks note while a program is traced to look at it only."""
+"""The hooks' notes on a program that is traced only to look at it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Placement:
     after_bytes: int  # the same where they are the fewest
     casts: tuple[PlacedCast, ...]  # the casts there, if they are fewer
     applied: bool  # whether they were placed; by ``install()`` or ``place_casts``
-    why: str  # why they stand where they stood, if that could not be told to be the cheapest
+    why: str  # why the casts stayed in place, if no cheapest place could be found
     unchecked_bytes: int = 0  # what these cotangents' psums sum with the check off
     exceptions: tuple[str, ...] = ()  # why the fewest bytes are more than that
     at_borders: bool = False  # whether casts stand earlier at the price of JAX's own

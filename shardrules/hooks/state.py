@@ -153,7 +153,7 @@ class State:
                 listener(placement.beyond(subject))
 
     def record_sum(self, index: int, axes: frozenset[str], value: Any, at: str, why: str) -> None:
-        """Record that the hooks sum a bwd's cotangent, where that is asked for."""
+        """Record that the hooks sum a bwd's cotangent, if a frame asks for that."""
         if self.here.transpose.summed is not None:
             self.here.transpose.summed.append((index, axes))
         if (notes := self.scope.notes) is not None:

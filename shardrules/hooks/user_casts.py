@@ -113,7 +113,7 @@ def _warn_of_no_effect(call: str, axes: tuple[str, ...], why: str) -> None:
 def place_casts(f: _F) -> _F:
     """Place the casts of one shard_map's body where its gradient's psums move the fewest bytes.
 
-    What ``install()`` does for all of a program's shard_maps. Forward passes stay
+    ``install()`` does this for all of a program's shard_maps. Forward passes stay
     as they are. Where the linear part of ``f`` holds what can't be rewritten, and on JAX to 0.5.3,
     casts stand where JAX puts them; ``explain`` says why.
 

@@ -55,7 +55,7 @@ class Fold(Generic[V]):
 
     reads_kernels: bool = False  # whether to go into a Pallas kernel
 
-    bottom: V  # of what holds nothing yet; joined with a value it is that value
+    bottom: V  # of a cell that holds nothing yet; joining it with a value gives that value
 
     def literal(self, value: Any) -> V:
         """Return the value of a constant that stands in the jaxpr."""
@@ -66,21 +66,21 @@ class Fold(Generic[V]):
         raise NotImplementedError
 
     def join(self, values: Iterable[V]) -> V:
-        """Return the value of what may be any of these."""
+        """Return the value of something that may be any of these."""
         raise NotImplementedError
 
     def mixed(self, values: Iterable[V]) -> V:
-        """Return the value of what is computed from all of these, in an unknown way."""
+        """Return the value of a result computed from all of these, in an unknown way."""
         return self.join(values)
 
     def chosen(self, by: V, value: V) -> V:
-        """Return the value of what a predicate or a position of value ``by`` chooses."""
+        """Return the value chosen by a predicate or a position whose value is ``by``."""
         raise NotImplementedError
 
     def other(self, eqn: Eqn, name: str, operands: list[V]) -> Sequence[V]:
         """Return what an equation that holds no jaxpr and takes no ref makes.
 
-        Look it up by its primitive; one that is not known gets the safe answer.
+        Look up its primitive; give the safe answer for an unknown one.
         """
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class Fold(Generic[V]):
         return self.one_step(eqn, operands, joined) if results is None else results
 
     def finished(self, jaxpr: Jaxpr, read: Callable[[Any], V]) -> None:
-        """Take notes of a jaxpr that was read; ``read`` gives an atom's value."""
+        """Take notes once a jaxpr has been read; ``read`` returns an atom's value."""
 
     def __init__(self) -> None:
         self.around: list[Eqn] = []  # the equations whose jaxprs are being read
@@ -198,7 +198,7 @@ class Fold(Generic[V]):
         return cells[0]
 
     def _choose(self, by: V, values: Iterable[Any]) -> list[Any]:
-        """Let a predicate choose values; of a ref, what is in it."""
+        """Let a predicate choose between values; for a ref, between its contents."""
         made: list[Any] = []
         for value in values:
             if isinstance(value, Cell):
@@ -208,7 +208,7 @@ class Fold(Generic[V]):
                 made.append(self.chosen(by, value))
         return made
 
-    # What is nested.
+    # Nested jaxprs.
 
     def inside(
         self, eqn: Eqn, jaxpr: Jaxpr, given: Sequence[Any], consts: Sequence[Any] = (), at: int = 0

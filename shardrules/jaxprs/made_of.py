@@ -1,4 +1,4 @@
-"""What a program computes, by what it makes that of."""
+"""Compare programs by what each value is computed from."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class _Inner(NamedTuple):
 
 
 class _Around(NamedTuple):
-    """What is known around a jaxpr."""
+    """The facts known around a jaxpr."""
 
     makes: dict[Any, Any]  # what each variable is made of
     left: list[_Inner]  # the jaxprs of an equation that are to be read
-    read: list[tuple[Jaxpr, dict[Any, Any]]]  # those that were, with what their variables are
+    read: list[tuple[Jaxpr, dict[Any, Any]]]  # the jaxprs read so far, with their variables' values
     large: Callable[[Any], object]  # returns what is compared instead of a large constant
 
     def of(self, atom: Any) -> Any:
@@ -54,19 +54,20 @@ class _Around(NamedTuple):
 
 
 def is_same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
-    """Return whether jaxprs compute the same, made of the same; casts are left out.
+    """Return whether jaxprs compute the same values from the same operands, casts left out.
 
-    A body may read the type of a value, and sum over other axes or swap operands by that.
+    A body that reads the type of a value may sum over other axes, or swap operands.
     """
-    # To read a large constant may take a copy from the device: mostly, both hold one object.
+    # Reading a large constant may copy it from the device, and mostly both hold the same object.
+    # So compare by identity first.
     return any(_made_of(one, large) == _made_of(other, large) for large in (id, _digest))
 
 
 def has_same_steps(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
     """Return whether linear programs take the same steps, whatever numbers stand in them.
 
-    They hand each other what is saved, in an order of their own, and a loop is handed a number that
-    is cast. So an operand is known by the primitive that made it.
+    The order in which saved values are handed on differs between programs, and a loop may get a
+    number that was cast. So operands are compared by the primitives that made them.
     """
     return _made_of(one, id, by_name=True) == _made_of(other, id, by_name=True)
 
@@ -85,7 +86,7 @@ def _made_of(
     by_name: bool = False,
     left_out: Iterable[Eqn] = (),
 ) -> collections.Counter[Any]:
-    """Count what a jaxpr computes by what it makes that of, or by what primitive made that."""
+    """Count a jaxpr's equations by their operands, or by the primitives that made these."""
     counted: collections.Counter[Any] = collections.Counter()
     passed = {id(eqn) for eqn in left_out}
 
@@ -139,9 +140,9 @@ def _made_of(
             around.makes.update(dict.fromkeys(eqn.outvars, of_all[0]))
             return
         around.makes.update(zip(eqn.outvars, keys))
-        if name in NEW_REFS:  # however equal what two of them hold is, they are two
+        if name in NEW_REFS:  # two refs of equal contents are still two refs
             around.makes[eqn.outvars[0]] = _key((keys[0], sum(map(_is_ref, around.makes))))
-        elif name not in READS:  # what a ref holds from here on
+        elif name not in READS:  # the ref's contents from here on
             written = [(n, atom) for n, atom in enumerate(eqn.invars) if _is_ref(atom)]
             around.makes.update((atom, _key((of_all, n))) for n, atom in written)
 
@@ -173,7 +174,7 @@ def _is_ref(atom: Any) -> bool:
 
 
 def _is_step(name: str) -> bool:
-    """Return whether what holds a jaxpr doesn't call it with its operands and others beside."""
+    """Return whether a primitive uses its jaxpr otherwise than by calling it with its operands."""
     return name in KERNELS or name.startswith(("scatter", "reduce", "select_and_scatter"))
 
 
@@ -196,7 +197,7 @@ def _const_count(eqn: Eqn) -> int:
 
 
 def _inside(eqn: Eqn, operands: list[Any]) -> Iterator[_Inner]:
-    """Yield what is known of each jaxpr in an equation, in the order of ``inner_jaxprs``."""
+    """Yield the facts about each jaxpr in an equation, in the order of ``inner_jaxprs``."""
     name, params = name_of(eqn), eqn.params
     carried = _const_count(eqn)
     for value in params.values():
@@ -206,7 +207,7 @@ def _inside(eqn: Eqn, operands: list[Any]) -> Iterator[_Inner]:
             count = len(jaxpr.invars)
             given: Sequence[Any] = operands[len(operands) - count :]
             if name in _LOOPS:
-                # What is carried may start equal, and differ later.
+                # A carry may start equal, and differ later.
                 later = [("carried", n, operand) for n, operand in enumerate(operands[carried:])]
                 given = operands[:carried]
                 if name == "while":
@@ -249,7 +250,7 @@ def _constant(value: Any, large: Callable[[Any], object]) -> Any:
 
 
 def _digest(value: Any) -> object:
-    """Return a digest of a large constant; what is too large to read equals only itself."""
+    """Return a digest of a large constant; one that is too large to read equals only itself."""
     import numpy as np
 
     if value.nbytes > _MOST_BYTES:
@@ -285,7 +286,7 @@ def _plain(eqn: Eqn) -> list[Any]:
     """Return the parameters of an equation that are made of numbers, names and functions."""
     # Sorted: they may stand in another order with the check on (JAX 0.5.3 and older).
     if any(inner_jaxprs(eqn.params)) and not _is_step(name_of(eqn)):
-        # Of what holds jaxprs, some count or mark the inputs, of which there may be others.
+        # Equations with jaxprs may count or mark their inputs, and the inputs may differ.
         return [
             (name, value)
             for name, value in sorted(eqn.params.items())
@@ -328,7 +329,7 @@ def _held(value: Any, depth: int = 6) -> Any:
 
 
 def _function(value: Any, depth: int) -> Any:
-    """Return what tells a function, or an object that holds one, from others."""
+    """Return the identity of a function, or of an object that holds one, for comparisons."""
     if isinstance(value, functools.partial):
         return _held([value.func, value.args, [*value.keywords.items()]], depth)
     if isinstance(value, types.FunctionType):

@@ -10,7 +10,7 @@ from shardrules.jaxprs.fold import Fold
 
 
 class Reach(Fold[bool]):
-    """A value is whether it may depend on them, by its data or by what is chosen."""
+    """A value says whether it may depend on them, by its data or by a choice."""
 
     bottom = False
 

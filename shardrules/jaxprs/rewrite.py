@@ -69,7 +69,7 @@ def split(jaxpr: Jaxpr, taken: Callable[[Eqn], bool]) -> tuple[list[Eqn], Jaxpr]
 def cast_atoms(
     door: Door, atoms: Sequence[Var], wants: Sequence[AxisType], scope: str = "", **changes: Any
 ) -> tuple[list[Eqn], list[Any]]:
-    """Return equations that cast a jaxpr's atoms to these types, and the atoms then."""
+    """Return equations that cast a jaxpr's atoms to these types, and the cast atoms."""
     wide = [
         i
         for i, (atom, want) in enumerate(zip(atoms, wants))

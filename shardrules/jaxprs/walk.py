@@ -1,6 +1,6 @@
-"""The contents of a jaxpr: its equations, those of the jaxprs in their parameters, and their uses.
+"""The contents of a jaxpr: its equations, the equations of nested jaxprs, and their uses.
 
-Nothing of what they compute is followed; that is ``fold``'s part.
+This module follows no values; ``fold`` does.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def named(jaxpr: Jaxpr, name: str) -> list[Eqn]:
 
 
 def all_but(jaxpr: Jaxpr, names: Mapping[Primitive, Any], left_out: Container[Any]) -> list[Eqn]:
-    """Return a jaxpr's own equations but those of primitives whose name is left out."""
+    """Return a jaxpr's own equations, without the primitives whose names are left out."""
     return [eqn for eqn in jaxpr.eqns if names[eqn.primitive] not in left_out]
 
 
@@ -137,7 +137,7 @@ _TEXTS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 def is_same_program(one: Any, other: Any) -> bool:
     """Return whether two programs have the same text, as ``program_text`` returns it."""
     eqns = opened(one).eqns, opened(other).eqns
-    # To print them takes a hundred times as long.
+    # Printing them takes a hundred times as long.
     if [eqn.primitive for eqn in eqns[0]] != [eqn.primitive for eqn in eqns[1]]:
         return False
     return program_text(one) == program_text(other)

@@ -93,8 +93,8 @@ def _axis_index(walk: Walk, eqn: Eqn) -> None:
 
 def _is_read(jaxpr: Jaxpr, eqn: Eqn) -> bool:
     # JAX 0.9 and older keep an axis_index that nothing reads.
-    used = uses(jaxpr)
-    return any(out in used or any(out is atom for atom in jaxpr.outvars) for out in eqn.outvars)
+    used, returned = uses(jaxpr), set(map(id, jaxpr.outvars))
+    return any(out in used or id(out) in returned for out in eqn.outvars)
 
 
 # --- refs ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One walk over a kernel's jaxpr and the nested ones: on what but operands may results depend?"""
+"""One walk over a kernel's jaxprs: may results depend on anything besides the operands?"""
 
 from __future__ import annotations
 

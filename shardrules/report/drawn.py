@@ -33,7 +33,7 @@ _CODE = re.compile("`([^`]+)`")
 
 
 class BarLabel(NamedTuple):
-    """What a bar is of: the id of its row in a table, or nothing; its verdict; what it says."""
+    """The label of a bar: the id of its row in a table, or nothing; its verdict; its text."""
 
     row: str
     verdict: str
@@ -42,12 +42,12 @@ class BarLabel(NamedTuple):
 
 
 def escaped(value: object) -> str:
-    """Write what came from a program so that a browser takes it for text."""
+    """Escape text from a program, so that a browser shows it as text."""
     return html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value)))
 
 
 def prose(sentence: object) -> str:
-    """Write a sentence for a browser, with what is to be typed, between backticks, as code."""
+    """Write a sentence for a browser; commands between backticks become code."""
     return _CODE.sub(r"<code>\1</code>", escaped(sentence))
 
 

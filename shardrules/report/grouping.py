@@ -22,7 +22,7 @@ MEASURED_NOTE = (
 
 
 def sent(total: accounts.Totals) -> str:
-    """Write what one device sends; of loops of unknown length, what it sends on each trip."""
+    """Write how much one device sends; for loops of unknown length, how much on each trip."""
     a_trip = f"{size(total.unknown_wire_bytes)} each trip"
     if total.unknown == total.sites and total.sites:
         return a_trip
@@ -73,7 +73,7 @@ def spread(timing: Timing | None) -> str:
 
 
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...]]:
-    """Gather what has the same key, in the order in which each key comes first."""
+    """Group items by key, in the order in which the keys first occur."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -81,7 +81,7 @@ def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...
 
 
 def connected(items: Iterable[T], keys: Callable[[T], Sequence[Hashable]]) -> list[tuple[T, ...]]:
-    """Gather what shares a key, also by way of others; each item has at least one."""
+    """Group items that share a key, also by way of other items; each item has at least one."""
     all_items, above = [*items], dict[Hashable, Hashable]()
 
     def top(key: Hashable) -> Hashable:
@@ -108,7 +108,7 @@ class Row:
 
     @property
     def first(self) -> accounts.Entry:
-        """Return one for all."""
+        """Return one collective that stands for all."""
         return self.entries[0]
 
     @property

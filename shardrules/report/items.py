@@ -1,4 +1,4 @@
-"""What is said of one finding, hint or output, in any format."""
+"""The text on one finding, hint or output, for every format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GO_TOGETHER = ("repeated", "after the loop", "each call")
 
 
 def lacking(output: outputs.Unequal) -> tuple[object, ...]:
-    """Give what outputs have in common that lack the same reduction, at whatever lines."""
+    """Return a key that outputs share if they lack the same reduction, on any lines."""
     of = output.unreduced
     lacking = (output.missing, output.advice) if of is None else (of.axes, of.is_summed_before)
     return output.kind, output.over, *lacking
@@ -40,7 +40,7 @@ def advice_on(same: Sequence[outputs.Unequal]) -> str:
 
 
 def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence[str] = ()) -> Item:
-    """Say what is known of an output, and name those of which all but the reason is the same."""
+    """Describe an output, and name the outputs that differ from it only in the reason."""
     more = ("likewise", few(likewise, LISTED)) if likewise else ("", "")
     lines = (("because", here(output.because)), more, (label, here(text)))
     return Item(output.kind, output.what, "", tuple(line for line in lines if line[0]))
@@ -55,8 +55,8 @@ def changes(group: Group) -> list[object]:
     """List what a group shares with others that are followed together; else only itself.
 
     Unproven collectives share the flag that lets judge them; parts of combined ones share these,
-    which go when none of their parts is left; what one line asks for shares its advice, but for
-    bytes.
+    which go when none of their parts is left; collectives of one line share its advice, apart
+    from the bytes.
     """
     first = group[0]
     if first.kind == "unproven":
@@ -72,8 +72,8 @@ def changes(group: Group) -> list[object]:
 
 
 def words(advice: str) -> str:
-    """Return what advice has in common with other advice of other bytes."""
-    # Other numbers are what to type: a dimension, a size to pad to.
+    """Return advice without its bytes, to compare it with other advice."""
+    # Other numbers are to be typed: a dimension, a size to pad to.
     return re.sub(r"\d+(?= B\b)", "", advice)
 
 
@@ -134,5 +134,5 @@ def item(
 
 
 def resting_on(verdict: hlo.Verdict) -> str:
-    """Say what a verdict takes for granted."""
+    """Say which assumptions a verdict rests on."""
     return BETWEEN.join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)

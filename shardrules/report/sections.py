@@ -1,4 +1,4 @@
-"""What a report is made of, tables and lists; and those of the other silent costs."""
+"""The parts of a report, tables and lists; and the tables of the other silent costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several programs in one report: a table, the costliest first, and what each one's own says."""
+"""Several programs in one report: a table, the costliest first, and details of each."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Several:
     headline = about
 
     def about_of(self, content: Content) -> str:
-        """Say of a program what ``about`` doesn't say of it already."""
+        """Describe a program, as far as ``about`` doesn't do so already."""
         own, whole = content.about, self.about
         if not any(content is first for first in (self.detailed or self.quiet)[:1]):
             return own
@@ -278,7 +278,7 @@ def gather(
     """Put programs in order: those that miss a reduction, then those where most can be avoided."""
     # Programs of a process that differ in nothing reported are one.
     alike: dict[object, tuple[Content, int]] = {}
-    # Of a program that did not run while steps were recorded, the other has the times.
+    # If a program did not run while steps were recorded, its equal may have the times.
     timed_first = sorted(enumerate(zip(contents, counts)), key=lambda n: n[1][0].timings is None)
     timed: dict[str, object] = {}
     for number, (content, count) in timed_first:
@@ -307,7 +307,7 @@ def gather(
         tuple(content for content, _ in order),
         tuple(count for _, count in order),
         tuple(failures),
-        # What matches in one program need not match in another; of a part nothing can be said.
+        # An allowance that matches in one program need not match in another; a part tells nothing.
         tuple(sorted(set.intersection(*unused))) if unused and not missing else (),
         missing,
         of_process,
@@ -316,7 +316,7 @@ def gather(
 
 
 def _untimed(content: Content) -> str:
-    """Write a program as it is without its times, which order what it says."""
+    """Return a program's report without times, since these order its lines."""
     ledger = Ledger(content.account, content.target, None, content.ledger.switched)
     found = tuple(sorted(content.findings, key=lambda finding: finding.entry.number))
     hints = tuple(sorted(content.hints, key=lambda hint: hint.entry.number))

@@ -173,7 +173,7 @@ def described(groups: Iterable[Sequence[Finding]]) -> tuple[list[str], list[str]
 
 
 def _without(blocks: Iterable[Block], common: Sequence[str]) -> Iterable[Block]:
-    """Leave out of each finding what is said once for all."""
+    """Remove from each finding the lines that are written once for all."""
     for block in blocks:
         items = []
         for said in block.items:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import difflib
 import io
@@ -12,13 +13,13 @@ import os
 import re
 import tokenize
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardrules.paths import is_here
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
 from shardrules.unchecked.results import Outcome, Sent, compared, sent_by_name
-from shardrules.unchecked.retrace import sent_bytes
+from shardrules.unchecked.retrace import Sum, sent_bytes
 from shardrules.unchecked.sites import (
     BY_TYPE,
     COMPUTES_ELSE,
@@ -44,6 +45,7 @@ SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, BLIND
     "can't be looked at",
     "refused with the check on",
 )
+_T = TypeVar("_T")
 _SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
     "  with the check on, the gradient of a replicated value is already summed over the mesh "
@@ -86,7 +88,9 @@ class SiteRow(NamedTuple):
         """Format the wire bytes of the all-reduces, summed over argument signatures."""
         # Count a function that is traced again, for jit say, once.
         calls = {(c.kind, c.before, c.after): c for c in self.calls if c.inside is None}.values()
-        entries = [e for c in calls for e in (c.after if after else c.before) or ()]
+        entries: list[Sum] = []
+        for call in calls:
+            entries += (call.after if after else call.before) or ()
         unknown = sum(entry.runs is None for entry in entries)
         return size(sent_bytes(entries)) + (f" and {unknown} in while loops" if unknown else "")
 
@@ -127,8 +131,8 @@ def written(
     if not rows:
         of = f" by the {counted(programs, 'program')} that the script compiled"
         return f"no shard_map with its check off was called{of if programs else ''}\n"
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in _ORDER}
-    found = ", ".join(f"{verdict} ({n})" for verdict, n in counts.items() if n)
+    counts = collections.Counter(row.verdict for row in rows)
+    found = ", ".join(f"{verdict} ({counts[verdict]})" for verdict in _ORDER if counts[verdict])
     cells = [(place(row.site), len(row.calls), row.verdict) for row in rows]
     lines = [
         f"{counted(len(rows), 'shard_map')} with the check off: {found}",
@@ -187,6 +191,11 @@ def _less(off: int, on: int) -> str:
     return size(on) + (f" ({size(abs(off - on))} {'less' if on < off else 'more'})" * hidden)
 
 
+def _once(groups: Iterable[Iterable[_T]]) -> dict[_T, None]:
+    """Return all members of the groups, each once, in the order of their first occurrence."""
+    return dict.fromkeys(itertools.chain.from_iterable(groups))
+
+
 def _details(row: SiteRow) -> list[str]:
     lines = [f"  {row.note}"] if row.note else []
     if row.verdict == MORE and not row.note:
@@ -195,10 +204,10 @@ def _details(row: SiteRow) -> list[str]:
             f"and {row.shown(True)} with the check on"
         )
     calls = row.calls
-    for missing in dict.fromkeys(m for call in calls for m in call.missing):
+    for missing in _once(call.missing for call in calls):
         lines.append(f"  {missing.kernel} has no rule; write one of")
         lines += [f"    {line}" for line in missing.lines]
-    for output in dict.fromkeys(o for call in calls for o in call.outputs):
+    for output in _once(call.outputs for call in calls):
         lines.append(
             f"  out_specs{output.path} is {output.spec}, but it varies over {output.axes}: "
             "name the axes in its spec, or reduce it over them (jax.lax.psum, pmean)"
@@ -210,8 +219,9 @@ def _details(row: SiteRow) -> list[str]:
             "  (the change that this asks for is right only with the check on: make it when "
             "you remove check_vma=False)"
         )
-    lines += [f"  {text}" for text in dict.fromkeys(a for c in calls for a in c.annotations)]
-    reasons = dict.fromkeys(reason for call in calls for reason in call.reasons_to_leave)
+    annotations = _once(call.annotations for call in calls)
+    lines += [f"  {text}" for text in annotations]
+    reasons = _once(call.reasons_to_leave for call in calls)
     if any(call.takes_gradients for call in calls):
         # Where something else stands in the way, the operations were not compared.
         same = row.verdict == GRADIENTS and COMPUTES_ELSE not in reasons
@@ -433,9 +443,11 @@ def _place_to_install(
 
 def _imports(script: str, end: int) -> bool:
     """Return whether a script imports shardrules, by this name, in its lines up to ``end``."""
-    first = (node for node in _tree(script).body if node.lineno <= end)
-    names = (a for node in first if isinstance(node, ast.Import) for a in node.names)
-    return any(a.name == "shardrules" and a.asname in (None, a.name) for a in names)
+    for node in _tree(script).body:
+        if node.lineno <= end and isinstance(node, ast.Import):
+            if any(a.name == "shardrules" and a.asname in (None, a.name) for a in node.names):
+                return True
+    return False
 
 
 # Statements and expressions whose parts may not run.
@@ -474,7 +486,9 @@ def _sets_variables(node: ast.stmt) -> bool:
 def joined(sites: Sequence[Site], rows: Sequence[SiteRow]) -> list[list[Site]]:
     """Split sites into groups that are switched together or not at all."""
     # Sites at the same position share a flag; a nested one was retraced with both switched on.
-    pairs = [(c.site, c.inside) for row in rows for c in row.calls if c.inside is not None]
+    pairs = []
+    for row in rows:
+        pairs += [(call.site, call.inside) for call in row.calls if call.inside is not None]
     for same in alike(sites, lambda site: (site.file, site.line, site.column)):
         pairs += itertools.pairwise(same)
     groups = {site: [site] for site in sites}

@@ -397,7 +397,7 @@ class Kept:
         if type(attributes) is dict:
             self._attributes(attributes)
         self._add((kind,))
-        for slot in (n for k in kind.__mro__ for n in undo.slots_of(k)):
+        for slot in itertools.chain.from_iterable(map(undo.slots_of, kind.__mro__)):
             if (held := undo.read(value, slot, undo.ABSENT)) is not undo.ABSENT:
                 self._undo.append(undo.attribute(value, slot, held))
                 self._add((held,), slot)

@@ -175,6 +175,10 @@ def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
     )
 
 
+def _of_program(name: str, sent: Sent) -> Sent:
+    return {key: count for key, count in sent.items() if key[0] == name}
+
+
 def sent_by_name(before: Sent, after: Sent) -> list[tuple[str, int, int]]:
     """Compare what two runs of a script send, or launch, by program of one name and arguments.
 
@@ -183,7 +187,7 @@ def sent_by_name(before: Sent, after: Sent) -> list[tuple[str, int, int]]:
     """
     rows = []
     for name in dict.fromkeys(name for name, _ in (*before, *after)):
-        sides = [{key: n for key, n in side.items() if key[0] == name} for side in (before, after)]
+        sides = [_of_program(name, side) for side in (before, after)]
         both = sides[0].keys() & sides[1].keys()
         sums = []
         for side in sides:

@@ -140,7 +140,11 @@ def derivatives(
         return [*made[:-1], *(each._replace(is_last=True) for each in made[-1:])]
 
     every = floats(args)
-    return attempt(every) or [d for n in every if len(every) > 1 for d in attempt((n,))], why
+    taken = attempt(every)
+    if not taken and len(every) > 1:
+        for number in every:
+            taken += attempt((number,))
+    return taken, why
 
 
 def _why_not(error: Exception) -> str:
@@ -194,16 +198,17 @@ def summed_bytes(sums: Iterable[Sum]) -> int:
 
 def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
     """Count what a jaxpr computes, by primitive and result; casts of either kind are left out."""
-    return collections.Counter(
-        (
-            "psum" if name_of(eqn) in SUMS else name_of(eqn),
-            f"{getattr(var.aval, 'dtype', '')}{getattr(var.aval, 'shape', '')}",
-        )
-        for eqn in equations(opened(closed))
-        # A Python number that is cast to vary is converted after that (JAX 0.12).
-        if eqn.primitive.name not in CASTS | {"convert_element_type"}
-        for var in eqn.outvars
-    )
+    counted: collections.Counter[tuple[str, str]] = collections.Counter()
+    # A Python number that is cast to vary is converted after that (JAX 0.12).
+    left_out = CASTS | {"convert_element_type"}
+    for eqn in equations(opened(closed)):
+        if eqn.primitive.name in left_out:
+            continue
+        name = "psum" if name_of(eqn) in SUMS else name_of(eqn)
+        for var in eqn.outvars:
+            form = f"{getattr(var.aval, 'dtype', '')}{getattr(var.aval, 'shape', '')}"
+            counted[name, form] += 1
+    return counted
 
 
 class Constants(NamedTuple):
@@ -214,12 +219,10 @@ class Constants(NamedTuple):
 
     def has_other(self, than: Constants) -> bool:
         """Return whether a scalar but zero is none of the others, in either's dtype."""
-        return any(
-            one[0] != 0
-            and one not in than.scalars
-            and not any(_is_same(one, other) for other in than.scalars)
-            for one in self.scalars
-        )
+        for one in self.scalars - than.scalars:
+            if one[0] != 0 and not any(_is_same(one, other) for other in than.scalars):
+                return True
+        return False
 
 
 def constants(closed: ClosedJaxpr) -> Constants:
@@ -230,8 +233,8 @@ def constants(closed: ClosedJaxpr) -> Constants:
     import numpy as np
 
     inside = list(equations(opened(closed)))
-    literals = (v.val for eqn in inside for v in eqn.invars if hasattr(v, "val"))
-    arrays = (np.asarray(value) for value in literals)
+    atoms = itertools.chain.from_iterable(eqn.invars for eqn in inside)
+    arrays = (np.asarray(atom.val) for atom in atoms if hasattr(atom, "val"))
     scalars = (
         (a.item(), str(a.dtype)) for a in arrays if a.shape == () and a.dtype.kind in "biufcV"
     )

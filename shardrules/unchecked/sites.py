@@ -140,7 +140,8 @@ def varies(output: retrace.TracedOutput) -> str:
 def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:
     """Say how many bytes more the check moves, counting while loops apart; empty if none."""
     for loops in (False, True):
-        off, on = ([s for s in sums if (s.runs is None) == loops] for sums in (before, after))
+        off = [s for s in before if (s.runs is None) == loops]
+        on = [s for s in after if (s.runs is None) == loops]
         for count in (retrace.sent_bytes, retrace.summed_bytes):
             if count(on) > count(off):
                 where = " in a while loop" if loops else ""

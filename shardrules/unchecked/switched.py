@@ -61,7 +61,9 @@ def switched(
     sites: dict[bool, dict[str, str]] = {True: {}, False: {}}
     for site in notes.unchecked:
         sites[site.switched][_place(site)] = site.reason
-    steps = (why for one in notes.placements for why in (*one.exceptions, one.in_the_way) if why)
+    steps: list[str] = []
+    for placement in notes.placements:
+        steps += filter(None, (*placement.exceptions, placement.in_the_way))
     return Switched(
         sum(entry.each * entry.wire_bytes for entry in account),
         collections.Counter(map(key, defensive)),

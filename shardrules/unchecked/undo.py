@@ -316,7 +316,8 @@ def loggers() -> Undo:
             # What is imported is set up once.
             if name in known or not _is_logger(value) or len(sys.modules) != modules:
                 continue
-            now, then = ([vars(x)[n] for n in _LOGGED if n in vars(x)] for x in (value, plain_one))
+            now = [vars(value)[n] for n in _LOGGED if n in vars(value)]
+            then = [vars(plain_one)[n] for n in _LOGGED if n in vars(plain_one)]
             if now != then:
                 became.append((name, plain(now)))
                 vars(value).update(level=0, disabled=False, propagate=True, handlers=[], filters=[])
@@ -424,6 +425,6 @@ def _held(value: Any, depth: int = 4) -> Any:
         return kind, frozenset(_held(each, depth - 1) for each in value)
     if depth and not is_others(kind.__module__):
         held = read(value, "__dict__")
-        slots = {n: read(value, n) for k in kind.__mro__ for n in slots_of(k)}
+        slots = {n: read(value, n) for n in itertools.chain(*map(slots_of, kind.__mro__))}
         return kind, _held({**(held if type(held) is dict else {}), **slots}, depth)
     return kind

@@ -100,7 +100,7 @@ def _install(_: object) -> None:
     config.update(key_has_lines, True)
     for key, wrapper in (("compile", _compile), ("compile_pmap", _compile), ("lower", _lower)):
         _hold.callback(seams.intercept(key, wrapper))
-    with contextlib.suppress(UnsupportedJaxError):  # then nothing is traced again
+    with contextlib.suppress(UnsupportedJaxError):  # then no jaxpr is traced again
         _hold.callback(again.note())
 
 
@@ -116,10 +116,8 @@ def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
     computation = original(closed_jaxpr, *args, **kwargs)
     if _watchers:
         inside = list(equations(opened(closed_jaxpr)))
-        meshes, kernels = (
-            [eqn for eqn in inside if eqn.primitive.name == name]
-            for name in ("shard_map", "pallas_call")
-        )
+        meshes = [eqn for eqn in inside if eqn.primitive.name == "shard_map"]
+        kernels = [eqn for eqn in inside if eqn.primitive.name == "pallas_call"]
         with _lock:
             _traced[computation] = Traced(
                 [eqn.params["mesh"] for eqn in meshes],

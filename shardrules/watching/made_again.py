@@ -18,7 +18,9 @@ def notes(programs: list[Any]) -> Iterator[str]:
 
 
 def _why_again(programs: list[Any]) -> str:
-    every = [p for program in programs for p in (program, *program.same_text)]
+    every: list[Any] = []
+    for program in programs:
+        every += [program, *program.same_text]
     made = f"{programs[0].name} was compiled {len(every)} times"
     known = [[p.arguments for p in programs], [p.commitments for p in programs]]
     known += map(list, zip(*(zip(*p.details) for p in every)))

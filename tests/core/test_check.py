@@ -43,11 +43,10 @@ def varies_as(op, mesh, in_specs, *args):
     return set(axes)
 
 
-def test_unknown_kernel_is_an_error_that_says_what_to_type(declared_only, cpu_mesh):
+def test_an_unknown_kernel_is_an_error(declared_only, cpu_mesh):
     inputs = (sr.AxisType("data"), sr.AxisType())
-    with raises(errors.UnknownKernelError, kernel="scale_kernel", inputs=inputs) as caught:
+    with raises(errors.UnknownKernelError, kernel="scale_kernel", inputs=inputs):
         trace(scale, cpu_mesh, (DATA, P()), DATA, X, W)
-    assert "scale_kernel', shardrules.no_communication)" in str(caught.value)
 
 
 def test_kernel_that_its_own_jaxpr_proves_trains_without_a_rule(hooks, cpu_mesh):

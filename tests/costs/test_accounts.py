@@ -169,7 +169,7 @@ def test_at_most_allows_less_and_nothing_else(cpu_mesh):
             compiled(cpu_mesh), expect=testing.at_most({**enough, "all-gather(data)": 31})
         )
     del enough["all-reduce(data)"]
-    with pytest.raises(errors.CollectiveAssertionError, match=r"not expected:\n.* all-reduce\("):
+    with raises(errors.CollectiveAssertionError, expect=testing.at_most(enough)):
         testing.assert_collectives(compiled(cpu_mesh), expect=testing.at_most(enough))
 
 

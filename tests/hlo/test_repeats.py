@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+from raising import raises
 
 from shardrules import hlo
 from shardrules.errors import HloSyntaxError
@@ -157,7 +158,7 @@ def test_a_wrong_computation_is_refused_as_if_it_were_alone(old, new):
 
 def test_a_repetition_of_a_call_whose_callee_is_missing_is_refused():
     outer = [OUTER.format(n=n, callee=n) for n in (1, 2)]
-    with pytest.raises(HloSyntaxError, match="calls computation 'f2', which is not defined before"):
+    with raises(HloSyntaxError, text_line=lambda line: "calls=%f2" in line):
         parsed(computation(1), *outer)
 
 

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from raising import raises
 
 from shardrules import errors, hlo, report
 
@@ -61,7 +62,7 @@ def test_what_is_partitioned_is_judged(name):
 @pytest.mark.parametrize("path", sorted(p for p in DATA.glob("*.hlo")), ids=lambda p: p.stem)
 def test_real_programs(path):
     if "before" in path.stem:
-        with pytest.raises(errors.HloError, match="is not partitioned yet"):
+        with raises(errors.HloError, module=lambda name: name.startswith("jit_")):
             hlo.judge(path.read_text())
         assert not hlo.judge(path.read_text(), unpartitioned=True).is_compiled
     else:

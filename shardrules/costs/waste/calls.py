@@ -28,7 +28,7 @@ _CALLBACKS = frozenset(["pure_callback"])
 _MOVES = WHOLE | BARRIERS | {"all-gather-done"}
 _COMPLEX = ("FFT", "IFFT")  # of a real one the result has another size than its operand
 _TOP_K = ("TopK", "TopKBatchMajorSmallK", "__gpu$TopK")
-# A number's bits, beside those of its place.
+# The bits of a number; its place has bits of its own.
 _BITS = frozenset("and or xor shift-right-arithmetic bitcast-convert".split())
 _INDEX = 32  # bits of a place
 _EACH = WHOLE | BARRIERS | UNARY | _BITS | {"all-gather-done"}
@@ -38,7 +38,7 @@ _KEEPS = BARRIERS | {"copy", "copy-done", "copy-start", "all-gather-done"}
 
 
 class _Taker(NamedTuple):
-    """A call of a user, with what it takes."""
+    """A user's call, with the value that it takes."""
 
     node: Node
     operands: list[Node]

@@ -1,4 +1,4 @@
-"""All-gathers of what may stay sharded, or is there already."""
+"""All-gathers of arrays that may stay sharded, or that are there already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop does with the results of its collectives: which of them no trip reads.
+"""How a loop uses the results of its collectives, and which of them no trip reads.
 
 A loop's body is evaluated on values that say how they depend on these results. A trip may compute
 something from them alone, and write, add or pass that into an element of the carry that no trip

@@ -84,7 +84,7 @@ def accumulated(site: Site) -> Hint | None:
 
 def _are_apart(program: Program) -> bool:
     """Return whether no example needs another in a loop: no trip reads what one reduces."""
-    # A squared mean over the batch, a batch norm, a mask: each reads what it reduces there.
+    # A squared mean over the batch, a batch norm, a mask: each reads its own reduction in the loop.
     reads = program.remembered(unread)
     return all(
         s.is_gradient or _only_adds_up(reads.get(s.key))

@@ -191,7 +191,7 @@ def _is_same(taker: Node, known: Collection[Node], site: Site) -> bool:
     return not stack
 
 
-# -- a reduction of what is gathered --------------------------------------------------------------
+# -- a reduction of a gathered array --------------------------------------------------------------
 
 _NAMES = {"add": "psum", "maximum": "pmax", "minimum": "pmin"}
 
@@ -241,7 +241,7 @@ _EACH = WHOLE | BARRIERS | UNARY | {"all-gather-done"}
 
 
 def _to_one_number(site: Site) -> Hint | None:
-    """Find what is reduced over all elements: the dot product of vdot, a norm of a reshape."""
+    """Find a reduction over all elements: the dot product of vdot, a norm of a reshape."""
     entry, size = site.entry, site.collective.group_size
     if site.collective.kind != "all-gather" or size < 2 or not site.whole:
         return None
@@ -269,7 +269,7 @@ def _to_one_number(site: Site) -> Hint | None:
     if site.in_shard_map:
         change = f"reduce on each device and {_NAMES[name]} that"
     note = " (equal up to rounding)" if name == "add" else ""
-    # XLA names what it gathers of a gradient by the gradient's own line.
+    # XLA gives a gather of a gradient the gradient's own line.
     at = walk.line(site.program.module, [number.instruction, taker.instruction])
     at = f" at {at}" if at not in ("", entry.place) else ""
     advice = (
@@ -379,7 +379,7 @@ def _are_apart(program: Program) -> bool:
 
 
 def _added_to_another(site: Site) -> bool:
-    """Return whether the result is only added to that of a sum that stands before it."""
+    """Return whether the result is only added to the result of an earlier sum."""
     added = _addition(site)
     if added is None:
         return False

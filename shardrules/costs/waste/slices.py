@@ -1,4 +1,4 @@
-"""Collectives of whose results each device reads a part, at an index made of its number."""
+"""Collectives whose result each device reads in part, at an index made from the device's number."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def only_a_slice(site: Site) -> Hint | None:
 
 
 def _was_scattered(site: Site) -> bool:
-    """Return whether the source asks for a reduce-scatter; the names of what it adds by say it."""
+    """Return whether the source asks for a reduce-scatter, as the names of its reduction tell."""
     # A sum between TPU slices is a send, which applies none.
     module = site.program.module
     for name in site.instruction.calls:
@@ -181,7 +181,7 @@ def _split(sizes: tuple[int, ...], dimension: int, count: int) -> str:
     return ", ".join(map(str, (*sizes[:dimension], count, part, *sizes[dimension + 1 :])))
 
 
-# -- a part of what is gathered -------------------------------------------------------------------
+# -- a part of a gathered array -------------------------------------------------------------------
 
 
 def gather_read_in_part(site: Site) -> Hint | None:

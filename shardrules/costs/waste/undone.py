@@ -38,7 +38,7 @@ def find(site: Site) -> Hint | None:
 
 
 def _pairs(program: Program) -> dict[Node, Site]:
-    """Map each all-to-all that undoes another, or is undone, to that other one."""
+    """Map each all-to-all to the one that it undoes, or that undoes it."""
     pairs = {}
     for site in program.sites:
         if site.collective.kind != "all-to-all" or site.operand or not (site.needed and site.whole):

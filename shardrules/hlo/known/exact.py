@@ -145,7 +145,7 @@ OPCODES = _ELEMENTWISE | frozenset(
 def evaluate(
     instruction: Instruction, arrays: Sequence[np.ndarray], shapes: Sequence[Shape]
 ) -> np.ndarray | None:
-    """Compute an instruction's rows from those of its operands; None if they are not certain."""
+    """Compute an instruction's rows from its operands' rows; None if they are not certain."""
     shape, kind = instruction.shape, dtype(instruction.shape)
     if kind is None or 0 in shape.dimensions:
         return None

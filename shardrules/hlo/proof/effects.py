@@ -1,4 +1,4 @@
-"""What the effect of a kernel's rule does to the state of its operands."""
+"""From the effect of a kernel's rule and its operands' states to the state of an output."""
 
 from __future__ import annotations
 

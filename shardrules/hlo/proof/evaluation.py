@@ -320,7 +320,7 @@ class Proof:
                     return self._merged(summary, arguments)
                 self._evaluated.add(name)  # a single evaluation costs no more than a summary
         # The guard, the state of the predicates around, matters to what communicates alone:
-        # collectives, sends, kernels. Callers of what holds none share one result.
+        # collectives, sends, kernels. Callers of a computation without any share one result.
         if guard == hs.SAME or name not in self.reach.talking:
             guard = 0
         key = (name, arguments, guard)

@@ -73,7 +73,7 @@ _OF_A_SCAN = re.compile(r".*/while/body/(?:[^/()]+/)*jit\(dynamic_(?:update_)?in
 def lines(
     module: hm.Module, computation: hm.Computation, metadata: hm.Metadata
 ) -> tuple[hm.Frame, ...]:
-    """Return the source lines of an instruction; of what a scan itself does, those of its loop."""
+    """Return the source lines of an instruction; for a scan's own operations, its loop's lines."""
     if metadata.frames and _OF_A_SCAN.fullmatch(metadata.op_name):
         for caller in module.computations.values():
             for instruction, calls in caller.calls():
@@ -152,7 +152,7 @@ class PartNames:
             position = queue.popleft()
             instruction = self._instructions[position]
             metadata = self._module.metadata(instruction)
-            # A parameter's name is that of the argument, which says nothing of the phase.
+            # A parameter is named after the argument, which says nothing of the phase.
             if metadata.op_name and instruction.opcode != "parameter":
                 names.append((metadata, instruction.shape.bytes))
                 continue

@@ -1,4 +1,4 @@
-"""What a computation gives for any arguments of one state each: which of them each result merges.
+"""Summaries of computations: which arguments each result merges, if each argument has one state.
 
 Most computations are fusions of elementwise operations. Their result is the merge of some
 parameters' states, in an order that the text fixes, so one look at the instructions serves every

@@ -1,4 +1,4 @@
-"""What becomes of values: a computation's instructions with their fusions dissolved.
+"""The flow of values: a computation's instructions with their fusions dissolved.
 
 A fusion's instructions stand where it runs, each run for itself, and an element of a tuple is what
 was put into it. It is made when someone asks for it, once for a computation.
@@ -29,7 +29,7 @@ def made_by(node: Node, through: frozenset[str] | set[str]) -> Node:
 
 
 class Node:
-    """What one instruction makes."""
+    """The value that one instruction makes."""
 
     __slots__ = tuple("elements fused home index instruction opcode operands shape users".split())
 

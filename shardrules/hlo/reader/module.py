@@ -312,7 +312,7 @@ class Users(list[list[int]]):
                 self[operand].append(position)
 
     def taking(self, position: int, element: int) -> list[int]:
-        """List the users of a value; of a tuple, those of an element or of the whole tuple."""
+        """List the users of a value; for a tuple, the users of an element or of the whole tuple."""
         if not self._instructions[position].shape.is_tuple:
             return self[position]
         if position not in self._elements:  # read all elements once: there may be thousands

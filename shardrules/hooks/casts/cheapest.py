@@ -191,10 +191,12 @@ def cost(graph: Graph, labels: Labels) -> Cost:
 
 def cost_as_traced(graph: Graph) -> Cost:
     """Return what the cotangents' psums move with the casts of the program as traced."""
-    casts = [
+    sums = [
         (value.cast_bytes, made.varying - value.varying) for value, made in graph.casts if made.live
     ]
-    return _cost(graph, [*casts, *(own for step, *_ in graph.customs for own in step.left(NONE))])
+    for step, *_ in graph.customs:
+        sums += step.left(NONE)
+    return _cost(graph, sums)
 
 
 def cost_unchecked(graph: Graph) -> Cost:

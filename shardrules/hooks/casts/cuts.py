@@ -30,7 +30,7 @@ class Limits:
         self.low, self.high = self._settled(low, grow=True), self._settled(high, grow=False)
         if any(label - high[key] for key, label in low.items()):
             raise ValueError("no casts suit the program")
-        # The labels that are not settled yet, and what their choice has a price for.
+        # The labels that are not settled yet, and the sums whose price depends on them.
         self.free = [key for key, label in low.items() if label != high[key]]
         free = set(self.free)
         self.free_values = [v for v in self.values if v in free or v.use in free]
@@ -58,10 +58,8 @@ class Limits:
                     sure[step, own] = count
         total, left = sum(sure.values()), dict.fromkeys(sure, 0)
         for over in self.groups:
-            low, high = (
-                {key: label & over for key, label in labels.items()}
-                for labels in (self.low, self.high)
-            )
+            low = {key: label & over for key, label in self.low.items()}
+            high = {key: label & over for key, label in self.high.items()}
             cut = Cut(self, low, high, Prices(graph, over, left=left), of_all=True)
             total += cut.always + cut.net.flow()
             for key, always, edges in cut.paid:

@@ -41,7 +41,7 @@ REORDERS = frozenset(
 )
 # Gathers whose result is invariant: the transpose slices.
 GATHERS = ("all_gather_invariant",)
-# What is followed into its jaxprs; what else holds some is one step.
+# The primitives whose jaxprs are followed; any other that holds jaxprs is one step.
 _FOLLOWED = frozenset((*CALLS, "scan", "cond"))
 # The primitives that read, store or add, and so return no new ref.
 REFS = ("get", "swap", "addupdate")
@@ -333,7 +333,7 @@ class Graph(Fold["Value | None"]):
         joined = NONE.union(*types)
         differing = NONE.union(*[joined ^ axes for axes in types])
         differing = differing.union(*[joined ^ value.varying for value in outputs])
-        # A share may be too small or too large for float16 where the sum isn't.
+        # A share may be too small or too large for float16 even if the sum fits.
         rounds = not WIDE.issuperset([v.aval.dtype for v in step.inputs + outputs])
         rounds = rounds or rounded_to(eqn) is not None
         is_known = named or (not differing and (has_refs or not eqn.effects))
@@ -486,7 +486,8 @@ class Graph(Fold["Value | None"]):
             value = queue.pop()
             if not value.live:
                 value.live = True
-                queue += [operand for step in makers.get(value, ()) for operand in step.inputs]
+                for step in makers.get(value, ()):
+                    queue += step.inputs
 
 
 def bytes_of(aval: Aval) -> int:

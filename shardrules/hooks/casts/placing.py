@@ -87,7 +87,7 @@ class CastHooks(Hooks):
             notes.reasons_to_leave += shares().reasons_to_leave()
             look, over = self.state.here.look, shares().over
             if over and look.inner is not None and only_casts_sum(self.door, jaxpr):
-                look.inner.append(over)  # the bwd around it is asked what it makes of these sums
+                look.inner.append(over)  # the bwd around it is asked how it uses these sums
                 within = jax.named_scope(INNER)
             elif over and not look.pulls:
                 notes.reasons_to_leave.append(gradient_over(over))
@@ -308,8 +308,9 @@ class _TracedBwd:
         self.summed: dict[int, Axes] = dict(recorded)  # the axes of the hooks' sum of each result
         # From JAX 0.11 closed-over values come first.
         self.cotangents = self.jaxpr.invars[len(self.jaxpr.invars) - len(eqn.outvars) :]
-        used = {id(atom) for one in equations(self.jaxpr) for atom in one.invars}
-        used.update(map(id, self.jaxpr.outvars))
+        used = set(map(id, self.jaxpr.outvars))
+        for equation in equations(self.jaxpr):
+            used.update(map(id, equation.invars))
         self.ignores_a_cotangent = not used.issuperset(map(id, self.cotangents))
         # The axes over which it sums; None if it is not linear, rounds or prints.
         self.linear_in: Axes | None = NONE

@@ -1,4 +1,4 @@
-"""Rewrites a linear program with its casts where the labels say."""
+"""The writer: a linear program, rewritten with its casts where the labels say."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Writer:
         return self.door.with_axis_type(value.aval, new)
 
     def cast(self, atom: Var, want: Axes, source: Any) -> list[Any]:
-        """Return equations that cast an atom, or un-cast it; the last one's result is it then."""
+        """Return equations that cast an atom, or un-cast it; the last result replaces the atom."""
         have = self.door.axis_type(atom.aval)
         wide = have.vary(*want)
         if (have, want) not in self._casts:

@@ -333,7 +333,7 @@ class Bwd:
         leaves, structure = jax.tree_util.tree_flatten(self.args)
         if kept is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
             return Trace(self.door, self.bwd, self.args)
-        # Casts are placed by what it sums: it is not traced once more to be run. What is kept holds
+        # Casts are placed by its sums, so it isn't traced once more to be run. The kept trace holds
         # the function, so that no other has its id.
         key = id(self.parts.rule.bwd), structure, *map(self.door.typeof, leaves)
         if key not in kept:

@@ -19,7 +19,7 @@ SAME_VALUES = CASTS | set(
     "broadcast_in_dim convert_element_type reshape squeeze stop_gradient".split()
 )
 
-# Those, and what changes only a sign.
+# These, and the equations that change only a sign.
 _SAME_SIZE = SAME_VALUES | {"neg"}
 _MOST_FACTORS = 12  # whose products are formed
 

@@ -43,13 +43,13 @@ from shardrules.jaxprs.walk import Inside, equations, visited
 # The name scope of a transposition inside of a bwd, in a trace that is made to look.
 INNER = "shardrules.inner_gradient"
 
-# Which equations are read by the jaxprs that they hold; they compute nothing themselves.
+# Equations that only run the jaxprs that they hold.
 _CALLING = frozenset((*CALLS, "scan", "cond", "while"))
 
 
 def only_casts_sum(door: Door, jaxpr: Jaxpr) -> bool:
-    """Return whether each psum in the transpose of a linear program is that of a cast."""
-    # An author's rule may sum there, and what is transposed may compute a sum once more (remat).
+    """Return whether each psum in the transpose of a linear program comes from a cast."""
+    # An author's rule may sum there, and a transposition may compute a sum once more (remat).
     return not any(
         has_rule(door, eqn)
         or name_of(eqn) == "custom_lin"
@@ -110,7 +110,7 @@ def is_total(door: Door, jaxpr: Jaxpr, axis: str) -> bool | None:
 
 
 class _AfterSums(Linearity):
-    """What depends on a psum along an axis is linear in these, or unknown; all else is fixed."""
+    """Says whether a value is linear in the psums along an axis, unknown, or fixed."""
 
     def __init__(self, door: Door, axis: str):
         super().__init__(kernels=False)

@@ -102,10 +102,10 @@ class LinearityProof(NamedTuple):
     # The mesh axes that it sums over, if it is linear in them; else None. Over these axes, the sum
     # of the devices' results is not one device's result for the sum.
     summed: frozenset[str] | None
-    summed_of_others: frozenset[str]  # those of its sums of what doesn't depend on them
-    rounds: bool  # whether what depends on them is less precise than both ends
+    summed_of_others: frozenset[str]  # the axes of its sums of values that don't depend on them
+    rounds: bool  # whether a value that depends on them is less precise than both ends
     is_narrow: bool  # whether something that depends on them has a narrow range
-    shows: bool = False  # whether the host, or a foreign call, sees what depends on them
+    shows: bool = False  # whether the host, or a foreign call, sees a value that depends on them
 
 
 def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> LinearityProof:
@@ -119,7 +119,7 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
     of_outputs = _most(jaxpr.outvars)
     try:
         results = fold.run(jaxpr, [*given.values()])
-        # What is as precise as one input may be less precise than another, and rounds that one. So
+        # A value as precise as one input may be less precise than another, which it rounds. So
         # the inputs of each precision are followed alone, with the others zero.
         alike: dict[Precision, list[Any]] = {}
         for v in inputs:
@@ -165,10 +165,10 @@ class Linearity(Fold[str]):
         self.reads_kernels = kernels
         self.summed: set[str] = set()
         self.summed_of_others: set[str] = set()
-        self.precisions: set[Precision] = set()  # of all that depends on the inputs
+        self.precisions: set[Precision] = set()  # of all values that depend on the inputs
         self.shows = False
         self._rules: dict[Any, Any] = {}  # of each custom_vjp and custom_jvp, by place
-        self._reading: list[Any] = []  # the jaxprs of those that are being read
+        self._reading: list[Any] = []  # the jaxprs of the rules that are being read
 
     def literal(self, value: Any) -> str:
         return ZERO if getattr(value, "size", 1) == 1 and value == 0 else FIXED
@@ -196,7 +196,7 @@ class Linearity(Fold[str]):
         return results
 
     def _differentiated(self, eqn: Eqn, operands: list[Any]) -> Sequence[str]:
-        """Return what a derivative of this program gets of a custom_vjp or custom_jvp.
+        """Return the values that a derivative of this program gets from a custom_vjp or custom_jvp.
 
         It runs the author's fwd or rule instead, which may return something else.
         """
@@ -224,7 +224,7 @@ class Linearity(Fold[str]):
         return [*made[results]]
 
     def finished(self, jaxpr: Jaxpr, read: Callable[[Any], str]) -> None:
-        if not self.place:  # what is written to a ref from outside can be read there
+        if not self.place:  # a write to a ref from outside can be read there
             refs = (var for var in jaxpr.invars if hasattr(var.aval, "inner_aval"))
             self.shows |= any(self.content(read(var)) not in _KNOWN for var in refs)
 
@@ -287,7 +287,7 @@ class Linearity(Fold[str]):
 
 
 def _reinterprets(eqn: Eqn) -> bool:
-    """Return whether a ref's bits are read or written as those of another type (``bitcast``)."""
+    """Return whether a ref's bits are read or written as another type (``bitcast``)."""
     if name_of(eqn) in _COPIES:
         moved = [v.aval for v in eqn.invars if hasattr(v.aval, "inner_aval") and is_inexact(v.aval)]
     else:
@@ -299,7 +299,7 @@ def _shows(eqn: Eqn, operands: Sequence[str]) -> bool:
     """Return whether an equation shows operands that depend on the inputs, or shows by them."""
     if _SHOWING.isdisjoint(type(effect).__name__ for effect in eqn.effects):
         return False
-    # What a call shows is seen inside of it; a predicate, or a loop, decides whether it does.
+    # A call shows operands by equations inside it; a predicate, or a loop, decides whether it does.
     if name_of(eqn) == "cond":
         operands = operands[:1]
     elif name_of(eqn) in NESTED - {"while"}:
@@ -309,7 +309,7 @@ def _shows(eqn: Eqn, operands: Sequence[str]) -> bool:
 
 @functools.cache
 def _is_users(primitive: Primitive) -> bool:
-    """Return whether a primitive isn't JAX's, which may have the name of one of JAX's."""
+    """Return whether a primitive isn't JAX's, though it may have the name of one of JAX's."""
     return is_users(load(), primitive)
 
 
@@ -392,7 +392,7 @@ def _sum(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
 
 @_rows("ppermute all_gather all_gather_invariant all_to_all reduce_scatter")
 def _moved(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
-    """Linear, and moves data between devices: only where that is asked about, too."""
+    """Judge what is linear and moves data between devices, if the question includes such moves."""
     if not fold.reads_kernels:
         return UNKNOWN
     fold.summed |= strings(eqn.params)

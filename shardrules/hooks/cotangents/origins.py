@@ -168,7 +168,7 @@ class Origins(Fold[Origin]):
         self._means: dict[
             tuple[Any, ...], float
         ] = {}  # of the equations that divide a sum over elements
-        # What is to be completed when the jaxpr at a place was read: see ``finished``.
+        # The entries to complete once the jaxpr at a place is read: see ``finished``.
         self._noted: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, int | None]]] = {}
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
         self.outputs = self.run(jaxpr, [*map(self.constant, closed), *inputs])
@@ -197,7 +197,7 @@ class Origins(Fold[Origin]):
         sizes = [size_of(s.axes) or 1 for s in self.reductions if s.is_mean(size_of(s.axes))]
         return product_of(self._divisors.values()) / (self.mean_size * product_of(sizes))
 
-    # What a value is.
+    # The values.
 
     def literal(self, value: Any) -> Origin:
         return _literal(value)

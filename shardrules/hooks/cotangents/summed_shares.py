@@ -46,7 +46,7 @@ from shardrules.registry.axistypes import show_axes
 IsOpaque = Callable[[Any], bool]
 _IDENTITIES = CASTS | {MARK}
 _PLAIN = {type(None), bool, int, float, str}  # of most parameters; none holds a function
-# What is followed into its jaxprs; what else holds some is one step.
+# The primitives whose jaxprs are followed; any other that holds jaxprs is one step.
 _FOLLOWED = frozenset((*CALLS, "scan", "cond"))
 _TRANSPOSE_CALLS = ("linear_call", "custom_transpose_call")
 
@@ -100,7 +100,7 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     """Return whether JAX wrote both the rule of a custom_jvp or custom_vmap and its function."""
     rules = (eqn.params.get(name) for name in ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "rule"))
     rule = next(rule for rule in rules if rule is not None)
-    # That of ``defjvps`` is JAX's, and calls the author's; so does that of custom_root.
+    # ``defjvps`` and custom_root make a rule of JAX's that calls the author's.
     primal = opened(eqn.params.get("call_jaxpr", eqn.params.get("call")))
     functions = [getattr(rule, "rule", rule), *([primal] if hasattr(primal, "debug_info") else [])]
     names = map(door.function_name, functions)
@@ -109,8 +109,8 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     )
 
 
-# JAX binds these where it checks; the code of a body may, too. With the check off, each device gets
-# a part of a cotangent, which they don't sum.
+# JAX binds these under the check, and a body's code may bind them, too. With the check off, each
+# device gets a part of a cotangent, and nothing sums the parts.
 _FOR_THE_CHECK = frozenset({"all_gather_invariant", "psum_invariant"})
 
 
@@ -206,7 +206,7 @@ class CustomRules:
             written = self._rule_of(eqn.params.get("bwd"))
             return None if written is None else hashable(written)
         if not name.startswith("custom_jvp_call"):
-            return None  # a transpose: each derivative looks at those that it has
+            return None  # a transpose: each derivative looks at its own
         rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("jvp_jaxpr_thunk"))
         zeros = [not is_inexact(atom.aval) for atom in eqn.invars[eqn.params["num_consts"] :]]
         try:
@@ -218,7 +218,7 @@ class CustomRules:
 
 
 def hashable(rule: Any) -> Any:
-    """Return a rule, or an object of its own for one that can't be told from others."""
+    """Return a rule, or a new object for a rule that can't be told from others."""
     try:
         hash(rule)
     except TypeError:
@@ -240,7 +240,7 @@ def gradient_over(axes: frozenset[str]) -> str:
 
 
 class Shares(Reach):
-    """What keeps gradients from being those of the check off, in one linear program."""
+    """The steps of one linear program by which gradients may differ with the check off."""
 
     def __init__(
         self,

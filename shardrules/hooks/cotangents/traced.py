@@ -140,7 +140,7 @@ def as_arrays(door: Door, bwd: Any, args: Sequence[Any]) -> list[Trace]:
 
 
 def _is_number(leaf: Any) -> bool:
-    """Return whether JAX makes an array of a leaf, which is none yet."""
+    """Return whether a leaf is a number from which JAX makes an array."""
     is_array = isinstance(leaf, (jax.Array, jax.core.Tracer))
     return not is_array and (isinstance(leaf, (int, float, complex)) or hasattr(leaf, "__array__"))
 

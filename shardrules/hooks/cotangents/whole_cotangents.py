@@ -1,4 +1,4 @@
-"""What a bwd does to a cotangent that is the sum of the devices' shares, and not one share."""
+"""Whether a bwd may get the sum of the devices' shares of a cotangent in place of one share."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class WholeCotangents:
     @functools.cached_property
     def _inner(self) -> frozenset[str]:
         """Return the axes over which casts sum in the gradients that bwd takes itself."""
-        # A gradient in what is jitted may be traced for another bwd, and taken from JAX's cache.
+        # A gradient inside a jit may have been traced for another bwd, and come from JAX's cache.
         held = [named_axes(eqn.params) for eqn in inner_sums(self.bwd.trace.jaxpr)]
         return frozenset().union(*held, *self.bwd.inner)
 

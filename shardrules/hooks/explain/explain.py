@@ -230,8 +230,8 @@ class _Explainer:
             status = entry.status
         elif place.checked and (call.primitive, call.name, call.place) not in self.unknown:
             status = "own types"
-        avals = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
-        inputs, outputs = (self.door.axis_types(side) for side in avals)
+        inputs = self.door.axis_types([atom.aval for atom in eqn.invars])
+        outputs = self.door.axis_types([var.aval for var in eqn.outvars])
         self.calls.append(
             ExplainedCall(
                 kernel=call.name,

@@ -34,7 +34,7 @@ _ORDER = ("offloaded", "saved", "recomputed", "not a residual")
 _EqnPlace = tuple[Any, ...]  # where a named value is made
 _Copied = frozenset[
     tuple[_EqnPlace, bool]
-]  # the named values of which it is a copy; if by the host
+]  # the named values that it copies; whether through the host
 _NONE: _Copied = frozenset()
 
 

@@ -8,6 +8,7 @@ be equal whatever its type.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -107,8 +108,8 @@ class Divergent(Hooks):
         rule = None if opaque.registration is None else opaque.registration.rule
         if rule is None or rule.name == "per_device":  # which only asks where it runs
             return frozenset()
-        effects = rule.effects(len(eqn.outvars) or 1)
-        return frozenset(axis for effect in effects or () for axis in effect.axes)
+        effects = rule.effects(len(eqn.outvars) or 1) or ()
+        return frozenset().union(*(effect.axes for effect in effects))
 
     def _waiting(
         self, jaxpr: Jaxpr, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
@@ -116,7 +117,7 @@ class Divergent(Hooks):
         jaxpr = opened(jaxpr)
         if not _collectives(jaxpr, over, everywhere, axes_of):
             return []
-        # An unused cotangent's sum is dropped by XLA, too.
+        # XLA drops an unused cotangent's sum, too.
         used = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
         return _collectives(used, over, everywhere, axes_of)
 
@@ -157,7 +158,7 @@ def _kinds(collectives: Sequence[Any]) -> list[Any]:
         elif eqn.primitive.name == "while":
             kinds.append(eqn)
         else:
-            kinds += [kind for each in inner for kind in _kinds(each)]
+            kinds += itertools.chain.from_iterable(map(_kinds, inner))
     return kinds
 
 

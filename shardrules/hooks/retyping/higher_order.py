@@ -107,7 +107,9 @@ class _Cond(HigherOrderOp):
         door, retyping, branches = self.door, self.retyping, self.params["branches"]
         over, operands = types[0].varying, [*types[1:]]
         avals = [var.aval for var in opened(branches[0]).invars]
-        chosen = [var.aval for branch in branches for var in opened(branch).outvars]
+        chosen = []
+        for branch in branches:
+            chosen += [var.aval for var in opened(branch).outvars]
         if _missing(door, over, chosen) or self._casts_inside(over, operands, avals):
             arrays = map(door.can_cast, avals)
             operands = [widened(t, over) if array else t for t, array in zip(operands, arrays)]

@@ -126,7 +126,7 @@ class ReplayHooks(Hooks):
                 raise error from None
 
     def _managed(self) -> Any:
-        """Return how an equation's context is entered: with the current mesh if it had none."""
+        """Wrap how JAX enters an equation's context: with the current mesh if it had none."""
         # JAX (0.6 to 0.12) runs equations that were traced outside of shard_map without a mesh, so
         # inside shard_map it doesn't follow their types.
         hooks, door, plain = self, self.door, self.door.JaxprEqnContextManager

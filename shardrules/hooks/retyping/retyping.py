@@ -100,8 +100,8 @@ class Retyping(Hooks):
 
     def check_gradients(self, jaxpr: Jaxpr, variables: Any, avals: Sequence[Aval]) -> None:
         """Raise AxisError if a jaxpr sums a gradient over axes that an input gained."""
-        # The gradient of what is invariant is summed over the devices; of what varies, each has its
-        # own. The jaxpr doesn't say which psum belongs to which of its inputs.
+        # The gradient of an invariant value is summed over the devices; a varying value has another
+        # gradient on each. The jaxpr doesn't say which psum belongs to which of its inputs.
         before = (var.aval for var in variables)
         over = gained(self.door.axis_types(avals), self.door.axis_types(before))
         over = over and over & gradient_sums(jaxpr)
@@ -137,7 +137,7 @@ class Retyping(Hooks):
         def write(eqn: Eqn) -> None:
             operands = [value_of(env, atom) for atom in eqn.invars]
             if over and name_of(eqn) in NEW_REFS:
-                # What some devices store there varies, whatever it was made of.
+                # A value that only some devices store there varies, whatever it was made of.
                 with eqn.ctx.manager:
                     _Equation(self, eqn, operands, new, what).made(over)
             elif all(new is old for new, old in zip(operands, eqn.invars)):

@@ -139,7 +139,7 @@ class Funnel(Hooks):
     # Binding.
 
     def _binder(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # Every equation that JAX traces goes through here, those of kernels too, where the check
+        # Every equation that JAX traces goes through here, in kernels too, where the check
         # is off: what asks little comes first, and the parameters are those of this JAX, since
         # passing on any takes twice as long as the rest.
         funnel, bound = self, self._bound

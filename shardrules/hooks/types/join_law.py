@@ -151,7 +151,7 @@ class JoinLawHooks(Hooks):
         self, row: Row, trace: JaxTrace, args: Sequence[Any], avals: Sequence[Aval], params: Params
     ) -> Any:
         """Cast operands to their join; the transpose of the cast sums the gradient."""
-        if len(args) < 2:  # of one operand the type is its own
+        if len(args) < 2:  # a single operand already has the join's type
             return None
         door = self.door
         types = [*map(door.axis_type, avals)]

@@ -81,9 +81,9 @@ def module_of(function: Any) -> str:
 
 def is_held_by_jax(primitive: Primitive) -> bool:
     """Return whether a module of JAX has the primitive as an attribute."""
-    return any(
-        value is primitive
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] in ("jax", "jaxlib")
-        for value in list(vars(module).values())
-    )
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("jax", "jaxlib"):
+            # Not `in`: values may compare by elements.
+            if any(value is primitive for value in list(vars(module).values())):
+                return True
+    return False

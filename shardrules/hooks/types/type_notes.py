@@ -51,8 +51,8 @@ def _text(tree: Any, axes: list[frozenset[str]]) -> str:
 
 def _of_outputs(axes: list[frozenset[str]], count: int) -> list[frozenset[str]] | None:
     """Return the outputs' axes, to JAX 0.8; None where there are tangents too."""
-    # The others are residuals': they come first where JAX linearizes at once, else last. They never
-    # fail: their specs are made of their types.
+    # The others belong to residuals. They come first if JAX linearizes at once, else last, and
+    # never fail: their specs are made of their types.
     first, last = axes[:count], axes[-count:]
     at_once = getattr(jax.config, "jax_use_direct_linearize", False)
     parts = (last, first) if at_once else (first, last)
@@ -113,7 +113,7 @@ class TypeNoteHooks(Hooks):
         tree = tree if outputs is None else outputs.tree
         if len(fails) == tree.num_leaves:
             return self.door.specs_error(f, mesh, tree, specs, fails) + causes
-        # Those of a gradient's residuals stand among them.
+        # Among them are the specs of a gradient's residuals.
         axes = [
             frozenset() if type(fail).__name__ == "NoFail" else getattr(fail, "varying", fail)
             for fail in fails
@@ -148,7 +148,7 @@ class TypeNoteHooks(Hooks):
             causes = f"\n{self._causes(noted, contradictions)}" if noted or contradictions else ""
             text = error.args[0] if error.args else None
             outputs = returned[-1] if returned else None
-            if not isinstance(text, str):  # what fails, leaf by leaf: its text comes later
+            if not isinstance(text, str):  # the leaves that fail; the text is written later
                 here.refused = causes, outputs
             elif outputs is not None and _ONE_BY_ONE in text and any(outputs.wide):
                 text = f"{text}\n{_text(*outputs)}{causes}"

@@ -53,8 +53,9 @@ class Compared:
 
 def compare(before: Profile, after: Profile) -> Compared:
     """Match the collectives of two profiles as ``comparing.compare`` matches those of programs."""
-    entries = [[line.entry for line in profile.lines] for profile in (before, after)]
-    names = comparing.common_names(*entries)
+    entries_before = [line.entry for line in before.lines]
+    entries_after = [line.entry for line in after.lines]
+    names = comparing.common_names(entries_before, entries_after)
     times: dict[tuple[str, ...], list[float]] = {}
     for number, profile in enumerate((before, after)):
         for line in profile.lines:
@@ -62,7 +63,10 @@ def compare(before: Profile, after: Profile) -> Compared:
             sums = times.setdefault(key, [0.0] * 4)
             sums[number] += line.seconds
             sums[2 + number] += line.exposed_seconds
-    totals = [comparing.grouped(each, groups=True, names=names) for each in entries]
+    totals = [
+        comparing.grouped(entries, groups=True, names=names)
+        for entries in (entries_before, entries_after)
+    ]
     changes = []
     for key, change in comparing.each(*totals):
         was, now, exposed_was, exposed_now = times[key]

@@ -75,7 +75,9 @@ class Events:
         self.numbers: dict[str, int] = {}  # of operations, by their names
         # When each step began and ended, as each host marked it.
         self.markers: dict[str, list[tuple[float, float]]] = {}
-        self.planes: dict[str, int] = {}  # that were understood, with their count of operations
+        self.planes: dict[
+            str, int
+        ] = {}  # the planes that were understood, with their count of operations
 
     def read(self, data: memoryview, host: str) -> None:
         """Add the events of one host's serialized XSpace."""
@@ -150,7 +152,7 @@ class Events:
             for batch in self._batches(lines.get(line_name)):
                 codes = self._codes(batch.name, names)
                 at = np.searchsorted(starts, batch.start, side="right") - 1
-                # The second line tells again of what the first one holds.
+                # The second line repeats the events of the first.
                 kept = (at >= 0) & (codes >= 0) & ~np.isin(codes, seen)
                 of_line.append(np.unique(codes[kept]))
                 count += int(kept.sum())

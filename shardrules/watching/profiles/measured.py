@@ -20,7 +20,11 @@ from shardrules.watching.profiles.wire import WireProgram
 
 # Loops and branches run other operations, which have events of their own.
 _HIDES_NOTHING = re.compile(rf"while|conditional|call|{'|'.join(KINDS)}|.*-(start|done)")
-_INSIDE = ("fusion", "async-start", "call")  # an event of theirs is that of what they call
+_INSIDE = (
+    "fusion",
+    "async-start",
+    "call",
+)  # their events are the events of the operations that they call
 _STEM = re.compile(r"[^a-z-]")  # ends an opcode in an operation's name
 _BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
 
@@ -54,8 +58,9 @@ class Times:
         numbers, parts = self._seen.numbers, collections.defaultdict(list)
         for (device, program), timeline in self._seen.timelines.items():
             if program in judged:
-                computations = judged[program].module.computations.values()
-                opcodes = {i.name: i.opcode for c in computations for i in c.instructions}
+                opcodes: dict[str, str] = {}
+                for computation in judged[program].module.computations.values():
+                    opcodes.update((i.name, i.opcode) for i in computation.instructions)
             else:
                 opcodes = {name: _STEM.split(name, maxsplit=1)[0] for name in numbers}
             starts = {site.first for site in self._sites.get(program, {}).values()}
@@ -75,15 +80,10 @@ class Times:
         """Return what each of a program's verdicts took, and one step of its slowest device."""
         names = [verdict.collective.name for verdict in verdicts]
         timelines = {d: line for (d, p), line in self._seen.timelines.items() if p is program}
-        ran = {
-            device: executions(
-                timeline,
-                self._seen.numbers,
-                [start for start, _ in self.markers[device]],
-                self._sites[program],
-            )
-            for device, timeline in timelines.items()
-        }
+        ran = {}
+        for device, timeline in timelines.items():
+            starts = [start for start, _ in self.markers[device]]
+            ran[device] = executions(timeline, self._seen.numbers, starts, self._sites[program])
         step_counts = {device: len(marks) for device, marks in self.markers.items()}
         took = measure(ran, step_counts, self._covered)
         whole: collections.Counter[str] = collections.Counter()

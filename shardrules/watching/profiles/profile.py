@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import pathlib
 import re
@@ -201,7 +202,7 @@ class Dumps(NamedTuple):
     def of_folder(cls, folder: pathlib.Path) -> Dumps:
         if not folder.is_dir():
             raise ProfileError(f"--hlo {folder} is not a folder")
-        files = sorted({file for pattern in _DUMPS for file in folder.glob(pattern)})
+        files = sorted({*itertools.chain.from_iterable(map(folder.glob, _DUMPS))})
         if not files:
             raise ProfileError(
                 f"--hlo {folder} holds no HLO text ({', '.join(_DUMPS[::2])}); write it with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -96,7 +97,7 @@ class Profile:
     @functools.cached_property
     def lines(self) -> tuple[Line, ...]:
         """List all verdicts: findings first, then by exposed time, the longest first."""
-        lines = [line for program in self.programs for line in program.lines]
+        lines = list(itertools.chain.from_iterable(program.lines for program in self.programs))
         lines.sort(key=lambda line: (line.finding is None, -line.exposed_seconds, -line.seconds))
         return tuple(lines)
 
@@ -142,7 +143,9 @@ class Profile:
             )
         if not self.lines:
             return "\n".join([*lines, "no collectives in any program that ran"]) + "\n"
-        groups = [(p, same) for p in self.programs for same in findings.alike(p.content.findings)]
+        groups = []
+        for program in self.programs:
+            groups += [(program, same) for same in findings.alike(program.content.findings)]
         groups.sort(key=lambda pair: -pair[0].content.ledger.exposed_seconds(pair[1]))
         blocks, resting = described([same for _, same in groups])
         seldom = 0

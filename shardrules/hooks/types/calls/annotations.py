@@ -85,7 +85,7 @@ _ELSEWHERE: _Source = ()
 
 
 class _Sources(Fold[_Source]):
-    """Where the gradients of a jaxpr's outputs flow, from where those of its inputs do."""
+    """Finds where a jaxpr's outputs' gradients flow, given where its inputs' gradients flow."""
 
     bottom = None
 

@@ -292,7 +292,7 @@ class PrimitiveHooks(Hooks):
         overlays = tuple(overlay.entries for overlay in scope.overlays)
         key = (primitive, overlays, scope.binding, scope.policy, scope.active, scope.prove)
         with self.state.lock:
-            carrier = self._carriers.get(key)
+            carrier: Any = self._carriers.get(key)  # its own attributes hide the class's methods
             if carrier is None:
                 carrier = self._carriers[key] = copy.copy(primitive)
                 carrier.bind = self._scoped(lambda *a, **k: primitive.bind(*a, **k), scope)

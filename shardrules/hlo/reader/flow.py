@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from shardrules.hlo.reader import module as hm
 
 BARRIERS = frozenset(["optimization-barrier", "opt-barrier"])
+_FUSIONS = ("fusion", "fusion-start")  # XLA for GPU starts some, and goes on
 _DEPTH = 4  # of fusions in fusions: those deeper stay, as each may hold the same one twice
 
 
@@ -105,9 +106,11 @@ class Flat:
             if fused and i.opcode == "parameter":
                 known = int(i.literal) < len(given)
                 node = given[int(i.literal)] if known else self._new(i, [], True, "unknown")
-            elif i.opcode == "fusion" and len(i.calls) == 1 and depth < _DEPTH:
+            elif i.opcode in _FUSIONS and len(i.calls) == 1 and depth < _DEPTH:
                 called = self._module.computations[i.calls[0]]
                 node = self._dissolved(called, operands, depth + 1)[called.root]
+            elif i.opcode == "fusion-done" and not operands[0].opcode.startswith("fusion"):
+                node = operands[0]
             elif i.opcode == "get-tuple-element":
                 index = int(i.attribute("index") or -1)
                 node = self._element(i, operands[0], index, i.shape, fused)

@@ -648,9 +648,11 @@ def test_it_says_how_to_apply_the_patch_and_when_it_is_empty(tmp_path, monkeypat
         ).split()
     )
     assert max(map(len, done.stderr.splitlines())) <= 80
-    assert "with respect to shardrules.vary(w, 'data'), naming each axis of the psum" in " ".join(
+    assert "with respect to shardrules.vary(w, axes), naming each axis of the psum" in " ".join(
         done.stderr.split()
     )
     assert "with the check on, its body" not in done.stderr
+    # It has no custom rule, and what differs is no matter of a bwd.
+    assert "custom rule" not in done.stderr and "twice as much" not in done.stderr
     done = run(tmp_path, "-m", "shardrules", "migrate", "body.py")
     assert "--diff" not in done.stderr

@@ -134,9 +134,10 @@ def test_what_clean_programs_send_is_said():
     assert found.clean
     assert (
         "spent:\n  jit_step: 96 B on the wire per device, in 2 runs of 2 collectives; the costliest "
-        "(100%) is 2 x unknown all-reduce(data), 32 B\n"
+        "(100%) is 2 x unknown all-reduce(data), 96 B\n"
     ) in report.plain(found)
     assert "Spent" in report.markdown(found)
+    assert "times" not in report.plain(found)  # each of its programs was compiled once
     both = several.gather([*found.contents, content("jit_two", *needed[:1])], [1, 1, 1])
     assert "Spent" in report.page(both)
     wrong = several.gather([content("jit_wrong", T.all_reduce("%x"))], [1])

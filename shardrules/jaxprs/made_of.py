@@ -28,6 +28,7 @@ from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr
 from shardrules.jaxprs.walk import Inside, visited
 
 _LOOPS = frozenset({"scan", "while"})
+_RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 _LARGE_BYTES = 1 << 20  # of a constant that is read if it isn't the same object
 _MOST_BYTES = 1 << 28  # of a constant that is read
 
@@ -106,6 +107,10 @@ def _made_of(
                 "input" if isinstance(operand, _Elements) or operand == "constant" else operand
                 for operand in operands
             ]
+            if name in _RESHAPES and all(v.aval.size == 1 for v in (*eqn.invars, *eqn.outvars)):
+                # A scalar that is saved is handed on as an array of one element.
+                around.makes.update(zip(eqn.outvars, operands))
+                return
             if name == "broadcast_in_dim":  # a number that is saved is handed on with a dimension
                 operands = ["input"]
             if name == "convert_element_type" and operands == ["input"]:

@@ -143,12 +143,13 @@ class Several:
     @property
     def programs(self) -> Block:
         """Make the table of the programs; a file's program has no count."""
-        rows = [_row(c, count if self.of_process else None) for c, count in self.shown]
+        is_counted = self.of_process and any(count > 1 for _, count in self.shown)
+        rows = [_row(c, count if is_counted else None) for c, count in self.shown]
         for column in ("cheaper", "other"):
             if not any(row[column] for row in rows):
                 rows = [{k: v for k, v in row.items() if k != column} for row in rows]
         note = "wire bytes: what one device sends in one execution"
-        if self.of_process:
+        if is_counted:
             note += "; times: how many compiled programs have the same report"
         rest = sum(self.counts) - sum(count for _, count in self.shown)
         noun = f"{'more ' if rows else ''}{'programs have' if rest > 1 else 'program has'}"
@@ -237,7 +238,7 @@ def _spends(content: Content) -> str:
     return (
         f"{content.title}: {most}{size(total.wire_bytes)} on the wire per device, in {runs} of "
         f"{counted(total.sites, 'collective')}; the costliest ({cells['share']}) is "
-        f"{each}{row.first.what}, {cells['bytes']}{at}"
+        f"{each}{row.first.what}, {cells['in all']}{at}"
     )
 
 

@@ -23,6 +23,8 @@ from shardrules.unchecked.retrace import Sum, sent_bytes
 from shardrules.unchecked.sites import (
     BY_TYPE,
     COMPUTES_ELSE,
+    RULES_ELSE,
+    TAKES_GRADIENT,
     UNSEEN,
     UNSTEADY,
     Site,
@@ -49,7 +51,7 @@ _T = TypeVar("_T")
 _SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
     "  with the check on, the gradient of a replicated value is already summed over the mesh "
-    "axes. Either differentiate with respect to shardrules.vary(w, 'data'), naming each axis "
+    "axes. Either differentiate with respect to shardrules.vary(w, axes), naming each axis "
     "of the psum or pmean that follows, which keeps each device's own gradient; or return the "
     "pmean of the loss from the function that is differentiated, and remove what averages its "
     "gradients afterwards: the pmean of whole ones, the division by an axis size of sharded "
@@ -71,6 +73,11 @@ _WHOLE_COTANGENTS = (
     "shardrules.testing.assert_same_unchecked(loss, *arguments). If not, as where it clips, leave "
     "the check off, or call the function with shardrules.vary(x, axes), which keeps each device's "
     "share"
+)
+_COMPUTES_ELSE = (
+    "  (write it so that the type of a value decides nothing; or compare the values and gradients "
+    "by shardrules.testing.assert_same_unchecked(loss, *arguments), and where they are the same, "
+    "switch the check on by hand)"
 )
 
 
@@ -226,7 +233,8 @@ def _details(row: SiteRow) -> list[str]:
         # Where something else stands in the way, the operations were not compared.
         same = row.verdict == GRADIENTS and COMPUTES_ELSE not in reasons
         lines += _GRADIENTS_REMAIN if same else _GRADIENTS_CHANGE
-        reasons.pop(COMPUTES_ELSE, None)  # the lines above say what
+        # The lines above say what.
+        reasons = {r: None for r in reasons if not r.startswith((COMPUTES_ELSE, TAKES_GRADIENT))}
     lines += [f"  {reason}" for reason in reasons]
     if UNSTEADY in reasons:
         lines.append("  (change it outside of the body, and pass its value as an argument)")
@@ -235,7 +243,10 @@ def _details(row: SiteRow) -> list[str]:
             "  (write it so that the type of a value decides none of them, and count outside of "
             "the body)"
         )
-    if reasons.keys() - {UNSTEADY, BY_TYPE}:
+    if reasons.keys() & {COMPUTES_ELSE, RULES_ELSE}:
+        lines.append(_COMPUTES_ELSE)
+    of_values = (UNSTEADY, BY_TYPE, COMPUTES_ELSE, RULES_ELSE, TAKES_GRADIENT)
+    if any(not reason.startswith(of_values) for reason in reasons):
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  only its values were compared, since JAX can't differentiate it: {why}")

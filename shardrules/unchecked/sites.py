@@ -11,6 +11,8 @@ from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
 RULES_ELSE = "a rule for its derivative computes something else with the check on"
+# How hooks.cotangents.summed_shares, which imports jax, begins such a reason.
+TAKES_GRADIENT = "a custom rule takes a gradient itself"
 UNSEEN = "it can't be looked at"
 UNSTEADY = (
     "it changes Python state by how often its functions are traced: JAX traces what is jitted, or "

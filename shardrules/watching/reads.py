@@ -20,6 +20,7 @@ from shardrules.watching.runs import Runs
 _OWN = str(pathlib.Path(__file__).parents[1]) + os.sep
 _OFTEN = 8  # reads at one line, each after a run, of which it is said
 _SHOWN = 3  # lines
+_IN_A_TEST = "(shardrules.testing.steady_state finds such reads in a test)"
 
 
 @dataclasses.dataclass
@@ -86,7 +87,7 @@ class Reads:
             line: f"{line} read an array ({what}) on the host {read.times} times, after each run "
             "of a program, which waits for all devices: keep the arrays and read them after the "
             "loop, or read only every so many steps; where the loop itself needs the value, put "
-            "the loop into the program by jax.lax.while_loop"
+            f"the loop into the program by jax.lax.while_loop {_IN_A_TEST}"
             for (line, what), read in self._often(True)
         }
 
@@ -95,8 +96,7 @@ class Reads:
         return [
             f"{line} read an array ({what}) on the host {read.times} times, after each run of a "
             "program, which waits for the device: read it only every so many steps, or keep the "
-            "arrays and read them after the loop (shardrules.testing.steady_state finds such reads "
-            "in a test)"
+            f"arrays and read them after the loop {_IN_A_TEST}"
             for (line, what), read in self._often(False)[:_SHOWN]
         ]
 

@@ -812,6 +812,24 @@ def test_a_number_that_a_fwd_saves_and_the_check_casts_is_none_of_a_rule_s_own(r
     assert site.switched, site
 
 
+def test_a_scalar_that_a_derivative_saves_is_none_of_a_rule_s_own(cpu_mesh):
+    """With the check on, shard_map hands it on as an array of one element, as it does losses."""
+    op = jax.custom_vjp(lambda x: x * 2)
+    op.defvjp(lambda x: (op(x), None), lambda _, g: (2 * g,))
+
+    def asked(mapped):
+        def body(x, w):
+            share = jax.lax.pmean((x * w).mean() / (1 + (w * w).sum()), "data")
+            return (op(x * w) / share)[None], share[None]
+
+        outputs = mapped(body, (P("data"), P()))
+        return jax.grad(lambda w: sum(map(jnp.sum, outputs(X, w))))(jnp.asarray(W))
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-5)
+    assert site.switched, site
+
+
 def derivative(order, f):
     """Return the derivative of a mapped function by its weight, of some order."""
     scalar = lambda w: jnp.sum(jnp.sin(f(X, w)))  # noqa: E731

@@ -11,6 +11,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from core import versions
 from jax.sharding import PartitionSpec as P
 
 import shardrules
@@ -177,3 +178,27 @@ def test_what_a_suite_is_told_to_run_does_what_was_said(tmp_path):
     pathlib.Path(tmp_path / "conftest.py").write_text("import shardrules\nshardrules.install()\n")
     after = run("pytest", *FLAGS, "--shardrules", "test_it.py")
     assert after.returncode == 0, after.stdout + after.stderr
+
+
+@versions.where(versions.types_values)
+def test_what_is_computed_by_a_type_is_not_advised_as_a_linear_bwd_is(cpu_mesh):
+    """A rule may be linear in its cotangent, and twice as large with the check on."""
+    op = jax.custom_vjp(lambda x: x * 3)
+    typed = lambda g: jax.numpy.broadcast_to(1.0, g.shape) if _varying(g) else 2.0  # noqa: E731
+    op.defvjp(lambda x: (op(x), None), lambda _, g: (g * typed(g),))
+    body = lambda x, w: op(x * w)  # noqa: E731
+
+    def loss(w):
+        step = shard_map(body, cpu_mesh, (P("data"), P()), P("data"), check=False)
+        return jax.numpy.sum(step(X, w) ** 2)
+
+    with shardrules.install():
+        (row,) = rows(lambda: jax.grad(loss)(W[0, 0]))
+    assert row.verdict == migration.CHANGES
+    said = migration.written([row])
+    assert "the type of a value decides nothing" in said and "twice as much" not in said
+
+
+def _varying(x):
+    kind = jax.typeof(x)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -321,6 +321,7 @@ def test_a_line_that_reads_after_each_run_is_a_finding(cpu_mesh, loop, times):
     ((line, said),) = found.items()
     assert "test_host_loops.py:" in line and notes == []
     assert f" read an array (float32[]) on the host {times} times, after each run" in said
+    assert "shardrules.testing.steady_state" in said
     programs = several.gather([], [])
     results = programs.with_reads(found, ())
     assert results.findings == 1 and not results.clean

@@ -29,6 +29,7 @@ class Finding:
     advice: str  # the change that removes it
     hint: Hint | None = None  # that which it was made of, where it is needed and could be cheaper
     gradient_of: tuple[str, ...] = ()  # the outputs that it goes into, ``"output['b']"``
+    times: int = 1  # how often a gradient that the body takes may count what is summed
 
     @property
     def verdict(self) -> hlo.Verdict:
@@ -80,7 +81,7 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
         change = change or (too_large(verdict, times) if times > 1 else advice(verdict))
         change = of_averages(verdict, judgement) + change
         gradient_of = missing.gradient_of(judgement, verdict) if kind in _SUMS else ()
-        found.append(Finding(kind, entry, change, gradient_of=gradient_of))
+        found.append(Finding(kind, entry, change, gradient_of=gradient_of, times=times))
     return found
 
 

@@ -89,7 +89,9 @@ class Switched(NamedTuple):
         why = f"; {'; '.join(self.steps)}" if self.steps else ""
         if stays:
             each = [f"the check of {place} stays off: {reason}" for place, reason in self.off]
-            return "; ".join(each[:_NAMED]) or finding.advice
+            # A gradient that is too large is mended in the body, whatever becomes of its check.
+            own = [finding.advice] if finding.times > 1 or not each else []
+            return "; ".join([*own, *each[:_NAMED]])
         on = few(self.on, _NAMED)
         if saved:
             return migrate(on) + why

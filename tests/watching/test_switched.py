@@ -89,6 +89,27 @@ def test_a_kernel_that_is_not_linear_is_named_and_migrate_is_not(mesh):
     assert "'clipped_norm_bwd_kernel'" in first["to do:"]
 
 
+def test_a_gradient_that_a_body_takes_too_large_is_said_although_its_check_stays_off(mesh):
+    def loss(w, x):
+        return jnp.mean(lax.psum(jnp.tanh(x @ w[0]) @ w[1], "tensor") ** 2)
+
+    def make():
+        def body(w, x):
+            return jax.tree.map(lambda g: lax.pmean(g, "data"), jax.grad(loss)(w, x))
+
+        over = P(None, "tensor"), P("tensor")
+        specs = dict(in_specs=(over, P("data")), out_specs=over, check_vma=False)
+        return jax.shard_map(body, mesh=mesh, **specs)
+
+    w, x = (np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)), ARGS[1]
+    found = [finding["to do:"] for finding in said(watched(make, w, x))]
+    count = mesh.shape["tensor"]
+    assert any(
+        text.startswith(f"over tensor, this sums {count} equal values") and "stays off" in text
+        for text in found
+    ), found
+
+
 def accumulated(x_ref, w_ref, o_ref, total):
     @pl.when(pl.program_id(1) == 0)
     def _():

@@ -13,13 +13,13 @@ import os
 import re
 import tokenize
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from shardrules.paths import is_here
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
 from shardrules.unchecked.results import Outcome, Sent, compared, sent_by_name
-from shardrules.unchecked.retrace import Sum, sent_bytes
+from shardrules.unchecked.retrace import sent_bytes
 from shardrules.unchecked.sites import (
     BY_TYPE,
     COMPUTES_ELSE,
@@ -47,7 +47,6 @@ SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, BLIND
     "can't be looked at",
     "refused with the check on",
 )
-_T = TypeVar("_T")
 _SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
     "  with the check on, the gradient of a replicated value is already summed over the mesh "
@@ -95,9 +94,7 @@ class SiteRow(NamedTuple):
         """Format the wire bytes of the all-reduces, summed over argument signatures."""
         # Count a function that is traced again, for jit say, once.
         calls = {(c.kind, c.before, c.after): c for c in self.calls if c.inside is None}.values()
-        entries: list[Sum] = []
-        for call in calls:
-            entries += (call.after if after else call.before) or ()
+        entries = [e for c in calls for e in (c.after if after else c.before) or ()]
         unknown = sum(entry.runs is None for entry in entries)
         return size(sent_bytes(entries)) + (f" and {unknown} in while loops" if unknown else "")
 
@@ -198,9 +195,9 @@ def _less(off: int, on: int) -> str:
     return size(on) + (f" ({size(abs(off - on))} {'less' if on < off else 'more'})" * hidden)
 
 
-def _once(groups: Iterable[Iterable[_T]]) -> dict[_T, None]:
-    """Return all members of the groups, each once, in the order of their first occurrence."""
-    return dict.fromkeys(itertools.chain.from_iterable(groups))
+def _once(calls: Iterable[UncheckedCall], field: str) -> dict[Any, None]:
+    """Return what the calls hold in a field, each thing once, in the order of the calls."""
+    return dict.fromkeys(itertools.chain.from_iterable(getattr(c, field) for c in calls))
 
 
 def _details(row: SiteRow) -> list[str]:
@@ -211,10 +208,10 @@ def _details(row: SiteRow) -> list[str]:
             f"and {row.shown(True)} with the check on"
         )
     calls = row.calls
-    for missing in _once(call.missing for call in calls):
+    for missing in _once(calls, "missing"):
         lines.append(f"  {missing.kernel} has no rule; write one of")
         lines += [f"    {line}" for line in missing.lines]
-    for output in _once(call.outputs for call in calls):
+    for output in _once(calls, "outputs"):
         lines.append(
             f"  out_specs{output.path} is {output.spec}, but it varies over {output.axes}: "
             "name the axes in its spec, or reduce it over them (jax.lax.psum, pmean)"
@@ -226,14 +223,12 @@ def _details(row: SiteRow) -> list[str]:
             "  (the change that this asks for is right only with the check on: make it when "
             "you remove check_vma=False)"
         )
-    annotations = _once(call.annotations for call in calls)
-    lines += [f"  {text}" for text in annotations]
-    reasons = _once(call.reasons_to_leave for call in calls)
+    lines += [f"  {text}" for text in _once(calls, "annotations")]
+    reasons = _once(calls, "reasons_to_leave")
     if any(call.takes_gradients for call in calls):
-        # Where something else stands in the way, the operations were not compared.
+        # Where something else stands in the way, operations were not compared. This says what.
         same = row.verdict == GRADIENTS and COMPUTES_ELSE not in reasons
         lines += _GRADIENTS_REMAIN if same else _GRADIENTS_CHANGE
-        # The lines above say what.
         reasons = {r: None for r in reasons if not r.startswith((COMPUTES_ELSE, TAKES_GRADIENT))}
     lines += [f"  {reason}" for reason in reasons]
     if UNSTEADY in reasons:
@@ -243,8 +238,7 @@ def _details(row: SiteRow) -> list[str]:
             "  (write it so that the type of a value decides none of them, and count outside of "
             "the body)"
         )
-    if reasons.keys() & {COMPUTES_ELSE, RULES_ELSE}:
-        lines.append(_COMPUTES_ELSE)
+    lines += [_COMPUTES_ELSE] if reasons.keys() & {COMPUTES_ELSE, RULES_ELSE} else []
     of_values = (UNSTEADY, BY_TYPE, COMPUTES_ELSE, RULES_ELSE, TAKES_GRADIENT)
     if any(not reason.startswith(of_values) for reason in reasons):
         lines.append(_WHOLE_COTANGENTS)

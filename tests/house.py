@@ -64,7 +64,7 @@ ARROWS = {
     "unchecked.outside": {"unchecked.undo"},
     "unchecked.unseen": {"unchecked.outside", "unchecked.python_state", "unchecked.retrace"},
     "unchecked.retrace": {"door", "jaxprs", "errors"},
-    "unchecked.sites": {"unchecked.retrace"},
+    "unchecked.sites": {"door", "unchecked.retrace"},
     "unchecked.hooks": set(
         "door jaxprs errors hooks.frames hooks.notes hooks.state hooks.cotangents "
         "unchecked.retrace unchecked.python_state unchecked.unseen unchecked.sites".split()

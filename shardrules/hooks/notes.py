@@ -83,6 +83,5 @@ class Notes:
     # why values or gradients may differ with the check on
     reasons_to_leave: list[str] = dataclasses.field(default_factory=list)
     rules: set[Any] = dataclasses.field(default_factory=set)  # the bwds that ran
-    # the place of each bwd that ran, with a digest of what it computes
-    computed: set[tuple[str, str, int]] = dataclasses.field(default_factory=set)
+    computed: set[Any] = dataclasses.field(default_factory=set)  # what each of them computes
     unchecked: list[Any] = dataclasses.field(default_factory=list)  # unchecked shard_maps

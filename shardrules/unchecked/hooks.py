@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shardrules.door import places
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CUSTOM_CALLS, KERNELS, is_inexact, is_transposed, name_of, opened
 from shardrules.door.patching import Patches
@@ -42,6 +41,7 @@ from shardrules.unchecked.sites import (
     function_name,
     kind_of,
     missing_of,
+    site_of,
     varies,
     why_left,
 )
@@ -83,7 +83,7 @@ class UncheckedHooks(Hooks):
             bound = signature.bind(*args, **kwargs)
             if bound.arguments.get(check, True) is not False:
                 return functools.wraps(off)(lambda *args: self._explained(off, args))
-            site = _site(sys._getframe(1), function_name(args[0]))
+            site = site_of(sys._getframe(1), function_name(args[0]), __name__)
             if site is None:
                 return off
             bound.arguments[check] = True
@@ -321,16 +321,19 @@ class _Unchecked:
     def _compare(
         self, args: tuple[Any, ...], kind: str, casts: str, off: _Off, kept: Kept
     ) -> list[UncheckedCall]:
+        from shardrules.hooks.cotangents.summed_shares import computes_as
+
         called, undifferentiated = off.called, off.undifferentiated
         first = next((d.closed for d in off.derivatives), None)
         before = tuple(retrace.sums(called if undifferentiated else first))
         ran: set[Any] = set()  # the bwds that were looked at
         last_on: Any = None
-        is_other = False  # whether a rule computes something else
         reasons: list[str] = []
         with unseen(kept):
             on = forward = self._trace_on(args, None, casts)
             is_steady = off.is_steady & (kept.put_back() == off.changed)
+            pairs = self._paired(off, forward, casts, kept)
+            is_other = pairs is None
             for derivative in off.derivatives if forward.error is None else ():
                 then = self._trace_on(args, derivative, casts)
                 is_steady &= kept.put_back() == derivative.changed
@@ -344,7 +347,8 @@ class _Unchecked:
                     break
                 ran |= then.notes.rules
                 # Where the hooks don't act, migrate compares what the program returns.
-                is_other |= self.state.scope.active and not then.notes.computed <= off.computed
+                if self.state.scope.active:
+                    is_other |= not computes_as(then.notes.computed, off.computed, pairs or {})
                 before_on = forward.closed if derivative.order == 1 else last_on
                 last_on = then.closed
                 rules, order = self._rules(), derivative.order + 1
@@ -406,6 +410,20 @@ class _Unchecked:
             for site in on.met
         ]
         return [call, *inner]
+
+    def _paired(self, off: _Off, on: _On, casts: str, kept: Kept) -> dict[Any, Any] | None:
+        """Return the rules with the check off by those with it on; None if one computes else."""
+        if off.tangent is None or on.closed is None:
+            return {}
+        own = functools.partial(retrace.inside, self.on.func, self.asked)
+        with self._looking("off", notes=Notes()):
+            was = own(False, lambda: self._rules().computed(off.called))
+        kept.put_back()
+        with self._looking("on", active=True, policy=COLLECT, notes=Notes(), casts=casts):
+            now = own(True, lambda: self._rules().computed(on.closed))
+        kept.put_back()
+        same = [rule[1:] for rule in was] == [rule[1:] for rule in now]
+        return {b: a for (a, *_), (b, *_) in zip(was, now)} if same else None
 
     def _compared(self, off: Any, on: Any, gradients: bool, other: str) -> Iterator[str]:
         """Yield why values or gradients may differ with the check on; ``other`` of numbers."""
@@ -485,19 +503,3 @@ class _On(NamedTuple):
     error: Exception | None
     culprit: Site | None  # the inner shard_map that raised it
     met: list[Site]  # the inner shard_maps
-
-
-def _site(frame: Any, function: str) -> Site | None:
-    """Return the place that makes a shard_map; None if JAX itself does, as for pmap."""
-    # This module's own frames are there if the hooks were installed on top of ``check_off.kept``.
-    while frame is not None and (
-        places.is_wrapper(name := frame.f_globals.get("__name__")) or name == __name__
-    ):
-        frame = frame.f_back
-    if frame is None or places.owns(frame.f_code.co_filename):
-        return None
-    positions = list(frame.f_code.co_positions())
-    line, end_line, *columns = positions[frame.f_lasti // 2]
-    line = line or frame.f_lineno
-    start, end = (-1 if column is None else column for column in columns)
-    return Site(frame.f_code.co_filename, line, start, end_line or line, end, function)

@@ -104,6 +104,23 @@ def traced(
     return jax.make_jaxpr(run)(*arrays)
 
 
+def inside(make: Any, asked: dict[str, Any], check: bool, run: Callable[[], Any]) -> Any:
+    """Run a function where a shard_map that is made so would run its body; return what it does."""
+    import jax
+
+    found: list[Any] = []
+    _, *names = asked
+    options = {name: asked[name] for name in names} | {"in_specs": (), "out_specs": ()}
+    options |= {name: check for name in names if name.startswith("check_")}
+
+    def body() -> tuple[()]:
+        found.append(run())
+        return ()
+
+    jax.make_jaxpr(make(body, **options))()
+    return found[0]
+
+
 class Derivative(NamedTuple):
     """A derivative of a call, as it was traced."""
 

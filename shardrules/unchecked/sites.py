@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from shardrules.door import places
 from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
@@ -43,6 +44,24 @@ class Site:
         """Return the decision: left for the reason ``why``, or switched if that is empty."""
         where = self.file, self.line, self.function
         return UncheckedSite(*where, not why, why, before, after, arguments)
+
+
+def site_of(frame: Any, function: str, own: str) -> Site | None:
+    """Return the place that makes a shard_map; None if JAX itself does, as for pmap.
+
+    Frames of the module ``own`` are there if the hooks were installed on top of ``check_off.kept``.
+    """
+    while frame is not None and (
+        places.is_wrapper(name := frame.f_globals.get("__name__")) or name == own
+    ):
+        frame = frame.f_back
+    if frame is None or places.owns(frame.f_code.co_filename):
+        return None
+    positions = list(frame.f_code.co_positions())
+    line, end_line, *columns = positions[frame.f_lasti // 2]
+    line = line or frame.f_lineno
+    start, end = (-1 if column is None else column for column in columns)
+    return Site(frame.f_code.co_filename, line, start, end_line or line, end, function)
 
 
 class Missing(NamedTuple):

@@ -24,7 +24,7 @@ from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.inner_sums import inner_sums
 from shardrules.hooks.cotangents.refusals import Cotangent
-from shardrules.hooks.cotangents.summed_shares import hashable
+from shardrules.hooks.cotangents.summed_shares import computed, hashable
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Trace, VjpRule, as_arrays
 from shardrules.hooks.cotangents.whole_cotangents import WholeCotangents
 from shardrules.hooks.notes import Notes
@@ -269,7 +269,7 @@ class CustomVjpHooks(Hooks):
                     return bwd(*args)
                 trace = Trace(self.door, bwd, args)
                 programs = [trace, *as_arrays(self.door, bwd, args)]
-                notes.computed |= {(parts.name, parts.place, digest(each)) for each in programs}
+                notes.computed |= {computed(parts, one.jaxpr, digest(one)) for one in programs}
                 return trace.run()
             run = Bwd(self, bwd, parts, args)
             frame = dataclasses.replace(self.state.here.transpose, summed=None, placed=False)
@@ -288,7 +288,7 @@ class CustomVjpHooks(Hooks):
 
     def _note_computed(self, notes: Notes, bwd: Bwd) -> None:
         made = digest(bwd.trace, inner_sums(bwd.trace.jaxpr))
-        notes.computed.add((bwd.parts.name, bwd.parts.place, made))
+        notes.computed.add(computed(bwd.parts, bwd.trace.jaxpr, made))
 
     def _match(self, bwd: Any, parts: CustomVjpInfo, cotangents: Any) -> Any:
         def match(path: Path, index: int, value: Any) -> Any:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shardrules.door import places
 from shardrules.door.internals import Door
@@ -34,11 +34,13 @@ from shardrules.hooks.cotangents.linearity import (
     precision,
     rounded_to,
 )
+from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.retyping.retyping import differentiated_by_jax, transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 from shardrules.hooks.types.join_law import hijax_object
 from shardrules.hooks.types.owners import is_foreign
 from shardrules.jaxprs.fold import TooLong
+from shardrules.jaxprs.made_of import digest
 from shardrules.jaxprs.reach import Reach
 from shardrules.jaxprs.walk import equations, program_text
 from shardrules.registry.axistypes import show_axes
@@ -194,6 +196,33 @@ class CustomRules:
             for rule, n in self.left(closed).items()
         )
 
+    def computed(self, closed: Any, depth: int = 2) -> list[tuple[Any, int | None]]:
+        """List the rules of the custom calls in a program, each with a digest of what it computes.
+
+        Of a custom_vjp, that is what its fwd computes. None stands for what can't be traced.
+        """
+        made: list[tuple[Any, int | None]] = []
+        for eqn in equations(opened(closed)):
+            is_vjp = name_of(eqn).startswith("custom_vjp_call")
+            if not (is_vjp or name_of(eqn).startswith("custom_jvp_call")):
+                continue
+            if not has_rule(self.door, eqn):
+                continue
+            names = ["fwd_jaxpr_thunk"] if is_vjp else ["jvp_jaxpr_fun", "jvp_jaxpr_thunk"]
+            rule: Any = next(eqn.params[name] for name in names if name in eqn.params)
+            given = eqn.invars[eqn.params["num_consts"] :]
+            marks = [is_vjp or not is_inexact(atom.aval) for atom in given]
+            key = self._rule_of(eqn.params.get("bwd")) if is_vjp else None
+            try:
+                jaxpr, consts = getattr(rule, "call_wrapped", rule)(*marks)[:2]
+                held = _Held(opened(jaxpr), consts)
+                made.append((hashable(key), digest(held)))
+            except Exception:  # it needs what was there when it was traced  # noqa: BLE001
+                made.append((hashable(key), None))
+                continue
+            made += self.computed(held, depth - 1) if depth else []
+        return made
+
     def holds_uncounted(self, closed: Any) -> bool:
         """Return whether a program holds transposes or solves of authors: ``left`` counts none."""
         named = ("custom_vjp_call", "custom_jvp_call")
@@ -215,6 +244,48 @@ class CustomRules:
             return object()
         inner = [e for e in equations(jaxpr) if has_rule(self.door, e)] if depth else []
         return program_text(jaxpr), *(self._key(e, depth - 1) for e in inner)
+
+
+class _Held(NamedTuple):
+    """The jaxpr of a rule, and its constants."""
+
+    jaxpr: Any
+    consts: Any
+
+
+class Computed(NamedTuple):
+    """What a bwd computes."""
+
+    rule: Any  # as the author wrote it
+    name: str
+    place: str
+    forms: tuple[Any, ...]  # the shapes and dtypes that it takes and returns
+    made: int  # a digest of its steps
+
+
+def computed(parts: CustomVjpInfo, jaxpr: Any, made: int) -> Computed:
+    """Return what a bwd computes, by its jaxpr and a digest of that."""
+    avals = [atom.aval for atom in (*jaxpr.invars, *jaxpr.outvars)]
+    forms = tuple((getattr(a, "shape", None), str(getattr(a, "dtype", None))) for a in avals)
+    return Computed(hashable(parts.rule), parts.name, parts.place, forms, made)
+
+
+def computes_as(now: set[Computed], before: set[Computed], pairs: Mapping[Any, Any]) -> bool:
+    """Return whether each bwd computes what it computed before, by the pairs of their rules.
+
+    One whose rule wasn't there, as it is made in the body, is known by its place. Where two that
+    compute else are known alike, no set tells which of them stands where.
+    """
+    rules = {one.rule for one in before}
+
+    def known_as(one: Computed, rule: Any) -> Any:
+        return rule if rule in rules else None, *one[1:4]
+
+    made: dict[Any, set[int]] = {}
+    for one in before:
+        for rule in (one.rule, None):
+            made.setdefault(known_as(one, rule), set()).add(one.made)
+    return all(made.get(known_as(one, pairs.get(one.rule, one.rule))) == {one.made} for one in now)
 
 
 def hashable(rule: Any) -> Any:

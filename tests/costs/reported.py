@@ -365,14 +365,6 @@ def dense(h: Any, w: Any) -> Any:
     return jnp.tanh(h @ w)
 
 
-def transposed(h: Any, w: Any) -> Any:
-    return jnp.tanh(h @ w.T)
-
-
-def gated(h: Any, w: Any) -> Any:
-    return jnp.tanh(h @ w) * (h @ w)
-
-
 def residual(h: Any, w: Any) -> Any:
     return h + jnp.sin(h @ w)
 
@@ -393,8 +385,6 @@ TWICE = {
     "rows": gathering(dense, P(None, DATA), (4, 128, 128)),
     "residual": gathering(residual, P(None, DATA), (8, 64, 64)),
     "over_both": gathering(dense, P(None, None, BOTH), (4, 128, 128)),
-    "transposed": gathering(transposed, P(None, DATA), (4, 128, 128)),
-    "gated": gathering(gated, P(None, None, DATA), (4, 128, 128)),
 }
 
 # -- nonzero gathers its mask as numbers ----------------------------------------------------------

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from core import versions
 from jax.sharding import NamedSharding
 
 from costs import reported
@@ -25,6 +26,8 @@ def cases():
             # What calls another platform's functions does not compile.
             for platform in pair.platforms if name == "jax#38551" else reported.ALL:
                 marks = [] if platform == "cpu" else [getattr(pytest.mark, platform)]
+                if name == "jax#25010":
+                    marks.append(versions.where(versions.names_gathers_by_use))
                 yield pytest.param(platform, pair, marks=marks, id=f"{name}-{variant}-{platform}")
 
 
@@ -103,6 +106,25 @@ def test_a_text_without_names_or_before_the_last_passes(cpu_mesh, name, tmp_path
             assert not content.hints and content.about.startswith("not compiled: ")
         # What is proven redundant is so in any text.
         assert bool(content.findings) == (name == "equal")
+
+
+def names_gathers_by_array():
+    return not versions.names_gathers_by_use()
+
+
+@versions.where(names_gathers_by_array)
+@pytest.mark.parametrize("name", reported.TWICE)
+def test_a_gather_for_a_constraint_is_named_as_one_without(cpu_mesh, name):
+    """Why there is no *gathered twice* under jit on JAX 0.12: advice on the constraint may cost."""
+    pair, named = reported.TWICE[name], []
+    layer = {"residual": reported.residual}.get(name, reported.dense)
+    for layout in (reported.whole, lambda w: w):
+        body = reported.trained(layout, False, layer)
+        judgement = testing.judge(compiled(cpu_mesh, body, pair))
+        found = [v.collective for v in judgement.verdicts if v.collective.kind == "all-gather"]
+        named.append([c.op_name for c in found if "transpose" in c.op_name])
+        assert not report.content(judgement).hints
+    assert named[0] == named[1] != []
 
 
 @pytest.mark.parametrize("constrained", [False, True], ids=["none", "sharded"])

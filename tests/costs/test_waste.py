@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from core import versions
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
@@ -510,6 +511,7 @@ def test_weights_that_are_gathered_again(platform, dtype):
             np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+@versions.where(versions.names_gathers_by_use)
 def test_weights_that_a_jit_gathers_again(cpu_mesh):
     given = structs(cpu_mesh, [X, ((8, 128, 128), P(None, "data"))])
     whole = NamedSharding(cpu_mesh, P())

@@ -7,7 +7,6 @@ import math
 from shardrules import hlo
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.program import FUNCTIONS, WHOLE, Hint, Kind, Program, Site
-from shardrules.hlo.reader import notations
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOVES = WHOLE | BARRIERS
@@ -15,8 +14,6 @@ _CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done", "convert"}
 # To a gathered array's output; XLA for CPU moves 16-bit floats as 32 bits and converts them after.
 _RETURNS = frozenset(["copy", "bitcast", "all-gather-done", "convert"])
 _GATHERS = ("all-gather", "all-gather-start")
-_TO_PRODUCTS = WHOLE | BARRIERS | {"convert", "all-gather-done"}
-_PRODUCT = "/dot_general"  # how JAX's name of one ends
 _CONVERTS = "convert_element_type"  # what JAX calls a conversion
 _BY_XLA = " by XLA"
 # What an optimizer makes of each weight's part, one element of one of each operand.
@@ -164,13 +161,13 @@ def gathered_twice(site: Site) -> Hint | None:
     if site.collective.kind != "all-gather" or entry.phase not in ("backward", "recompute"):
         return None
     remat = entry.phase == "recompute" or "remat" in site.collective.op_name
-    remat = remat or any("remat" in name for name in _products(site) or ())
     if not (site.in_shard_map or remat):
         return None  # the partitioner gathers for the backward pass what no policy names
-    if not (site.in_shard_map or _is_constrained(site)):
-        # To constrain it changes what the partitioner makes of the rest: in a step of FSDP, one of
-        # two weights kept so cost 30% more bytes than before (JAX 0.12, CPU).
-        return None
+    if not site.in_shard_map:
+        if _is_named_by_array(site) or operation(site.collective) != "sharding_constraint":
+            # To constrain it changes what the partitioner makes of the rest: in a step of FSDP, one
+            # of two weights kept so cost 30% more bytes than before (JAX 0.12, CPU).
+            return None
     if _narrowed(site, _origin(site)):
         return None  # what a policy keeps would be gathered as wide as it is
     gathers = (s for s in site.program.remembered(_forward) if _is_again(site, s))
@@ -198,27 +195,12 @@ def gathered_twice(site: Site) -> Hint | None:
     return site.hint(advice)
 
 
-def _is_constrained(site: Site) -> bool:
-    """Return whether the program asks by a constraint for what XLA's partitioner gathers."""
-    if not _is_named_by_array(site):
-        return operation(site.collective) == "sharding_constraint"
-    # How a product takes its operands the partitioner chooses, over axes that it names axis_0 and
-    # axis_1. A constraint's are the program's.
-    groups = site.instruction.attribute("replica_groups") or ""
-    own = groups.startswith("mesh[") and not notations.read_mesh(groups)[0].is_invented
-    return own and bool(_products(site))
-
-
 def _is_named_by_array(site: Site) -> bool:
-    """Return whether a gather has the name of the array that it moves, as on JAX 0.12."""
+    """Return whether a gather has the name of the array that it moves, as on JAX 0.12.
+
+    A constraint may have made that array, sharded as it is; the gather is another's then.
+    """
     return "is_spmd_generated" in (site.instruction.attribute("frontend_attributes") or "")
-
-
-def _products(site: Site) -> list[str]:
-    """Name the products that take a gathered array; nothing where anything else takes it."""
-    metadata, uses = site.program.module.metadata, site.uses(_TO_PRODUCTS)
-    names = [metadata(use.user.instruction).op_name for use in uses]
-    return names if all(name.endswith(_PRODUCT) for name in names) else []
 
 
 def _narrowed(site: Site, origin: tuple[Node, str] | None) -> bool:

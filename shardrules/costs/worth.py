@@ -51,9 +51,8 @@ class Switched(NamedTuple):
     """A program as it was compiled again with each check on that can be."""
 
     sent: int  # by one device, in one execution
-    left: collections.Counter[
-        tuple[str, str]
-    ]  # the keys of the collectives that are still defensive
+    # The keys of the collectives that are still defensive.
+    left: collections.Counter[tuple[str, str]]
     on: tuple[str, ...]  # the shard_maps whose check is on, ``train.py:12 (step)``
     off: tuple[tuple[str, str], ...]  # the others, each with the reason
     steps: tuple[str, ...]  # why some sums are larger than with the check off

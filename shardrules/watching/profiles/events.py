@@ -75,9 +75,8 @@ class Events:
         self.numbers: dict[str, int] = {}  # of operations, by their names
         # When each step began and ended, as each host marked it.
         self.markers: dict[str, list[tuple[float, float]]] = {}
-        self.planes: dict[
-            str, int
-        ] = {}  # the planes that were understood, with their count of operations
+        # The planes that were understood, with their count of operations.
+        self.planes: dict[str, int] = {}
 
     def read(self, data: memoryview, host: str) -> None:
         """Add the events of one host's serialized XSpace."""

@@ -20,11 +20,8 @@ from shardrules.watching.profiles.wire import WireProgram
 
 # Loops and branches run other operations, which have events of their own.
 _HIDES_NOTHING = re.compile(rf"while|conditional|call|{'|'.join(KINDS)}|.*-(start|done)")
-_INSIDE = (
-    "fusion",
-    "async-start",
-    "call",
-)  # their events are the events of the operations that they call
+# Their events are the events of the operations that they call.
+_INSIDE = ("fusion", "async-start", "call")
 _STEM = re.compile(r"[^a-z-]")  # ends an opcode in an operation's name
 _BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
 

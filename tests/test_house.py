@@ -113,6 +113,26 @@ def test_the_map_is_that_of_the_tree():
     assert list(wrong_map(MAP)) == []
 
 
+def undecided(table):
+    """Yield the functions that the table of questions names, and that aren't where it says."""
+    for path, functions in re.findall(
+        r"`(\w[\w/]*\.py)`: (`\w+`(?:(?:, (?:then )?| and )`\w+`)*)", table
+    ):
+        code = (ROOT / "shardrules" / path).read_text()
+        for name in re.findall(r"`(\w+)`", functions):
+            if not re.search(rf"^ *def {name}\(", code, re.MULTILINE):
+                yield f"{path}: {name}"
+
+
+def test_questions_lead_to_functions():
+    table = MAP[MAP.index("### Where it is decided") : MAP.index("### The path of one kernel call")]
+    assert list(undecided(table)) == []
+    wrong = table.replace("`why_left`", "`why_kept`").replace(
+        "`_dma`, `_signal`", "`_dma`, `_single`"
+    )
+    assert set(undecided(wrong)) == {"unchecked/sites.py: why_kept", "pallas/actions.py: _single"}
+
+
 @pytest.mark.parametrize(
     "line, instead, wrong",
     [

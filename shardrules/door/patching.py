@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,20 +19,20 @@ class Patches:
     """Replaced attributes and table entries; undoing puts exactly the old state back."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, Any, Callable[[], None]]] = []
+        self._undo: list[tuple[Any, Any, Callable[[], None], str]] = []
         self._caches: list[Any] = []
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name``; if it was inherited, undoing deletes it again."""
         old = vars(owner).get(name, _ABSENT)
         undo: Any = (delattr, owner, name) if old is _ABSENT else (setattr, owner, name, old)
-        self._undo.append((owner, name, functools.partial(*undo)))
+        self._undo.append((owner, name, functools.partial(*undo), _caller()))
         setattr(owner, name, value)
 
     def entry(self, table: dict[Any, Any], key: Any, value: Any) -> None:
         old = table.get(key, _ABSENT)
         undo: Any = (table.pop, key) if old is _ABSENT else (table.__setitem__, key, old)
-        self._undo.append((table, key, functools.partial(*undo)))
+        self._undo.append((table, key, functools.partial(*undo), _caller()))
         table[key] = value
 
     def copied(self, cache: Any) -> None:
@@ -41,13 +42,31 @@ class Patches:
 
     def touched(self) -> tuple[tuple[Any, Any], ...]:
         """Return each (owner, name) and (table, key) that is replaced now."""
-        return tuple((owner, name) for owner, name, _ in self._undo)
+        return tuple((owner, name) for owner, name, _, _ in self._undo)
+
+    def described(self) -> tuple[str, ...]:
+        """Return each as a line: what is replaced, and by which module of this package."""
+        return tuple(f"{_place(owner, name)}  {by}" for owner, name, _, by in self._undo)
 
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()[2]()
         while self._caches:
             self._caches.pop().cache_clear()
+
+
+def _caller() -> str:
+    """Return the module that calls a method of ``Patches``."""
+    return str(sys._getframe(2).f_globals["__name__"])
+
+
+def _place(owner: Any, name: Any) -> str:
+    if isinstance(owner, dict):
+        return f"a table's entry {name}"
+    if not hasattr(owner, "__name__"):  # a primitive
+        owner = type(owner)
+    module = "" if inspect.ismodule(owner) else f"{owner.__module__}."
+    return f"{module}{owner.__name__}.{name}"
 
 
 class ModuleProxy:

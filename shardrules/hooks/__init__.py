@@ -1,6 +1,6 @@
 """What is hooked into JAX: ``install()`` returns a handle that takes everything back."""
 
 from shardrules.door.places import shard_map
-from shardrules.hooks.install import Handle, install, installed, touched, varying
+from shardrules.hooks.install import Handle, install, installed, replaced, touched, varying
 
-__all__ = ["Handle", "install", "installed", "shard_map", "touched", "varying"]
+__all__ = ["Handle", "install", "installed", "replaced", "shard_map", "touched", "varying"]

@@ -164,6 +164,11 @@ def touched() -> tuple[tuple[Any, Any], ...]:
     return _patches.touched()
 
 
+def replaced() -> tuple[str, ...]:
+    """Return a line for each function of JAX that is replaced now, with the hook that does it."""
+    return _patches.described()
+
+
 def varying(value: Any) -> frozenset[str]:
     """Return the mesh axes over which a value varies, as its type here says."""
     door = internals.load()

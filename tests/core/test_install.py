@@ -333,6 +333,14 @@ def test_binding_is_processing_where_the_door_says_so():
 def test_few_attributes_of_jax_are_replaced():
     with sr.install():
         assert 8 < len(hooks.touched()) < 60
+        lines = [line.split() for line in hooks.replaced()]
+    assert len(lines) > 8 and not hooks.replaced()
+    hooked = {what: by for what, *_, by in lines}
+    assert all(
+        by.startswith(("shardrules.hooks.", "shardrules.unchecked.")) for by in hooked.values()
+    )
+    if internals.load().typed:
+        assert hooked["jax._src.core.Primitive.abstract_eval"] == Funnel.__module__
 
 
 def test_each_primitive_has_one_law_whenever_it_was_made():

@@ -244,7 +244,7 @@ def _open_calls(graph: Graph) -> str:
     if not places:
         return ""
     what = f"the operation at {places[0]}" if places[0] else "an operation"
-    return f"{what} takes whole cotangents (opaque, or a solve that iterates)"
+    return f"{what} takes whole cotangents (it rounds, is opaque, or iterates)"
 
 
 def _cast_in_branches(graph: Graph) -> str:

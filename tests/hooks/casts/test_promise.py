@@ -78,7 +78,7 @@ def test_explain_and_the_report_name_an_exception_with_both_figures():
     gradient = jax.grad(body.split(), argnums=(0, 1))
     beyond = (
         r" sum at least 1,024 B on each device, and 768 B with the check off: the operation at "
-        r"\S*bodies\.py:\d+ takes whole cotangents \(opaque, or a solve that iterates\)"
+        r"\S*bodies\.py:\d+ takes whole cotangents \(it rounds, is opaque, or iterates\)"
     )
     text = " ".join(str(sr.explain(gradient, params, x)).split())
     assert re.search(f"the psums of these cotangents{beyond}$", text)

@@ -64,9 +64,10 @@ def pytest_addoption(parser):
 
     parser.addoption(
         "--lane",
-        choices=("1/2", "2/2"),
+        choices=("1/2", "2/2", "other"),
         help="the tests that one of the two lanes of .ci/run takes: 2/2, of the newest JAX, a case "
-        "of each test; both those of tests/core, and some of what is long and of random seeds",
+        "of each test; both those of tests/core, and some of what is long and of random seeds; "
+        "other, of other JAX versions: one case of each test",
     )
 
 
@@ -77,6 +78,8 @@ def _of_other_lane(item, lane, first):
     is_in_both = item.nodeid.startswith("tests/report/") or "share" in item.fixturenames
     if not lane or is_in_both or not marks.isdisjoint(_IN_NO_LANE):
         return False
+    if lane == "other":
+        return item not in first
     # Each JAX runs tests/core, and the newest one a case of each other test; what takes long, and
     # further cases, are split. The lane of the newest gets fewer of these.
     is_of_core = item.nodeid.startswith("tests/core/")
@@ -204,12 +207,12 @@ def platform(request):
 
 @pytest.fixture
 def share(request):
-    """A function from random seeds to those that this lane tries, a third; without --lane, all."""
+    """A function from random seeds to those that this lane tries, a sixth; without --lane, all."""
     lane = request.config.getoption("--lane")
 
     def of(seeds):
-        third = len(seeds) // 3
-        return {"1/2": seeds[:third], "2/2": seeds[-third:]}.get(lane, seeds)
+        sixth = len(seeds) // 6
+        return {"1/2": seeds[:sixth], "2/2": seeds[-sixth:]}.get(lane, seeds)
 
     return of
 

@@ -51,8 +51,8 @@ def start(
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Make each unchecked shard_map so that its check can be on where it is traced again."""
-    # That is the one function of JAX that is replaced: other hooks aren't needed until then.
+    """Wrap each unchecked shard_map made here, so that a retrace can switch its check on."""
+    # This replaces only JAX's shard_map. The retrace itself installs the other hooks.
     patches, made = Patches(), list[UncheckedHooks]()
 
     def patch(_: object) -> None:
@@ -60,7 +60,7 @@ def kept() -> Iterator[None]:
             made.append(UncheckedHooks(internals.load(), state()))
             made[0].install(patches)
 
-    if touched():  # hooks that are installed do it
+    if touched():  # the installed hooks already wrap it
         yield
         return
     imported = WhenImported("jax", patch)
@@ -70,7 +70,7 @@ def kept() -> Iterator[None]:
         imported.stop()
         for hooks in made:
             hooks.ended = True
-        if not touched():  # else the hooks that the script installed are on top
+        if not touched():  # else the script installed hooks on top of this patch
             patches.undo()
 
 

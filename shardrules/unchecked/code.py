@@ -1,4 +1,4 @@
-"""What a function's code names and draws, read from its instructions."""
+"""Read from a function's bytecode which names it uses and whether it draws random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def names(code: types.CodeType) -> set[str]:
 
 
 def attributes(code: types.CodeType) -> set[tuple[str, str]]:
-    """Return the attributes that code reads or sets of what it calls by a name, with that name."""
+    """Return (name, attribute) for each ``name.attribute`` that code reads or sets."""
     return {
         (first.argval, then.argval)
         for first, then in _pairs(code)
@@ -25,7 +25,7 @@ def attributes(code: types.CodeType) -> set[tuple[str, str]]:
 
 
 def draws(code: types.CodeType, module: types.ModuleType) -> bool:
-    """Return whether code that uses a module may draw from the generators of Python or NumPy."""
+    """Return whether code that uses a module may draw from Python's or NumPy's global generator."""
     if module.__name__ in ("random", "numpy.random"):
         return True
     if module.__name__ != "numpy" or "random" not in names(code):
@@ -36,7 +36,7 @@ def draws(code: types.CodeType, module: types.ModuleType) -> bool:
 
 
 def draws_from_jax(code: types.CodeType, variables: dict[str, Any]) -> bool:
-    """Return whether each ``random`` in code is jax.random, whose keys are the program's own."""
+    """Return whether each ``random`` in code is jax.random, which has no global generator."""
 
     def is_jax_s(value: Any) -> bool:
         name = value.__name__ if issubclass(type(value), types.ModuleType) else ""
@@ -55,7 +55,7 @@ _GLOBAL, _ATTRIBUTE = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _pairs(code: types.CodeType) -> Iterator[tuple[dis.Instruction, dis.Instruction]]:
-    """Yield the neighbours among the instructions of code and of the functions in it."""
+    """Yield each instruction with the next one, in code and in the functions inside it."""
     yield from itertools.pairwise(dis.get_instructions(code))
     for const in code.co_consts:
         if isinstance(const, types.CodeType):

@@ -1,9 +1,8 @@
-"""shard_maps whose check is off: compare them with the check on, and switch it on where equal.
+"""Compare unchecked shard_maps with their check off and on, and switch it on where both agree.
 
 ``install(unchecked="check")`` decides once for each site and program. At the call, it traces the
 program with the check off and on, forward and with its derivatives; it compiles and runs nothing.
-The body's Python runs again for these traces: its prints are dropped, and what it changes is put
-back.
+These traces run the body's Python again: its prints are dropped, and its changes are undone.
 """
 
 from __future__ import annotations
@@ -60,14 +59,13 @@ _INSTEAD = (
 class UncheckedHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # Called once per argument signature, with a function that traces the call and returns
-        # UncheckedCalls, and a function that makes one of an error message.
+        # Each is called once per argument signature, with a function that traces the call and
+        # returns UncheckedCalls, and one that makes an UncheckedCall from an error message.
         self.watchers: list[
             Callable[[Callable[[], list[UncheckedCall]], Callable[[str], UncheckedCall]], None]
         ] = []
-        self.ended = False  # whether shard_maps that are made from now on are JAX's own
-        # By site and reason, or by site, program, which traces change Python state, scope and
-        # registry version.
+        self.ended = False  # whether new shard_maps are left to JAX
+        # Keyed by site and reason, or by all that a decision depends on: see ``_decide``.
         self.decisions: dict[Any, UncheckedSite] = {}
 
     def install(self, patches: Patches) -> None:
@@ -94,7 +92,7 @@ class UncheckedHooks(Hooks):
         patches.attribute(*self.door.owner("make_shard_map"), shard_map)
 
     def _explained(self, checked: Any, args: tuple[Any, ...]) -> Any:
-        """Call a shard_map whose check is on; say what to do instead of switching it off."""
+        """Call a shard_map whose check is on; add advice to JAX's error about its out_specs."""
         try:
             return checked(*args)
         except ValueError as error:
@@ -106,7 +104,7 @@ class UncheckedHooks(Hooks):
 
 
 class _Unchecked:
-    """A shard_map whose check is off, as the program calls it."""
+    """A shard_map whose check the program switched off."""
 
     def __init__(self, hooks: UncheckedHooks, site: Site, off: Any, on: Any, asked: dict[str, Any]):
         self.hooks = hooks
@@ -145,13 +143,13 @@ class _Unchecked:
 
     def _as_written(self, args: tuple[Any, ...], unchecked: str = "off") -> Any:
         """Call it with its check off."""
-        # No cast is placed in it, so the derivatives around it stay out of JAX's trace key: what is
-        # jitted inside is traced as often as without the hooks.
+        # The hooks place no casts in it, so JAX's trace key needn't count the derivatives around
+        # it. Without that count, JAX traces a jit inside as often as it does without the hooks.
         with self._enter(self.state.scope, unchecked, derivatives_count=0):
             return self.off(*args)
 
     def _inside(self, args: tuple[Any, ...]) -> Any:
-        """Call it with its check on, inside a shard_map that is traced so or switched."""
+        """Call it with its check on, because the shard_map around it has its check on."""
         met, blamed = self.state.here.look.met, self.state.here.look.blamed
         if met is not None and self.site not in met:
             met.append(self.site)
@@ -165,7 +163,7 @@ class _Unchecked:
     # install(unchecked="check").
 
     def _decided(self, args: tuple[Any, ...], scope: Scope) -> Any:
-        """Call it with its check on if that is equal and moves no more bytes, else as written."""
+        """Call it with its check on if it then computes the same and sends no more bytes."""
         why = "in a shard_map" if self.door.manual_axes() else ""
         if self.door.at_top():
             why = "called outside of tracing"
@@ -196,7 +194,7 @@ class _Unchecked:
             off = self._trace_off(args, kept)
             if self.door.spmd_axes() and off.holds_refs(self.door.AbstractRef):
                 return self._note((self.site, _REFS_MAPPED), self.site.decided(_REFS_MAPPED))
-            # The key holds all that the decision depends on; derivatives around the call don't.
+            # The key holds all that the decision depends on. Derivatives around the call are not.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
             made = told_apart(self.door, off.programs)
             key = self.site, made, off.alike, off.changing, plain, self.state.registry.version
@@ -207,7 +205,7 @@ class _Unchecked:
         except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
             why = f"{UNSEEN}: {first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
-        # The reason of the site that fails comes before "waits for" of the others.
+        # Report the reason of the site that fails rather than "waits for" of another site.
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]
         why = min(reasons, key=lambda reason: reason.startswith("waits for"), default="")
         for inner_call in inner:
@@ -221,14 +219,14 @@ class _Unchecked:
     # Tracing with the check off and on.
 
     def look(self, args: tuple[Any, ...], kind: str, casts: str) -> list[UncheckedCall]:
-        """Trace a call and its derivative with the check off and on; inner calls come after it."""
+        """Trace a call and its derivatives with the check off and on; inner calls come after it."""
         if (kept := Kept(self.body, args)).why:
             raise retrace.Unseeable(kept.why)
         return self._compare(args, kind, casts, self._trace_off(args, kept), kept)
 
     def _looking(self, unchecked: str, **changes: Any) -> contextlib.AbstractContextManager[Any]:
-        """Enter the scope of a trace that is made to look: what is around the call is left out."""
-        # What is differentiated around it, and which bwd or transposition runs, decide nothing.
+        """Enter the scope of a retrace, which ignores what surrounds the call."""
+        # Derivatives, a bwd or a transposition around the call must not change the decision.
         stack = contextlib.ExitStack()
         stack.enter_context(
             self._enter(self.state.scope, unchecked, derivatives_count=0, **changes)
@@ -244,6 +242,7 @@ class _Unchecked:
             nonlocal is_steady
             try:
                 closed = retrace.traced(lambda *args: self._as_written(args), args, *by)
+                # If tracing changes Python state, a second trace must change it the same way.
                 if changed := kept.put_back(caches=False):
                     retrace.traced(lambda *args: self._as_written(args), args, *by)
                     if kept.put_back(caches=False) != changed:
@@ -253,7 +252,7 @@ class _Unchecked:
                 kept.put_back()
             return closed, changed
 
-        # Notes of its own keep what it traces from JAX's caches for the program and other looks.
+        # Notes are part of JAX's trace key: new ones keep these traces out of JAX's other caches.
         with unseen(kept), self._looking("off", notes=(notes := Notes())):
             called, changed = trace()
             derivatives, why = retrace.derivatives(trace, args, self._has_rules)
@@ -268,7 +267,7 @@ class _Unchecked:
         return off
 
     def _has_rules(self, closed: ClosedJaxpr) -> bool:
-        """Return whether a program's derivative runs rules of authors, or may round."""
+        """Return whether a program's derivative runs an author's rule or may round."""
         from shardrules.hooks.cotangents.summed_shares import narrows
 
         return self._has_step(closed, narrows)
@@ -277,32 +276,32 @@ class _Unchecked:
         """Return whether a derivative that can't be traced may differ with the check on."""
         from shardrules.hooks.cotangents.summed_shares import rounds
 
-        # The program may take it of fewer results, say. Of an argument by which a derivative was
-        # traced, JAX's own steps were compared there; of the others, a step may round.
+        # The program may differentiate fewer results, for example. For the arguments of a traced
+        # derivative, JAX's own steps were compared; for the others, such a step may round.
         traced = {n for derivative in off.derivatives for n in derivative.chosen}
         also = rounds if {*retrace.floats(args)} - traced else lambda eqn: False
         return bool(retrace.floats(args)) and self._has_step(off.called, also)
 
     def _has_step(self, closed: ClosedJaxpr, also: Callable[[Eqn], bool]) -> bool:
-        """Return whether a derivative runs a rule of an author's, or a step that is asked for."""
+        """Return whether a derivative runs an author's rule, or a step for which ``also`` holds."""
         from shardrules.hooks.cotangents.summed_shares import has_rule
 
         def visit(eqn: Eqn, around: None, inside: Inside[None, None]) -> Iterator[None]:
             if has_rule(self.door, eqn) or also(eqn):
                 yield None
-            if name_of(eqn) not in (*KERNELS, "while"):  # of which there is no reverse gradient
+            if name_of(eqn) not in (*KERNELS, "while"):  # these have no reverse-mode gradient
                 yield from itertools.chain(*inside(None))
 
         return bool(visited(opened(closed), visit, None))
 
     def _by_arguments(self, off: _Off) -> Iterator[str]:
-        """Yield why derivatives by fewer arguments may be others than those that were traced."""
+        """Yield why derivatives by fewer arguments may differ from the traced ones."""
         from shardrules.hooks.cotangents.summed_shares import why_by_arguments  # it imports jax
 
         def visit(eqn: Eqn, around: None, inside: Inside[None, str]) -> Iterator[str]:
             if why := why_by_arguments(self.door, eqn):
                 yield why
-            # Of a custom_vjp, its rule is differentiated instead.
+            # JAX differentiates a custom function's rule instead of its body.
             if name_of(eqn) not in (*KERNELS, *CUSTOM_CALLS):
                 yield from itertools.chain(*inside(None))
 
@@ -314,19 +313,20 @@ class _Unchecked:
         from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks  # it imports jax
         from shardrules.hooks.cotangents.summed_shares import CustomRules
 
-        # To JAX 0.5 the hooks act on no custom_vjp: its bwd is what JAX binds.
+        # Up to JAX 0.5 the hooks don't wrap custom_vjps: JAX binds the author's bwd.
         hooks: Any = self.state.hooks.get(CustomVjpHooks)
         return CustomRules(self.door, (lambda bwd: bwd) if hooks is None else hooks.rule_of)
 
     def _compare(
         self, args: tuple[Any, ...], kind: str, casts: str, off: _Off, kept: Kept
     ) -> list[UncheckedCall]:
+        """Trace with the check on, forward and each derivative; compare with the check off."""
         from shardrules.hooks.cotangents.summed_shares import computes_as
 
         called, undifferentiated = off.called, off.undifferentiated
         first = next((d.closed for d in off.derivatives), None)
         before = tuple(retrace.sums(called if undifferentiated else first))
-        ran: set[Any] = set()  # the bwds that were looked at
+        ran: set[Any] = set()  # the bwds that ran with the check on
         last_on: Any = None
         reasons: list[str] = []
         with unseen(kept):
@@ -346,7 +346,7 @@ class _Unchecked:
                 if then.error is not None:
                     break
                 ran |= then.notes.rules
-                # Where the hooks don't act, migrate compares what the program returns.
+                # Without active hooks, migrate compares the program's results instead.
                 if self.state.scope.active:
                     is_other |= not computes_as(then.notes.computed, off.computed, pairs or {})
                 before_on = forward.closed if derivative.order == 1 else last_on
@@ -412,7 +412,7 @@ class _Unchecked:
         return [call, *inner]
 
     def _paired(self, off: _Off, on: _On, casts: str, kept: Kept) -> dict[Any, Any] | None:
-        """Return the rules with the check off by those with it on; None if one computes else."""
+        """Map each rule with the check on to its rule with it off; None if a pair differs."""
         if off.tangent is None or on.closed is None:
             return {}
         own = functools.partial(retrace.inside, self.on.func, self.asked)
@@ -426,7 +426,7 @@ class _Unchecked:
         return {b: a for (a, *_), (b, *_) in zip(was, now)} if same else None
 
     def _compared(self, off: Any, on: Any, gradients: bool, other: str) -> Iterator[str]:
-        """Yield why values or gradients may differ with the check on; ``other`` of numbers."""
+        """Yield why values or gradients may differ with the check on; ``other`` for constants."""
         import jax
 
         for name in ("in_specs", "out_specs"):
@@ -461,27 +461,27 @@ class _Unchecked:
         ):
             try:
                 closed = retrace.traced(self.on(), args, chosen, order, pulling)
-            except Exception as error:  # it becomes the reason why the check stays off  # noqa: BLE001
+            except Exception as error:  # the reason why the check stays off  # noqa: BLE001
                 failed = error
         culprit = next((site for error, site in blamed if error is failed), None)
         return _On(closed, notes, bool(gradients), failed, culprit, met)
 
 
 class _Off(NamedTuple):
-    """A call as it was traced with the check off."""
+    """The traces of a call with the check off."""
 
     called: Any
     changed: Any  # the Python state that tracing it changed
     derivatives: list[retrace.Derivative]
     undifferentiated: str
-    is_steady: bool  # whether tracing it again changed the same
-    tangent: retrace.Derivative | None  # of a call whose derivative runs rules of authors
+    is_steady: bool  # whether a second trace changed the same state
+    tangent: retrace.Derivative | None  # None if the derivative runs no author's rule
     computed: set[Any]  # what its bwds compute
-    alike: Any = ()  # which rules are left
+    alike: Any = ()  # which rules are left in each program: see ``CustomRules.alike``
 
     @property
     def changing(self) -> tuple[bool, ...]:
-        """Return which traces changed Python state, and whether they do so again."""
+        """Return whether the traces are steady, and which of them changed Python state."""
         derivatives = (bool(derivative.changed) for derivative in self.derivatives)
         return self.is_steady, bool(self.changed), *derivatives
 
@@ -499,7 +499,7 @@ class _Off(NamedTuple):
 class _On(NamedTuple):
     closed: Any  # None if an error ended the trace
     notes: Notes
-    gradients: bool  # whether it takes gradients
+    gradients: bool  # whether the body takes gradients
     error: Exception | None
     culprit: Site | None  # the inner shard_map that raised it
     met: list[Site]  # the inner shard_maps

@@ -1,4 +1,4 @@
-"""Which unchecked shard_maps can have their check on: the tables, and the patch."""
+"""Tell which unchecked shard_maps can have their check on, in tables and as a patch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class SiteRow(NamedTuple):
 
     def shown(self, after: bool) -> str:
         """Format the wire bytes of the all-reduces, summed over argument signatures."""
-        # Count a function that is traced again, for jit say, once.
+        # Count a function once even if it is traced again, for jit for example.
         calls = {(c.kind, c.before, c.after): c for c in self.calls if c.inside is None}.values()
         entries = [e for c in calls for e in (c.after if after else c.before) or ()]
         unknown = sum(entry.runs is None for entry in entries)
@@ -128,9 +128,9 @@ def place(site: Site | UncheckedSite) -> str:
 def written(
     rows: Sequence[SiteRow], runs: tuple[Outcome, Outcome] | None = None, programs: int = 0
 ) -> str:
-    """Return the table of sites with details; ``runs`` are those without and with the patch.
+    """Return the table of sites, with details of each.
 
-    ``programs`` counts what the script compiled.
+    ``runs`` are without and with the patch; ``programs`` counts what the script compiled.
     """
     if not rows:
         of = f" by the {counted(programs, 'program')} that the script compiled"
@@ -176,7 +176,7 @@ def _sent(before: Outcome, after: Outcome) -> list[str]:
 
 
 def _launched(before: Sent, after: Sent) -> list[str]:
-    """Say which programs run more collectives with the patch, as bytes don't show."""
+    """Say which programs run more collectives with the patch, which bytes don't show."""
     sums = sent_by_name(before, after)
     more = sorted((off - on, name, off, on) for name, off, on in sums if on > off)
     if not more:
@@ -190,13 +190,13 @@ def _launched(before: Sent, after: Sent) -> list[str]:
 
 
 def _less(off: int, on: int) -> str:
-    """Write bytes; where three digits hide the difference from those before, write it too."""
+    """Format the bytes ``on``, with the difference from ``off`` where three digits hide it."""
     hidden = off != on and size(off) == size(on)
     return size(on) + (f" ({size(abs(off - on))} {'less' if on < off else 'more'})" * hidden)
 
 
 def _once(calls: Iterable[UncheckedCall], field: str) -> dict[Any, None]:
-    """Return what the calls hold in a field, each thing once, in the order of the calls."""
+    """Return the entries of one field of the calls, in order and without duplicates."""
     return dict.fromkeys(itertools.chain.from_iterable(getattr(c, field) for c in calls))
 
 
@@ -226,7 +226,7 @@ def _details(row: SiteRow) -> list[str]:
     lines += [f"  {text}" for text in _once(calls, "annotations")]
     reasons = _once(calls, "reasons_to_leave")
     if any(call.takes_gradients for call in calls):
-        # Where something else stands in the way, operations were not compared. This says what.
+        # Operations were compared only if no other obstacle came first.
         same = row.verdict == GRADIENTS and COMPUTES_ELSE not in reasons
         lines += _GRADIENTS_REMAIN if same else _GRADIENTS_CHANGE
         reasons = {r: None for r in reasons if not r.startswith((COMPUTES_ELSE, TAKES_GRADIENT))}
@@ -301,7 +301,7 @@ def diff(edits: Edits) -> str:
 
 
 def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> Edits:
-    """Switch checks on where possible; the script installs the hooks and adds ``rules``."""
+    """Switch checks on where possible; install the hooks and add ``rules`` in the script."""
     candidates = {row.site for row in rows if row.verdict in (SWITCH, UNTRIED, BY_HAND)}
     reasons = {
         row.site: _by_hand(row.site) if row.site in candidates else row.verdict for row in rows
@@ -319,7 +319,7 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
     after = {file: list(lines) for file, lines in texts.items()}
     for file, lines in after.items():
         flags = {_flag(site) for site in sites if site.file == file}
-        # Bottom up: lines are deleted.
+        # Work from the bottom up, since _drop_reasons deletes lines.
         for line, start, end in sorted(filter(None, flags), reverse=True):
             raw = lines[line - 1].encode()
             lines[line - 1] = (raw[:start] + b"True" + raw[end:]).decode()
@@ -369,7 +369,7 @@ def _lines(file: str) -> list[str]:
 
 
 def _tree(file: str) -> ast.Module:
-    """Parse a file; nothing stands in one that can't be read."""
+    """Parse a file; return an empty module if it can't be read."""
     try:
         with open(file, "rb") as raw:
             return ast.parse(raw.read())
@@ -378,7 +378,7 @@ def _tree(file: str) -> ast.Module:
 
 
 def _flag(site: Site) -> tuple[int, int, int] | None:
-    """Find line, first and last column of the False that switches the check off at a site."""
+    """Return line and columns of the False that switches a site's check off; None if not there."""
     spot = site.line, site.column, site.end_line, site.end_column
     for node in ast.walk(_tree(site.file)):
         if not isinstance(node, ast.Call):
@@ -398,8 +398,8 @@ _NAMES_THE_CHECK = re.compile(r"\b(check_vma|check_rep|vma|replicat\w+)\b", re.I
 
 def _drop_reasons(lines: list[str], number: int) -> None:
     """Drop the comments that explain why the check was off."""
-    # These are a comment behind the flag if the line holds nothing else or the comment names the
-    # check; and comment lines right above a line that holds only the flag, if they name the check.
+    # Drop a comment after the flag if the line holds only the flag, or the comment names the check.
+    # Drop comment lines right above a line that holds only the flag, if they name the check.
     try:
         tokens = list(tokenize.generate_tokens(iter(lines).__next__))
     except (tokenize.TokenError, SyntaxError):
@@ -423,7 +423,7 @@ def _drop_reasons(lines: list[str], number: int) -> None:
 def _place_to_install(
     script: str, sites: Sequence[Site]
 ) -> tuple[int | None, list[tuple[int, str]]]:
-    """Return the line to install after, None if the script installs, and calls with arguments."""
+    """Return the line to install after, or None if the script does, and calls with arguments."""
     tree = _tree(script)
     installs = _names_of_install(tree)
     calls = [
@@ -447,7 +447,7 @@ def _place_to_install(
 
 
 def _imports(script: str, end: int) -> bool:
-    """Return whether a script imports shardrules, by this name, in its lines up to ``end``."""
+    """Return whether a script's lines up to ``end`` import shardrules under its own name."""
     for node in _tree(script).body:
         if node.lineno <= end and isinstance(node, ast.Import):
             if any(a.name == "shardrules" and a.asname in (None, a.name) for a in node.names):
@@ -460,7 +460,7 @@ _SOMETIMES = (ast.Lambda, ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast
 
 
 def _always_installs(node: ast.AST, installs: set[str]) -> bool:
-    """Return whether a statement calls ``install()`` always, if each of its functions is called."""
+    """Return whether a statement always calls ``install()``, if its functions are all called."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) in installs:
         return not node.args and not node.keywords
     is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"

@@ -1,4 +1,4 @@
-"""What Python code changes outside of Python's objects: files, processes, connections, threads."""
+"""Detect changes outside of Python's objects: files, processes, connections, threads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from shardrules.unchecked import undo
 
-# Python raises an audit event before each of these. Of what the functions of shutil, tempfile and
-# http do, the calls that they end in are here; what changes an environment variable is put back.
+# Python raises an audit event before each of these. The functions of shutil, tempfile and http end
+# in calls that are listed here. Changes of environment variables aren't listed: they are undone.
 _CHANGES = {
     event: f"calls {event}"
     for event in """
@@ -35,7 +35,7 @@ _BETWEEN = frozenset({"etils", "fsspec"})  # JAX writes its cache through these,
 
 
 def change(event: str, args: tuple[Any, ...]) -> str:
-    """Say what code is about to do, by an audit event; empty if it changes nothing outside."""
+    """Say what an audit event is about to change outside of Python; empty if nothing."""
     if event != "open":
         return _CHANGES.get(event, "")
     path, mode, flags = (*args, None, None, None)[:3]
@@ -45,15 +45,17 @@ def change(event: str, args: tuple[Any, ...]) -> str:
 
 
 def is_asked_for(frame: types.FrameType | None) -> bool:
-    """Return whether the program does what a frame does, as it is traced; JAX has a cache to write.
+    """Return whether the program, rather than JAX, asked for what a frame does.
 
-    What is imported stays, so that what it does then is done, too, once. So is what is due when an
-    object goes: the garbage collector may run at any time.
+    JAX may write to its compilation cache. Imports may have effects, since a module stays imported
+    and has them only once. So may finalizers, since the garbage collector may run at any time.
     """
+    # Walk outwards, up to where the retrace starts. The innermost package that is JAX or the
+    # program's own (neither Python's nor NumPy's) asked for the change.
     asks: str | None = None
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module.startswith("shardrules.unchecked."):  # the look
+        if module.startswith("shardrules.unchecked."):  # the retrace starts here
             break
         if module.startswith(("importlib._", "_frozen_importlib")):
             return False

@@ -1,8 +1,8 @@
-"""The Python state that a function can reach, put back after the function was traced to look at it.
+"""Keep the Python state that a function can reach, and restore it after a retrace.
 
-A body may advance a counter, append to a list, or draw from a generator of its own while it is
-traced. Traces that the program doesn't ask for must not be seen by it, so what they changed is put
-back: variables, attributes, containers and generators of random numbers.
+A body may advance a counter, append to a list, or draw from its own generator while it is traced.
+The program must not observe traces that it didn't ask for, so what they changed is restored:
+variables, attributes, containers and random number generators.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _HOLDERS = frozenset(
     "unittest.mock contextlib configparser".split()
 )
 _FILE = "file"
-# The modules of C whose objects advance, without a way to put them back.
+# C modules whose objects hold state that can't be restored.
 _ADVANCING = frozenset(
     "_hashlib _blake2 _md5 _sha1 _sha2 _sha256 _sha512 _sha3 hmac zlib _bz2 _lzma bz2 lzma sqlite3 "
     "mmap socket _socket _ssl ssl select pyexpat _csv _pickle _asyncio".split()
 )
-# What these change is a setting of the process, or outside of it, and no audit event tells of it.
+# These change a setting of the process, or something outside of it, without an audit event.
 _UNTOLD = frozenset(
     f"{module}.{name}"
     for module, names in {
@@ -61,14 +61,14 @@ _UNTOLD = frozenset(
     }.items()
     for name in names.split()
 )
-# Of the variables of the standard library, those that a look replaces.
+# The variables of the standard library that a retrace replaces.
 _REPLACED = frozenset({"stdout", "stderr", "showwarning"})
-# By these, code reaches variables of its module whose names it may make.
+# With these, code can reach variables of its module by names that it builds at run time.
 _BY_STRINGS = frozenset({"globals", "exec", "eval"})
 
 
 class _Cache(NamedTuple):
-    """A function of ``functools.lru_cache``, and what its cache was."""
+    """A function with ``functools.lru_cache``, and its earlier ``cache_info()``."""
 
     function: Any
     before: Any
@@ -79,12 +79,12 @@ class _Cache(NamedTuple):
 
 
 class _Stuck(NamedTuple):
-    """What can't be put back."""
+    """State that can't be restored."""
 
-    name: str  # by which code reaches it; empty if unknown
+    name: str  # the name by which code reaches it; empty if unknown
     kind: str
-    of_own: bool = False  # whether only code of the body's own package is asked for the name
-    is_called: bool = False  # whether it is a function, named by its kind
+    of_own: bool = False  # whether only names in the body's own package count
+    is_called: bool = False  # whether it is a function; ``kind`` is then its name
 
     def __str__(self) -> str:
         if self.is_called:
@@ -94,26 +94,28 @@ class _Stuck(NamedTuple):
 
 
 class Kept:
-    """The state that some functions can reach, as it is now.
+    """A snapshot of the state that some functions can reach.
 
     Attributes:
-      why: what can't be put back, or is too much to keep; empty if all can be.
+      why: what can't be restored, or is too large to keep; empty if all of it can be restored.
     """
 
     def __init__(self, *roots: Any):
         self.why = ""
         self._undo: list[undo.Undo] = []
         self._caches: list[_Cache] = []
-        self._bytes = 0  # of the arrays that are kept
-        self._seen: dict[int, Any] = {}  # holds what it has seen, so that ids stay unique
+        self._bytes = 0  # the bytes of the arrays that are kept
+        self._seen: dict[int, Any] = {}  # visited objects by id, held so that ids stay unique
         self._named: set[str] = set()  # the names in the code of the functions
-        self._variables: set[tuple[int, str]] = set()  # modules, by id, and names: those kept
+        self._variables: set[tuple[int, str]] = set()  # kept variables: module's id, name
         self._home = ""  # the package of the first function
-        self._own: set[str] = set()  # of the names, those in functions of that package
-        self._draws = False  # whether a function draws from the generators of all
+        self._own: set[str] = set()  # the names in functions of that package
+        self._draws = False  # whether a function draws from a global generator
         self._stuck: list[_Stuck] = []
-        self._settings: set[Any] = set()  # of the process, those kept
+        self._settings: set[Any] = set()  # the settings of the process that are kept
         self._left: collections.deque[tuple[Any, str]] = collections.deque()
+        # Visit all that the roots reach, breadth first. A visit queues what the object reaches, and
+        # records how to undo its changes, or that they can't be undone.
         self._add(roots)
         while self._left and not self.why:
             value, name = self._left.popleft()
@@ -123,13 +125,14 @@ class Kept:
                 if len(self._seen) > _MOST_OBJECTS:
                     self.why = f"its body reaches more than {_MOST_OBJECTS:,} objects"
         self._left.clear()
-        # Where other threads run, they would draw the same numbers twice from generators of all.
+        # If global generators were restored, other threads would draw the same numbers twice.
         if _alone():
             self._undo += undo.global_generators()
         elif self._draws:
             self.why = "its body can draw random numbers that other threads draw, too"
         if "environ" in self._named:
             self._undo.append(undo.environment())
+        # State that can't be restored matters only if code names it, or if its name is unknown.
         for stuck in self._stuck:
             if stuck.name in (self._own if stuck.of_own else self._named) or not (
                 stuck.name or stuck.of_own
@@ -137,17 +140,17 @@ class Kept:
                 self.why = str(stuck)
 
     def put_back(self, caches: bool = True) -> tuple[object, ...]:
-        """Put back what changed since, and return what it had become, in comparable form.
+        """Undo the changes since the snapshot; return the changed values in comparable form.
 
-        Caches that were empty are emptied, if asked for; what others hold is of the program's own
-        calls, too.
+        ``caches`` also clears the caches that were empty. Other caches also hold results of the
+        program's own calls.
         """
         became: list[object] = []
         failed: Exception | None = None
         for back in self._undo:
             try:
                 became.append(back())
-            except Exception as error:  # of one; the others are put back all the same  # noqa: BLE001
+            except Exception as error:  # undo the other changes all the same  # noqa: BLE001
                 failed = failed or error
         if failed is not None:
             raise failed
@@ -157,22 +160,22 @@ class Kept:
         return tuple((i, now) for i, now in enumerate(became) if now is not None)
 
     def doubt_caches(self) -> None:
-        """Look at nothing again that calls the cached functions that were called since."""
+        """Retrace nothing more that can call the cached functions called since the snapshot."""
         _DOUBTED.update(cache.function for cache in self._caches if cache.is_used)
 
     def _add(self, values: Iterable[Any], name: str = "") -> None:
-        """Visit values later, each under the name by which code reaches it; empty if unknown."""
+        """Queue values under the name by which code reaches them; empty if unknown."""
         self._left += ((value, name) for value in values if type(value) not in undo.STATELESS)
 
     def _add_items(self, items: Iterable[tuple[Any, Any]]) -> None:
         for name, value in items:
             self._add((value,), name if type(name) is str else "")
 
-    # A lazy object (pydantic's stand-in for a schema, a proxy of an import) may raise, or load what
-    # it stands for, when it is asked for an attribute or its __class__. So its type decides here.
+    # Decide by an object's type alone. Reading an attribute or __class__ of a lazy object (a schema
+    # of pydantic, the proxy of an import) may raise, or load the real object.
 
     def _visit(self, value: Any, name: str) -> None:
-        import numpy as np  # a script may set variables first that numpy reads when it is imported
+        import numpy as np  # late: a script may first set variables that numpy reads at import
 
         kind = type(value)
         if issubclass(kind, types.FunctionType):
@@ -200,7 +203,7 @@ class Kept:
             if value.flags.writeable:
                 self._array(value, name)
         elif value is vars(builtins) or value is sys.modules:
-            return  # Python's own; what is imported stays
+            return  # Python's own; imports stay
         elif issubclass(kind, (list, dict, set, collections.deque, bytearray)):
             self._undo.append(undo.container(value))
             held = undo.contents(value)
@@ -211,7 +214,7 @@ class Kept:
             self._undo.append(undo.array_items(value, value[:], slice(None)))
         elif issubclass(kind, (io.StringIO, io.BytesIO)):
             self._undo.append(undo.stream(value))
-        elif any(base.__name__ == "_CData" for base in kind.__mro__):  # of ctypes, all of them
+        elif any(base.__name__ == "_CData" for base in kind.__mro__):  # any object of ctypes
             self._memory(value)
         elif issubclass(kind, contextvars.ContextVar):
             self._context(value, name)
@@ -236,7 +239,7 @@ class Kept:
                 self._setting(value, name)
         elif not issubclass(kind, types.ModuleType):
             self._instance(value, name)
-        # What is one of these by its class has attributes, too, if the class is the program's.
+        # An instance of the program's own subclass of these types has attributes, too.
         if issubclass(kind, (*_HOLDING, np.ndarray)) and not undo.is_others(kind.__module__):
             self._instance(value, name)
 
@@ -261,8 +264,8 @@ class Kept:
         if "random" in names and code.draws_from_jax(function.__code__, variables):
             used = names - {"random"}
         modules += [variables[name] for name in used & variables.keys()]
-        # A function of the body's own package may import others when it is called; those of other
-        # packages do so to print, mostly.
+        # A function of the body's own package may import modules when it is called. Functions of
+        # other packages do so mostly to print.
         home = (function.__module__ or "").partition(".")[0]
         self._home = self._home or home
         if home == self._home:
@@ -275,7 +278,7 @@ class Kept:
                 self._draws |= code.draws(function.__code__, module)
 
     def _standard(self, of: types.CodeType, variables: Mapping[str, Any]) -> None:
-        """Keep what code names in modules of the standard library."""
+        """Keep the variables that code names in modules of the standard library."""
         held = {name: variables[name] for name in code.names(of) if name in variables}
         modules = {name: value for name, value in held.items() if _is_standard(value)}
         for name, attribute in code.attributes(of) if modules else ():
@@ -283,7 +286,7 @@ class Kept:
                 self._module(vars(modules[name]), {attribute})
 
     def _setting(self, function: Any, name: str) -> None:
-        """Keep the setting of the process that a function of the standard library changes."""
+        """Keep the process setting that a function of the standard library changes."""
         module = (undo.read(function, "__module__") or "").lstrip("_")
         called = f"{module}.{undo.read(function, '__name__')}"
         if called in _UNTOLD:
@@ -301,7 +304,7 @@ class Kept:
                     self._inside(variables[name], names)
 
     def _module(self, variables: dict[str, Any], names: set[str]) -> bool:
-        """Keep variables by their names; return whether some were not kept before."""
+        """Keep the named variables of a module; return whether some were not kept before."""
         new = {name for name in names if (id(variables), name) not in self._variables}
         self._variables |= {(id(variables), name) for name in new}
         self._undo.append(undo.variables(variables, new))
@@ -353,10 +356,10 @@ class Kept:
     def _memory(self, value: Any) -> None:
         import ctypes
 
-        if issubclass(type(value), ctypes._CFuncPtr):  # type: ignore[attr-defined]  # a library's
+        if issubclass(type(value), ctypes._CFuncPtr):  # type: ignore[attr-defined]  # has no state
             return
         self._bytes += ctypes.sizeof(value)
-        # It holds references, or is a view of memory that other processes may write to.
+        # It holds references, or it views memory that other processes may write to.
         if value._objects is not None or self._bytes > _MOST_BYTES:
             self._stuck.append(_Stuck("", f"{type(value).__name__} of ctypes"))
         else:
@@ -376,11 +379,11 @@ class Kept:
         self._add_items(attributes.items())
 
     def _instance(self, value: Any, name: str) -> None:
-        """Keep the attributes of an object; of JAX's, look into functions that it wraps alone."""
+        """Keep an object's attributes; of JAX's objects, visit only the functions they wrap."""
         kind = type(value)
         attributes = undo.read(value, "__dict__")
         if type(wrapped := undo.read(value, "__wrapped__")) is types.FunctionType:
-            self._add((wrapped,))  # of a jitted function
+            self._add((wrapped,))  # the function that jit wraps
         if kind is _LRU:
             self._caches.append(_Cache(value, value.cache_info()))
             if value in _DOUBTED:
@@ -389,7 +392,7 @@ class Kept:
             self._stuck.append(_Stuck(name, kind.__name__, of_own=bool(name)))
         elif not undo.is_others(kind.__module__) and _is_of_c(value):
             self._stuck.append(_Stuck(name, kind.__name__, of_own=True))
-        # Of the standard library, only plain holders of data: pools and queues are for threads.
+        # In the standard library, visit only plain data holders: pools and queues are for threads.
         if undo.is_others(kind.__module__) and kind.__module__ not in _HOLDERS:
             if kind.__name__.startswith("custom_"):
                 self._add((attributes or {}).values())
@@ -418,23 +421,23 @@ _HOLDING = (
 )
 _POINTER_BYTES = struct.calcsize("P")
 _LRU = type(functools.lru_cache(object))
-# Cached functions that were called where state changed by how often something was traced: what one
-# of them changes isn't changed again while its cache holds the result.
+# Cached functions called where the changes of state depend on how often something is traced. While
+# its cache holds the result, a retrace doesn't run the function and so can't see what it changes.
 _DOUBTED: weakref.WeakSet[Any] = weakref.WeakSet()
-_LOCAL = _thread._local  # of the program's; the hooks keep their own in state.py
+_LOCAL = _thread._local  # the program's; the hooks keep their own in hooks/frames.py
 
 
 def _alone() -> bool:
-    """Return whether no other thread of Python's runs."""
-    # A thread that Python didn't start is listed once it has asked for its name (a callback that
-    # logs, in a thread of XLA's); to Python 3.11 it stays listed.
+    """Return whether no other Python thread runs."""
+    # Ignore threads that Python didn't start. One is listed once it asks for its own name (in a
+    # callback that logs in a thread of XLA), and up to Python 3.11 it stays listed.
     dummy: Any = getattr(threading, "_DummyThread", ())
     here = threading.current_thread()
     return all(isinstance(thread, dummy) or thread is here for thread in threading.enumerate())
 
 
 def _is_standard(value: Any) -> bool:
-    """Return whether something is a module of the standard library."""
+    """Return whether a value is a module of the standard library."""
     if not issubclass(type(value), types.ModuleType):
         return False
     return str(undo.read(value, "__name__")).partition(".")[0] in sys.stdlib_module_names
@@ -453,16 +456,16 @@ def _is_stuck(kind: type) -> bool:
 
 
 def _is_of_c(value: Any) -> bool:
-    """Return whether an object of somebody's holds state that only C sees, and isn't a value."""
+    """Return whether an object of an extension type may hold state that only C can reach."""
     hashed: Any = type(value).__hash__
     if hashed not in (object.__hash__, None) or undo.read(value, "__name__") is not None:
-        return False  # hashed by what it holds; a function
+        return False  # a value, hashed by its contents; or a function
     own = (base for base in type(value).__mro__ if not undo.is_others(base.__module__))
     return any(_grown(base) > 0 for base in own)
 
 
 def _grown(kind: type) -> int:
-    """Count the bytes that a class adds to its base's, beside those of its slots."""
+    """Return the bytes that a class adds to those of its base, apart from its slots."""
     base = kind.__base__ or object
     slots = {*undo.slots_of(kind)} - {"__dict__", "__weakref__"}
     added = (

@@ -1,4 +1,4 @@
-"""How a run of a script ended, and what its programs returned, to compare with another run."""
+"""Record how a script's run ended and what its programs returned, to compare it with another."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardrules.units import counted
 from shardrules.watching import compiling
 from shardrules.watching.reads import user_line
 
-_ROUNDING = 1e-5  # of the largest value, which sums in another order may be off
-_RUNS = 2  # of each program: later ones differ by the rounding of earlier ones
-_ELEMENTS = 256  # of each result
-_MOST_BYTES = 1 << 26  # of a result that is read
-_AS_LARGE = 10  # a difference of what is subtracted, for each of what is taken
+_ROUNDING = 1e-5  # the error of sums in another order, relative to the largest value
+_RUNS = 2  # recorded runs of each program: later ones inherit the rounding of earlier ones
+_ELEMENTS = 256  # recorded elements of each result
+_MOST_BYTES = 1 << 26  # larger results are not read
+_AS_LARGE = 10  # how many times the arguments' difference a result's may be, if it is rounding
 
 Sent = dict[tuple[str, tuple[str, ...]], int]
-"""What one device sends in one run, by a program's name and its arguments' types."""
+"""What one device sends or launches in one run, by a program's name and argument types."""
 
 
 class Result(NamedTuple):
@@ -36,11 +36,11 @@ class Result(NamedTuple):
 
 
 class ProgramRun(NamedTuple):
-    """What one run of a program returned, and what it took of others' results."""
+    """The results of one run of a program, and those of its arguments that are earlier results."""
 
     returned: tuple[Result | None, ...]
     took: tuple[Result, ...] = ()
-    line: str = ""  # the script's, ``FILE:LINE``
+    line: str = ""  # the line of the script that ran it, ``FILE:LINE``
 
 
 Results = dict[str, list[ProgramRun]]  # by a program's name
@@ -52,7 +52,7 @@ class Outcome:
 
     code: int = 0  # the exit code, or minus a signal's number
     raised: str = ""  # the first line of the error that ended it, empty if none did
-    # of unchecked shard_maps, if it retraced them
+    # the calls of unchecked shard_maps, if the run retraced them
     calls: list[UncheckedCall] = field(default_factory=list)
     sent: Sent = field(default_factory=dict)
     launched: Sent = field(default_factory=dict)  # the collectives that one device runs
@@ -72,6 +72,7 @@ def start(results: Results) -> Callable[[], None]:
     made: dict[int, tuple[weakref.ref[Any], Result]] = {}  # by the ids of arrays
 
     def taken(arrays: Iterable[Any]) -> Iterator[Result]:
+        # An id alone doesn't identify an array, since Python reuses ids.
         for array in arrays:
             ref, result = made.get(id(array), (None, None))
             if ref is not None and result is not None and ref() is array:
@@ -115,14 +116,14 @@ def _read(array: Any) -> Result | None:
 
 
 def different(before: Results, after: Results) -> str:
-    """Say which program returned something else in another run; empty if none did."""
+    """Say which program's results differ in another run; empty if none do."""
     for name, runs in before.items():
         for run, (first, second) in enumerate(zip(runs, after.get(name, ())), 1):
             for number, (a, b) in enumerate(zip(first.returned, second.returned)):
                 if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
                     continue
                 off, scale = _off(a, b)
-                # Sums in another order differ by rounding; NaN is no difference that a check makes.
+                # Sums in another order differ by rounding. A NaN is never counted as a difference.
                 if off > _tolerance(a.dtype) * max(scale, 1e-6):
                     at = f" at {here(first.line)}" if first.line else ""
                     return (
@@ -133,7 +134,7 @@ def different(before: Results, after: Results) -> str:
 
 
 def compared(before: Results, after: Results) -> str:
-    """Say how many results of two runs, which don't differ, were compared."""
+    """Say how many results of two runs were compared and found equal."""
     counts: dict[str, int] = {}
     for name, runs in before.items():
         for first, second in zip(runs, after.get(name, ())):
@@ -155,9 +156,10 @@ def _off(a: Result, b: Result) -> tuple[float, float]:
 
 
 def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
-    """Say that a difference may be rounding alone, of equal values that a script subtracts."""
-    # Only of what it takes: a step may hide a wrong gradient within the rounding of its weights.
-    # And only where that differs itself, by about as much: of equal arguments, it is no rounding.
+    """Say if a difference may be rounding alone, as where a script subtracts equal values."""
+    # Judge by the rounding of the program's arguments: by that of its results, a step could hide a
+    # wrong gradient in the rounding of its weights. The arguments must differ by about as much as
+    # the result does: if they are equal, the difference is not rounding.
     shares, taken = [], 0.0
     for a, b in zip(first.took, second.took):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
@@ -180,10 +182,11 @@ def _of_program(name: str, sent: Sent) -> Sent:
 
 
 def sent_by_name(before: Sent, after: Sent) -> list[tuple[str, int, int]]:
-    """Compare what two runs of a script send, or launch, by program of one name and arguments.
+    """Return what two runs of a script send, or launch, for each name of a program.
 
-    What only one of them compiled, for results that were placed otherwise say, is compared as the
-    costliest of its name. JAX may compile a step more often in one of the runs.
+    Programs are matched by name and argument types. JAX may compile a step more often in one of the
+    runs, for example because results were placed differently: of the programs without a match, only
+    the costliest of each name counts.
     """
     rows = []
     for name in dict.fromkeys(name for name, _ in (*before, *after)):

@@ -1,4 +1,4 @@
-"""Facts gathered by tracing a shard_map once more: its sums, and what refuses it."""
+"""Gather facts by retracing a shard_map: its sums, its constants, and why JAX rejects it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardrules.jaxprs.walk import Inside, equations, visited
 
 
 class TracedOutput(NamedTuple):
-    """An output that its spec calls replicated, over axes over which it may vary."""
+    """An output whose spec says replicated over axes over which it may vary."""
 
     path: str
     spec: str
@@ -30,15 +30,15 @@ class Sum(NamedTuple):
 
     bytes: int  # of its operand on one device
     group_size: int  # devices
-    runs: int | None  # for the loops around it; None where a while_loop is one of them
+    runs: int | None  # how often the loops around it run it; None if one is a while_loop
 
 
 class Unseeable(Exception):
-    """A body that can't be traced to look at it: the program would see it."""
+    """A body that can't be retraced, since the program would observe it."""
 
 
 def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the positions of the leaves that are of a float type."""
+    """Return the positions of the leaves of a float or complex type."""
     import jax
 
     return tuple(n for n, leaf in enumerate(jax.tree_util.tree_leaves(args)) if is_inexact(leaf))
@@ -51,11 +51,10 @@ def traced(
     order: int = 0,
     pulling: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Any:
-    """Trace a function, or it and its derivatives, up to some order, by the chosen leaves.
+    """Trace a function and its derivatives up to ``order`` with respect to the chosen leaves.
 
-    Of order 0, by some leaves, that is its tangent, as a program that could be transposed.
-
-    In ``pulling()`` these derivatives are pulled back, and not those that the function takes.
+    For order 0 and some leaves, trace its linearization, which JAX could transpose. ``pulling()``
+    surrounds the pullbacks of these derivatives, but not those that the function takes itself.
     """
     import jax
     import numpy as np
@@ -105,7 +104,7 @@ def traced(
 
 
 def inside(make: Any, asked: dict[str, Any], check: bool, run: Callable[[], Any]) -> Any:
-    """Run a function where a shard_map that is made so would run its body; return what it does."""
+    """Call ``run`` in the body of a shard_map with the same options, and return its result."""
     import jax
 
     found: list[Any] = []
@@ -122,13 +121,13 @@ def inside(make: Any, asked: dict[str, Any], check: bool, run: Callable[[], Any]
 
 
 class Derivative(NamedTuple):
-    """A derivative of a call, as it was traced."""
+    """A traced derivative of a call."""
 
-    chosen: tuple[int, ...]  # the leaves of the arguments by which it is
+    chosen: tuple[int, ...]  # the leaves of the arguments with respect to which it is taken
     order: int
     closed: Any
     changed: Any  # the Python state that tracing it changed
-    is_last: bool = False  # whether none of a higher order is traced by these leaves
+    is_last: bool = False  # whether no higher order was traced for these leaves
 
 
 def derivatives(
@@ -136,12 +135,11 @@ def derivatives(
     args: tuple[Any, ...],
     has_rules: Callable[[Any], bool],
 ) -> tuple[list[Derivative], str]:
-    """Trace the derivative by all floats, or else by each.
+    """Trace the derivative by all float leaves at once, or else by each of them alone.
 
-    And the second, if rules of authors are left, or steps that round.
-
-    ``trace`` takes the leaves and the order, and returns the program and what it changed. Also says
-    why it isn't the one by all of them.
+    Trace the second derivative too if the first still holds authors' rules or steps that round.
+    ``trace`` takes the leaves and the order, and returns the program and the Python state that it
+    changed. Also return why the derivative by all leaves failed; empty if it didn't.
     """
     why = ""
 
@@ -165,13 +163,13 @@ def derivatives(
 
 
 def _why_not(error: Exception) -> str:
-    """Say why JAX takes no derivative; its own words for a missing one are of its inside."""
+    """Say why JAX takes no derivative; its own message for a missing rule names internals."""
     line = first_line(error)
     return "an operation in it has none" if "Linearization failed" in line else line
 
 
 def sums(jaxpr: Any, sizes: dict[Any, int] | None = None, runs: int | None = 1) -> list[Sum]:
-    """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
+    """List the psums inside a jaxpr's shard_maps; of a cond, those of its costliest branch."""
     return visited(opened(jaxpr), _sums_of, (sizes, runs))
 
 
@@ -204,7 +202,7 @@ def _sums_of(
 
 
 def sent_bytes(sums: Iterable[Sum]) -> int:
-    """Count what one device sends for all-reduces, by rings; a while_loop's body counts once."""
+    """Return the bytes one device sends for ring all-reduces; a while_loop's body counts once."""
     return sum((s.runs or 1) * -(-2 * (s.group_size - 1) * s.bytes // s.group_size) for s in sums)
 
 
@@ -214,9 +212,9 @@ def summed_bytes(sums: Iterable[Sum]) -> int:
 
 
 def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
-    """Count what a jaxpr computes, by primitive and result; casts of either kind are left out."""
+    """Count a jaxpr's equations by primitive and type of result, without casts of either kind."""
     counted: collections.Counter[tuple[str, str]] = collections.Counter()
-    # A Python number that is cast to vary is converted after that (JAX 0.12).
+    # JAX 0.12 converts the dtype of a Python number only after it casts the number to vary.
     left_out = CASTS | {"convert_element_type"}
     for eqn in equations(opened(closed)):
         if eqn.primitive.name in left_out:
@@ -229,13 +227,13 @@ def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
 
 
 class Constants(NamedTuple):
-    """The numbers that stand in a jaxpr."""
+    """The constants in a jaxpr."""
 
-    scalars: frozenset[Any]  # operands, with the name of their dtype
+    scalars: frozenset[Any]  # scalar operands, each with the name of its dtype
     settings: frozenset[Any]  # numbers among the parameters of equations, each with its name
 
     def has_other(self, than: Constants) -> bool:
-        """Return whether a scalar but zero is none of the others, in either's dtype."""
+        """Return whether ``than`` lacks a nonzero scalar of these, compared in either dtype."""
         for one in self.scalars - than.scalars:
             if one[0] != 0 and not any(_is_same(one, other) for other in than.scalars):
                 return True
@@ -243,9 +241,9 @@ class Constants(NamedTuple):
 
 
 def constants(closed: ClosedJaxpr) -> Constants:
-    """Return the numbers in a jaxpr: where Python state differed, they are others.
+    """Return the constants in a jaxpr, which show whether Python state differed between traces.
 
-    A counter that a body makes can't be put back, and with the check on may count more traces.
+    A counter that a body makes can't be restored, and may count more traces with the check on.
     """
     import numpy as np
 
@@ -258,7 +256,7 @@ def constants(closed: ClosedJaxpr) -> Constants:
     settings = (
         (eqn.primitive.name, name, value)
         for eqn in inside
-        # What holds jaxprs counts their inputs, of which there may be others.
+        # An equation that holds jaxprs counts their inputs, which may differ with the check on.
         if name_of(eqn) not in (*CASTS, *SUMS) and not any(inner_jaxprs(eqn.params))
         for name, value in eqn.params.items()
         if type(value) in (int, float)
@@ -267,14 +265,14 @@ def constants(closed: ClosedJaxpr) -> Constants:
 
 
 def has_same_tangent(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
-    """Return whether two tangents, as programs, take the same steps with the same numbers."""
+    """Return whether two linearized programs take the same steps with the same constants."""
     was, now = constants(one), constants(other)
     same_numbers = not (was.has_other(now) or now.has_other(was))
     return was.settings == now.settings and same_numbers and has_same_steps(one, other)
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether scalars are equal in the dtype of either: JAX converts one after its cast."""
+    """Return whether scalars are equal in either dtype, since JAX may convert one after a cast."""
     import ml_dtypes  # noqa: F401  # its dtypes have names
     import numpy as np
 
@@ -285,7 +283,7 @@ def _is_same(one: Any, other: Any) -> bool:
         count = min(np.dtype(of).itemsize, np.dtype(by).itemsize) * 8
         return bool((int(a) - int(b)) % (1 << count) == 0)
     for name in (d for d in (of, by) if "int" not in d and d != "bool"):
-        # A number that the narrower one can't hold; a complex one in a float's type.
+        # These errors: a number that the narrower dtype can't hold, or a complex one as a float.
         with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
             dtype = np.dtype(name).type
             if dtype(a) == dtype(b):
@@ -293,7 +291,8 @@ def _is_same(one: Any, other: Any) -> bool:
     return False
 
 
-# JAX's words for an output whose spec says less than its type, to JAX 0.5.3 and from 0.6.
+# JAX's message about an output whose spec omits axes that it varies over: up to JAX 0.5.3, and
+# since 0.6.
 _UNREPLICATED = re.compile(
     r"out_specs(?P<path>\S*) is (?P<spec>.+?) which implies that the corresponding output value is "
     r"(?:replicated across mesh axis '(?P<one>[^']*)'"
@@ -301,7 +300,7 @@ _UNREPLICATED = re.compile(
     r"|only varying across mesh axes \{[^}]*\} and not \{(?P<new>[^}]*)\})"
 )
 
-# Who is about to switch the check on is not to be told to switch it off.
+# JAX's advice to switch the check off, which misleads a user who is about to switch it on.
 _OFF_AGAIN = re.compile(
     r"\s*Please open an issue at \S+?,? and as a temporary workaround pass the "
     r"check_(?:vma|rep)=False argument to `?(?:jax\.)?shard_map`?\.?"
@@ -309,12 +308,12 @@ _OFF_AGAIN = re.compile(
 
 
 def words(error: BaseException) -> str:
-    """Give what an error says, without JAX's advice to switch the check off."""
+    """Return an error's message without JAX's advice to switch the check off."""
     return _OFF_AGAIN.sub("", str(error)).strip() or first_line(error)
 
 
 def outputs(error: BaseException) -> tuple[TracedOutput, ...]:
-    """List the outputs that JAX names in an error about out_specs; none for another error."""
+    """Return the outputs that JAX names in an error about out_specs; none for other errors."""
     text = " ".join(str(error).split())
     if "out_specs which require replication" not in text:
         return ()

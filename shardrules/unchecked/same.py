@@ -26,19 +26,19 @@ from shardrules.unchecked.sites import UncheckedSite, costliest
 def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedSite, ...]:
     """Assert that ``install(unchecked="check")`` changes no value and no gradient of a program.
 
-    Runs it as written and with the check on where that is decided, under jit, and compares values,
-    gradients by all arguments of a float type, and which results differ by device.
+    Runs the program under jit, as written and with the checks on that shardrules switches on, and
+    compares values, gradients by all arguments of a float type, and which results differ by device.
 
     Args:
       f: a function of arrays.
       *args: what it is called with; none is donated.
 
     Returns:
-      What became of each shard_map whose check is off.
+      The decision about each shard_map whose check is off.
 
     Raises:
-      ShardrulesError: naming what differs, and by how much; or every unchecked shard_map of the
-        program was made before the hooks were there, so that none is compared.
+      ShardrulesError: if something differs, naming it and by how much; or if nothing was compared,
+        because every unchecked shard_map was made before the hooks were installed.
 
     Examples:
       >>> sites = testing.assert_same_unchecked(loss, params, batch)
@@ -96,7 +96,7 @@ def _as_written() -> Iterator[State]:
 
 
 def _results(f: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the values and, where JAX can differentiate, gradients of the sum of their sines."""
+    """Return the values, and the gradients of the sum of their sines or JAX's type of error."""
     outcome = {"value": jax.jit(lambda *args: f(*args))(*args)}
     try:
         outcome["gradient"] = _gradients(f, args)
@@ -106,7 +106,7 @@ def _results(f: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _gradients(f: Callable[..., Any], args: tuple[Any, ...], ulps: int = 0) -> list[Any]:
-    """Return the gradients, from a cotangent that is so many units in the last place above 1."""
+    """Return the gradients for a cotangent that is ``ulps`` units in the last place above 1."""
     leaves, tree = jax.tree_util.tree_flatten(args)
     chosen = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
 
@@ -125,10 +125,10 @@ def _gradients(f: Callable[..., Any], args: tuple[Any, ...], ulps: int = 0) -> l
     return found
 
 
-# A gradient that is zero but for rounding (an attention's bias of keys) is another in each order of
-# its sums. It is told by two facts: it is as small as the rounding of the largest gradient, and
-# differs by no more than it does if all cotangents are a few units in the last place larger, which
-# rounds each step of the backward pass anew. A gradient that is wrong, however small, isn't.
+# A gradient that is zero up to rounding (of an attention's key bias) depends on the order of its
+# sums. Two facts identify it. It is as small as the rounding of the largest gradient. And the check
+# changes it about as much as a cotangent does that is a few units in the last place larger, which
+# rounds each step of the backward pass anew. A wrong gradient, however small, changes more.
 
 
 def _is_rest(a: Any, b: Any, gradients: Any) -> bool:
@@ -136,13 +136,14 @@ def _is_rest(a: Any, b: Any, gradients: Any) -> bool:
     arrays = isinstance(a, jax.Array) and isinstance(b, jax.Array)
     if not arrays or not isinstance(gradients, list):
         return False
-    # In narrower types rounding is so large that a sum over too few devices would pass for it.
+    # Use float32's precision for all dtypes: the rounding of narrower ones is so large that a sum
+    # over too few devices would pass as rounding.
     small = 200 * float(np.finfo(np.float32).eps)
     return max(_largest(a), _largest(b)) <= small * max(map(_largest, gradients))
 
 
 def _noise(f: Callable[..., Any], args: tuple[Any, ...], gradient: Any, index: int) -> float:
-    """Return the root mean square of what rounding changes in one gradient."""
+    """Return by how much rounding changes one gradient, as a root mean square."""
     again = np.asarray(_gradients(f, args, ulps=3)[index]).astype(np.float64)
     again /= 1 + 3 * float(jnp.finfo(gradient.dtype).eps)  # what is left is rounding alone
     return float(np.sqrt(np.mean((again - np.asarray(gradient).astype(np.float64)) ** 2)))
@@ -170,7 +171,7 @@ def _differs(a: Any, b: Any) -> str:
 
 
 def _by_device(array: Any) -> bool:
-    """Return whether devices hold different data for one part of an array."""
+    """Return whether devices hold different data for the same part of an array."""
     parts: dict[str, Any] = {}
     return any(
         not np.array_equal(parts.setdefault(str(s.index), np.asarray(s.data)), s.data, True)

@@ -1,4 +1,4 @@
-"""shard_maps whose check is off: what was seen of one, and why it runs as it is written."""
+"""Describe unchecked shard_maps: where they are made, what retracing showed, why they are left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
 RULES_ELSE = "a rule for its derivative computes something else with the check on"
-# How hooks.cotangents.summed_shares, which imports jax, begins such a reason.
+# Reasons that hooks.cotangents.summed_shares gives (it imports jax) begin with these words.
 TAKES_GRADIENT = "a custom rule takes a gradient itself"
 UNSEEN = "it can't be looked at"
 UNSTEADY = (
@@ -30,8 +30,8 @@ class Site:
     """The place where a program makes a shard_map."""
 
     file: str  # the path of the source file
-    # Of the call's expression, as in ``ast``: lines from 1, columns in UTF-8 bytes from 0, or -1 if
-    # Python does not record them.
+    # The position of the call's expression, as in ``ast``: lines from 1, columns in UTF-8 bytes
+    # from 0, or -1 if Python does not record them.
     line: int
     column: int
     end_line: int
@@ -49,7 +49,8 @@ class Site:
 def site_of(frame: Any, function: str, own: str) -> Site | None:
     """Return the place that makes a shard_map; None if JAX itself does, as for pmap.
 
-    Frames of the module ``own`` are there if the hooks were installed on top of ``check_off.kept``.
+    Frames of the module ``own`` are skipped: there are some if the hooks were installed on top of
+    ``check_off.kept``.
     """
     while frame is not None and (
         places.is_wrapper(name := frame.f_globals.get("__name__")) or name == own
@@ -144,7 +145,7 @@ def why_left(call: UncheckedCall) -> str:
 
 
 def _first_sentences(error: str) -> str:
-    """Give the first line of an error, without the sentence that the next line goes on with."""
+    """Return an error's first line, without a last sentence that the next line continues."""
     first, *rest = error.splitlines()
     if not any(rest):
         return first
@@ -154,12 +155,12 @@ def _first_sentences(error: str) -> str:
 
 
 def varies(output: retrace.TracedOutput) -> str:
-    """Say over which axes an output varies that its spec doesn't name."""
+    """Say that an output varies over axes that its spec doesn't name."""
     return f"out_specs{output.path} is {output.spec}, but it varies over {output.axes}"
 
 
 def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:
-    """Say how many bytes more the check moves, counting while loops apart; empty if none."""
+    """Say if the check moves more bytes, counting while loops separately; empty if it doesn't."""
     for loops in (False, True):
         off = [s for s in before if (s.runs is None) == loops]
         on = [s for s in after if (s.runs is None) == loops]

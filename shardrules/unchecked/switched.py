@@ -1,4 +1,4 @@
-"""What a program sends with its shard_maps' checks on: it is traced and compiled once more."""
+"""Retrace and compile a program with its shard_maps' checks on, to tell what it then sends."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ def switched(
 ) -> Switched | str:
     """Compile a program with each check on that can be, as ``install(unchecked="check")`` does.
 
-    ``how`` and ``scope`` say how it was traced, and in which scope of the hooks.
-
-    Returns why not if it can't be traced as it was: something that tracing depends on has changed,
-    or is changed by it and can't be put back.
+    ``how`` and ``scope`` say how it was traced, and in which scope of the hooks. Returns the reason
+    if it can't be retraced: tracing depends on something that has changed since, or it changes
+    something that can't be restored.
     """
     under = scope or Scope()
     if how is None:

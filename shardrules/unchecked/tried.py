@@ -1,4 +1,4 @@
-"""Which checks can be on: the script runs again with its patch, and again with parts of it."""
+"""Run a script again with its patch, and with parts of it, to see which checks can be on."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def tried(
     run: Callable[[Edits], Outcome] | None,
 ) -> tuple[list[SiteRow], Outcome | None]:
     """Run the script with its patch, and return the sites' verdicts and its last good run."""
-    # Try all sites at once. If that fails or sends more, try each with those before it that passed.
-    # MORE is tried too: the script may not differentiate as the retracing did.
+    # Try all sites at once. If that fails, sends more or changes results, try the sites in groups,
+    # each together with the groups that passed before it. Sites that would send more (MORE) are
+    # tried too, since the script may not differentiate as the retrace did.
     hopeful = [row._replace(verdict=SWITCH) if row.verdict == MORE else row for row in rows]
     patched = edit(hopeful).sites
     switched = [row.site for row in rows if row.verdict == SWITCH]

@@ -1,4 +1,4 @@
-"""Python state as it is now, piece by piece, and functions that put it back."""
+"""Record pieces of Python state, and make the functions that restore them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-# Puts back what changed; returns what was there instead, as ``plain`` gives it, or None.
+# Restores a value that changed; returns the changed value in ``plain`` form, None if unchanged.
 Undo = Callable[[], object]
 
 ABSENT = object()
 STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
-# nanobind's own are the functions of extensions.
+# nanobind is the module of functions in C++ extensions.
 _OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes", "nanobind"}) | frozenset(
     name for name in sys.stdlib_module_names if name != "__main__"
 )
@@ -37,7 +37,7 @@ def slots_of(kind: type) -> Iterable[str]:
 
 
 def variables(variables: dict[str, Any], names: Iterable[str], new: bool = False) -> Undo:
-    """Keep a module's variables by their names; with ``new``, remove those that it gets, too."""
+    """Keep the named variables of a module; with ``new``, also remove variables added later."""
     before = {name: _Numbering.held(variables, name) for name in names}
 
     def undo() -> object:
@@ -63,10 +63,10 @@ def variables(variables: dict[str, Any], names: Iterable[str], new: bool = False
 
 
 class _Numbering:
-    """An ``itertools.count`` that one variable of a module holds, and where it stood.
+    """The position of an ``itertools.count`` that only one variable of a module holds.
 
-    It can't be set back, so the variable gets another one, which nobody can tell from the first as
-    long as nothing else holds that.
+    A count can't be rewound, so the variable gets a new one. The program can't tell them apart,
+    since nothing else holds the first.
     """
 
     __slots__ = ("text",)
@@ -76,12 +76,12 @@ class _Numbering:
 
     @classmethod
     def held(cls, variables: dict[str, Any], name: str) -> Any:
-        """Return a variable's value, or what keeps it if it is such a counter."""
+        """Return a variable's value, or a _Numbering if it is such a counter."""
         value = variables.get(name, ABSENT)
         return cls(value) if is_counter(variables, name) else value
 
     def renewed(self) -> Any:
-        """Make a counter that stands where the first one stood."""
+        """Return a new counter at the recorded position."""
         return itertools.count(*map(int, _NUMBERS.findall(self.text)))
 
 
@@ -95,12 +95,12 @@ def is_counter(variables: dict[str, Any], name: str) -> bool:
         return False
     if any(holder is not variables for holder in gc.get_referrers(value)):
         return False
-    # By its id, since an inner function that uses the value would be one of its holders.
+    # Compare ids, since an inner function that used the value would itself hold it.
     return [*map(id, variables.values())].count(id(value)) == 1
 
 
 def read(value: Any, name: str, otherwise: Any = None) -> Any:
-    """Read an attribute of an object, past what its class does for those that it lacks."""
+    """Read an object's attribute without calling its class's ``__getattr__``."""
     try:
         return object.__getattribute__(value, name)
     except Exception:  # a property's own, too  # noqa: BLE001
@@ -112,7 +112,7 @@ def attribute(owner: Any, name: str, before: Any) -> Undo:
         now = vars(owner).get(name) if isinstance(owner, type) else read(owner, name, ABSENT)
         if now is before:
             return None
-        # Past what a frozen class says; a class itself has no other way.
+        # object.__setattr__ works for frozen objects, too; for a class, only setattr does.
         (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, before)
         return plain(now)
 
@@ -130,7 +130,7 @@ _CONTAINERS: tuple[Any, ...] = (
 
 
 def contents(value: Any) -> Any:
-    """Copy what a container holds, past the methods of its own class; of a dict, the items."""
+    """Copy a container's elements (a dict's items) without calling methods of its subclass."""
     kind = _container_kind(value)
     if kind is bytearray:
         return kind.copy(value)
@@ -142,19 +142,20 @@ def _container_kind(value: Any) -> Any:
 
 
 def container(value: Any) -> Undo:
-    # A class of the program's may load what it holds when it is asked, or not let itself be copied.
+    # Call the methods of the built-in class: the program's subclass may load its contents lazily,
+    # or refuse to be copied.
     kind, before = _container_kind(value), contents(value)
 
     def undo() -> object:
         now = contents(value)
-        if kind is set:  # what is put back has another order
+        if kind is set:  # restoring a set may change its order
             is_same = set(now) == set(before)
         else:
             is_same = len(now) == len(before) and all(map(_is_same, now, before))
         if is_same:
             return None
         became = plain(value)
-        if kind is bytearray and len(now) == len(before):  # it may have views
+        if kind is bytearray and len(now) == len(before):  # write in place, for its views
             kind.__setitem__(value, slice(None), before)
             return became
         if issubclass(kind, dict):
@@ -168,10 +169,10 @@ def container(value: Any) -> Undo:
 
 
 def _put_items(value: Any, now: Any, before: Any) -> None:
-    """Put back a dict's items, which are ``now`` others, or in another order."""
+    """Restore a dict's items ``before`` from ``now``, which are others or in another order."""
     kind, pairs = _container_kind(value), zip(now, before)
     if len(now) >= len(before) and all(a[0] is b[0] for a, b in pairs):
-        # Not cleared first: Python itself may need what is in it meanwhile.
+        # Don't clear the dict first: Python itself may need its items meanwhile.
         for key, _ in now[len(before) :]:
             kind.__delitem__(value, key)
     else:
@@ -217,7 +218,7 @@ def memory(value: Any) -> Undo:
 
 
 def environment() -> Undo:
-    """Keep the environment variables; those that a first import sets stay."""
+    """Keep the environment variables; new ones stay if a module was imported meanwhile."""
     before, modules = dict(os.environ), len(sys.modules)
 
     def undo() -> object:
@@ -265,7 +266,7 @@ def decimal_context(value: Any) -> Undo:
 
 
 def this_decimal_context() -> Undo:
-    """Keep which context of decimal is this thread's, and what it says."""
+    """Keep this thread's decimal context and its settings."""
     import decimal
 
     before = decimal.getcontext()
@@ -284,7 +285,7 @@ _LOGGED = ("level", "disabled", "propagate", "formatter", "handlers", "filters")
 
 
 def logged(value: Any) -> Undo:
-    """Keep what a logger or a handler is set to."""
+    """Keep the settings of a logger or a handler."""
     manager: Any = logging.root.manager
     before = {name: vars(value)[name] for name in _LOGGED if name in vars(value)}
     inside = [container(held) for held in before.values() if type(held) is list]
@@ -295,14 +296,14 @@ def logged(value: Any) -> Undo:
         if all(_is_same(now[name], before[name]) for name in before):
             return _changed(became)
         vars(value).update(before)
-        manager._clear_cache()  # each logger notes which levels are on
+        manager._clear_cache()  # each logger caches which levels are enabled
         return plain(now), *became
 
     return undo
 
 
 def loggers() -> Undo:
-    """Keep what all loggers are set to; those that are new are set to nothing."""
+    """Keep the settings of all loggers, and reset new loggers to the defaults."""
     manager: Any = logging.root.manager
     known = {name: value for name, value in manager.loggerDict.items() if _is_logger(value)}
     inside = [*map(logged, (logging.root, *known.values()))]
@@ -313,7 +314,7 @@ def loggers() -> Undo:
         became.append(None if (now := manager.disable) == disable else now)
         manager.disable = disable
         for name, value in [*manager.loggerDict.items()]:
-            # What is imported is set up once.
+            # Leave new loggers if a module was imported meanwhile: it sets them up only once.
             if name in known or not _is_logger(value) or len(sys.modules) != modules:
                 continue
             now = [vars(value)[n] for n in _LOGGED if n in vars(value)]
@@ -336,19 +337,19 @@ def _is_logger(value: Any) -> bool:
 
 
 def shown_warnings() -> Undo:
-    """Keep which warnings are shown."""
+    """Keep the filters of warnings."""
     back = container(warnings.filters)
 
     def undo() -> object:
         if (became := back()) is not None:
-            with warnings.catch_warnings():  # it lets Python read them anew
+            with warnings.catch_warnings():  # makes Python read the filters again
                 pass
         return became
 
     return undo
 
 
-# What is kept where code names one of these functions: settings that no variable holds.
+# Settings that no variable holds: kept if code names one of these functions.
 SETTINGS: dict[str, Callable[[], Undo]] = {
     "decimal.getcontext": this_decimal_context,
     "decimal.setcontext": this_decimal_context,
@@ -397,16 +398,16 @@ def state(get: Callable[[], Any], put: Callable[[Any], Any]) -> Undo:
 
 
 def plain(value: Any) -> Any:
-    """Return what of a value can be compared and hashed; nothing equals it if it can't be read."""
+    """Return a hashable form of a value; if it can't be read, an object that equals nothing."""
     try:
         hash(found := _held(value))
-    except Exception:  # of the program's own code; what changed is put back all the same  # noqa: BLE001
+    except Exception:  # from the program's code; the value is restored all the same  # noqa: BLE001
         return object()
     return found
 
 
 def _held(value: Any, depth: int = 4) -> Any:
-    """Return what of a value can be compared and hashed, as deep as ``depth``; else its type."""
+    """Return a hashable form of a value down to ``depth``; below that, types alone."""
     import numpy as np
 
     kind = type(value)

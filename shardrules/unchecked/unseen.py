@@ -1,8 +1,8 @@
-"""Hide from the program the traces that it doesn't ask for.
+"""Hide retraces from the program, which didn't ask for them.
 
-What they print, log and warn of is dropped, and the Python state that they change is put back. What
-they would change outside of Python's objects isn't done, and the look fails. What other threads do
-is theirs.
+Their prints, logs and warnings are dropped, and the Python state that they change is restored. If
+they would change something outside of Python's objects, it is prevented and the retrace fails.
+Other threads are not affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardrules.unchecked.python_state import Kept
 
 @dataclasses.dataclass
 class _Look:
-    """What a thread that looks was kept from."""
+    """What was withheld from a thread while it retraced."""
 
     # The warnings that were dropped: text, category, line.
     warnings: list[tuple[str, type[Warning], int]] = dataclasses.field(default_factory=list)
@@ -33,7 +33,7 @@ class _Look:
 
 _lock = threading.Lock()
 _looking: dict[int, _Look] = {}  # by thread
-_patches = contextlib.ExitStack()  # those of the process, while any thread looks
+_patches = contextlib.ExitStack()  # the process's patches while any thread retraces
 
 
 def _is_looking() -> bool:
@@ -41,7 +41,7 @@ def _is_looking() -> bool:
 
 
 class _Elsewhere:
-    """A stream that drops what threads write while they look."""
+    """A stream that drops what threads write while they retrace."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -63,15 +63,15 @@ class _Elsewhere:
 
 @contextlib.contextmanager
 def unseen(kept: Kept) -> Iterator[None]:
-    """Drop what this thread prints, logs and warns of; put back what it changes.
+    """Drop this thread's prints, logs and warnings, and restore the state that it changes.
 
     Raises:
-      retrace.Unseeable: if it would change something outside of Python's objects.
+      retrace.Unseeable: if the thread would change something outside of Python's objects.
     """
     here = threading.get_ident()
     with contextlib.ExitStack() as stack:
         stack.callback(kept.put_back)
-        if here not in _looking:  # else a look within a look
+        if here not in _looking:  # else this is a retrace inside a retrace
             with _lock:
                 _listen()
                 if not _looking:
@@ -84,7 +84,7 @@ def unseen(kept: Kept) -> Iterator[None]:
         except Exception:
             if not look.refused:
                 raise
-        if look.refused:  # although the body may go on without what it asked for
+        if look.refused:  # raise even if the body caught the error and went on
             raise retrace.Unseeable(look.refused)
 
 
@@ -98,7 +98,7 @@ def _shown_again(thread: int) -> None:
 
 @functools.cache
 def _listen() -> None:
-    """Let Python tell of what code changes outside; it can't be told to stop."""
+    """Register the audit hook once per process, since Python can't remove one."""
     _heard.__cantrace__ = True  # type: ignore[attr-defined]  # a debugger may step into it
     sys.addaudithook(_heard)
 
@@ -113,7 +113,7 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _patch() -> None:
-    """Let prints, logs and warnings ask whether their thread looks; others' go where they went."""
+    """Patch prints, logs and warnings to drop those of threads that retrace, and only those."""
     out: Any = _Elsewhere(sys.stdout)
     err: Any = _Elsewhere(sys.stderr)
     handle, show = logging.Logger.callHandlers, warnings.showwarning
@@ -136,12 +136,12 @@ def _patch() -> None:
 
 
 def _forget(dropped: list[tuple[str, type[Warning], int]]) -> None:
-    """Let Python forget that it has shown these warnings, which it notes in each module."""
+    """Make Python forget that it showed these warnings, which each module's registry records."""
     if not dropped:
         return
     notes = [getattr(warnings, "onceregistry", {})]
     for module in tuple(sys.modules.values()):
-        with contextlib.suppress(AttributeError):  # a lazy one imports when it is asked
+        with contextlib.suppress(AttributeError):  # read a lazy module without importing it
             held = object.__getattribute__(module, "__dict__")
             notes.append(held.get("__warningregistry__", {}))
     for text, category, line in dropped:

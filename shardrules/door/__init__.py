@@ -1,1 +1,1 @@
-"""The door to JAX: every private name, looked up once and checked; versions; patching."""
+"""Reach JAX's internals: look up and check every private name once; versions; patching."""

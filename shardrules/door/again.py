@@ -1,4 +1,4 @@
-"""How a jit was traced, so that the same program can be traced and compiled again."""
+"""Record how a jit was traced, so that the same program can be traced and compiled again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _last = threading.local()  # the jaxpr that this thread traced last, and how
 
 
 class Again(NamedTuple):
-    """The function and settings of a jit, and a call's arguments, arrays as shapes."""
+    """The function and settings of a jit, and a call's arguments with arrays as shapes."""
 
     function: Any
     settings: tuple[Any, ...]
     args: Any
     kwargs: Any
-    context: Any  # all else that tracing depends on: settings of JAX, meshes
-    meshes: tuple[Any, ...]  # the meshes of ``with mesh`` and of ``jax.set_mesh``, None without
+    context: Any  # what else tracing depends on: JAX's settings and meshes
+    meshes: tuple[Any, ...]  # the meshes of ``with mesh`` and of ``jax.set_mesh``, or None
     made: Callable[..., Any]
 
     def lower(self) -> Any:
@@ -29,7 +29,7 @@ class Again(NamedTuple):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[bool]:
-        """Enter its meshes; gives whether tracing depends on the same as then."""
+        """Enter the meshes; yield whether all else that tracing depends on is as it was."""
         import jax
 
         physical, concrete = self.meshes
@@ -42,7 +42,7 @@ class Again(NamedTuple):
 
 
 def note() -> Callable[[], None]:
-    """Note how each jit is traced, until the returned function is called."""
+    """Record how each jit is traced, until the returned function is called."""
     return seams.intercept("infer", _traced)
 
 
@@ -69,22 +69,22 @@ def _meshes() -> tuple[Any, Any]:
 
 
 def of(jaxpr: Jaxpr) -> Again | None:
-    """Say how a jaxpr that is lowered now was traced, None if this thread traced another since."""
+    """Return how a jaxpr was traced; None if this thread traced another one since."""
     again = getattr(_last, "again", None) if getattr(_last, "jaxpr", None) is jaxpr else None
     vars(_last).clear()
     return again
 
 
 def _is_now(context: Any) -> bool:
-    """Return whether the settings and meshes on which tracing depends are those that were noted."""
+    """Return whether the settings and meshes that tracing depends on are still the same."""
     now = seams.named("trace_context")()
-    # What was made since stands at the end: a context of users, None where nobody has set it; and
-    # options of modules that JAX imports late, off (pallas_fuser's on 0.12, by lowering a kernel).
+    # Entries that were added since come last, and must be unset: a user's context is None, and the
+    # options of a module that JAX imports late (pallas_fuser in 0.12, for a kernel) are off.
     return now[: len(context)] == context and not any(now[len(context) :])
 
 
 def _shape(x: Any) -> Any:
-    """Return an array's shape; other values stay as they are."""
+    """Return an array's ShapeDtypeStruct; return other values as they are."""
     import jax
 
     if not isinstance(x, jax.Array):

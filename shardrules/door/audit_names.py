@@ -1,6 +1,7 @@
-"""Which part of JAX defines what a kernel uses: its primitives, views of its refs, random keys.
+"""Tell which part of JAX defines a kernel's primitives, views of refs, and random keys.
 
-A primitive is identified by the module of JAX that defines it: a user's may also be called ``add``.
+A primitive is identified by the JAX module that defines it, since a user's may be called ``add``,
+too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from shardrules.door.protocols import Aval, Primitive
 
-# From a family to its modules, below jax._src.
+# Maps a family to its modules below jax._src.
 _MODULES = {
     "parallel": "lax.parallel",
     "debug": "debugging",
@@ -29,12 +30,12 @@ _MODULES = {
     "mgpu": "pallas.mosaic_gpu.primitives pallas.mosaic_gpu.core pallas.mosaic_gpu.lowering",
     "triton": "pallas.triton.primitives",
 }
-# From a module to its family. A module may also hold primitives that it imports: the first wins.
+# Maps a module to its family. A module also holds primitives that it imports: the first one wins.
 FAMILIES: dict[str, str] = {}
 for _family, _names in _MODULES.items():
     FAMILIES |= dict.fromkeys((f"jax._src.{name}" for name in _names.split()), _family)
 
-# By jax.random.key_impl's names, read in JAX 0.4.28 to 0.12.
+# Keyed by the names of jax.random.key_impl, read in JAX 0.4.28 to 0.12.
 _GENERATORS = {
     **dict.fromkeys(
         "threefry2x32 threefry4x32 philox2x32 philox4x32 rbg unsafe_rbg".split(), "pure"
@@ -45,29 +46,29 @@ _GENERATORS = {
 
 
 class Primitives(dict[Any, "str | None"]):
-    """From a primitive to ``family:name``; to None if JAX's own modules don't hold it."""
+    """Maps a primitive to ``family:name``, or to None if JAX's own modules don't hold it."""
 
     def __init__(self, kind: Any):
         self._kind = kind
         self._read: set[str] = set()
 
     def __missing__(self, primitive: Primitive) -> str | None:
-        # Who holds a primitive has imported its module.
+        # A primitive that exists comes from a module that is imported by now.
         for name in [n for n in FAMILIES if n in sys.modules and n not in self._read]:
             for value in list(vars(sys.modules[name]).values()):
                 if isinstance(value, self._kind):
                     self.setdefault(value, f"{FAMILIES[name]}:{value.name}")
-            self._read.add(name)  # not before: another thread may miss one meanwhile
+            self._read.add(name)  # last, or another thread could miss a primitive meanwhile
         return self.get(primitive)
 
 
 def key_kind(aval: Aval) -> str | None:
-    """Return what kind of generator random keys are of; None if these are no keys."""
+    """Return the kind of generator of random keys; None if the values are not keys."""
     generator = getattr(getattr(aval, "dtype", None), "_impl", None)
     if generator is None:
         return None
     for name in ("seed", "split", "random_bits", "fold_in"):
-        # Not the function's __module__, which functools.wraps copies.
+        # Don't read the function's __module__, which functools.wraps copies.
         module = getattr(getattr(generator, name), "__globals__", {}).get("__name__", "")
         if not module.startswith("jax._src."):
             return "unknown"
@@ -75,6 +76,6 @@ def key_kind(aval: Aval) -> str | None:
 
 
 def view(cls: type) -> str | None:
-    """Return ``family:ClassName`` of a view of a ref; None for a class of somebody else."""
+    """Return ``family:ClassName`` of a view of a ref; None if the class isn't JAX's."""
     family = FAMILIES.get(cls.__module__)
     return None if family is None else f"{family}:{cls.__name__}"

@@ -1,4 +1,4 @@
-"""What JAX keeps of a compiled program beside its text, and what a profile holds of programs."""
+"""Read what JAX keeps about a compiled program beside its text, and the programs in a profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardrules.errors import ProfileError, ShardrulesError
 
 
 def mesh_shape(tree: Any) -> dict[str, int] | None:
-    """Return the axis sizes of the one mesh that the shardings in ``tree`` use, else None."""
+    """Return the axis sizes of the mesh of all shardings in ``tree``; None if there isn't one."""
     meshes = _meshes(tree)
     return dict(meshes.pop().shape) if len(meshes) == 1 else None
 
@@ -34,7 +34,7 @@ class Placements:
 
     def __init__(self, executable: Any):
         pmapped: Any = getattr(executable, "_unloaded_executable", None)
-        if hasattr(pmapped, "local_input_avals"):  # pmap's own, to JAX 0.9
+        if hasattr(pmapped, "local_input_avals"):  # of a pmap, up to JAX 0.9
             self._avals = pmapped.local_input_avals
             self._inputs, self._outputs = pmapped.input_shardings, pmapped.output_shardings
             return
@@ -42,11 +42,11 @@ class Placements:
         self._avals, self._inputs, self._outputs = (getattr(executable, n, None) for n in names)
 
     def mesh(self) -> dict[str, int] | None:
-        """Return the axis sizes of the one mesh, else None."""
+        """Return the axis sizes of the only mesh, or None."""
         return mesh_shape([self._inputs, self._outputs])
 
     def platform(self) -> str | None:
-        """Return ``cpu``, ``tpu`` or ``gpu``, or None if nothing says it."""
+        """Return ``cpu``, ``tpu`` or ``gpu``; None if unknown."""
         shardings = (*(self._inputs or ()), *(self._outputs or ()))
         devices = itertools.chain.from_iterable(sharding.device_set for sharding in shardings)
         names = {device.platform for device in devices}
@@ -54,7 +54,7 @@ class Placements:
         return "gpu" if name in ("cuda", "rocm") else name
 
     def slices(self) -> list[tuple[int, int]] | None:
-        """Return slice and id of each device in the program's order, None for a single slice."""
+        """Return slice and id of each device in the program's order; None for a single slice."""
         for sharding in (*(self._inputs or ()), *(self._outputs or ())):
             devices = getattr(sharding, "_device_assignment", None) or ()
             order = [(getattr(d, "slice_index", None), d.id) for d in devices]
@@ -64,7 +64,7 @@ class Placements:
         return None
 
     def parameters(self) -> list[tuple[tuple[int, ...], str]] | None:
-        """Return shape on one device and HLO sharding of each parameter, None if unknown."""
+        """Return each parameter's shape on one device and HLO sharding; None if unknown."""
         if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):
             return None
         shapes = [*map(_array_shape, self._avals)]
@@ -74,7 +74,7 @@ class Placements:
         ]
 
     def specs(self) -> list[str] | None:
-        """Return each parameter's sharding as people write it, None if unknown."""
+        """Return each parameter's sharding as people write it; None if unknown."""
         if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):
             return None
         ranks = [len(_array_shape(aval)) for aval in self._avals]
@@ -86,9 +86,10 @@ class Placements:
         ]
 
     def details(self) -> list[tuple[str, str]] | None:
-        """Return each parameter's memory, and whether it is typed weakly; None if unknown.
+        """Return each parameter's memory, and whether it is weakly typed; None if unknown.
 
-        JAX compiles a function once for each of these; HLO's types don't show them on each backend.
+        JAX compiles a function once for each combination. HLO's types don't show them on all
+        backends.
         """
         if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):
             return None
@@ -105,8 +106,8 @@ class Placements:
     def results(
         self, paths: Sequence[str] | None, shapes: list[str]
     ) -> list[tuple[str, str] | None] | None:
-        """Return path and HLO sharding of each result of these HLO shapes, None if unknown."""
-        # The tokens of ordered effects stand before a program's own outputs and have no sharding.
+        """Return path and HLO sharding of each result with these HLO shapes; None if unknown."""
+        # The tokens of ordered effects come before a program's own outputs and have no sharding.
         if self._outputs is None:
             return None
         count = len(self._outputs)
@@ -124,7 +125,7 @@ class Placements:
                 (path, _hlo_sharding(sharding, rank))
                 for path, sharding, rank in zip(paths, self._outputs, ranks)
             ]
-        except (AttributeError, NotImplementedError):  # a sharding that HLO can't say
+        except (AttributeError, NotImplementedError):  # a sharding that HLO can't express
             return None
 
 
@@ -134,7 +135,7 @@ def placements(compiled: Any) -> Placements:
 
 
 def _hlo_sharding(sharding: Any, rank: int, is_parameter: bool = False) -> str:
-    """Return a sharding as HLO; of a pmap's, whether all replicas hold the same data."""
+    """Return a sharding as HLO; for a pmap, say whether all replicas hold the same data."""
     spec = getattr(sharding, "sharding_spec", None)
     if spec is None:
         return str(sharding._to_xla_hlo_sharding(rank))
@@ -145,7 +146,7 @@ def _hlo_sharding(sharding: Any, rank: int, is_parameter: bool = False) -> str:
 
 
 def _is_plain(sharding: Any) -> bool:
-    """Return whether the dimensions of a named sharding's spec say all of it."""
+    """Return whether a sharding has a spec whose dimensions say all of it."""
     spec = getattr(sharding, "spec", None)
     return spec is not None and not any(
         getattr(spec, name, None) for name in ("unreduced", "reduced")
@@ -168,24 +169,24 @@ def output_paths(compiled: Any) -> list[str]:
 
 
 def result_paths(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...] | None:
-    """Return the path of each result of a traced function, None if JAX kept none."""
+    """Return the path of each result of a traced function; None if JAX kept none."""
     info = getattr(getattr(closed_jaxpr, "jaxpr", closed_jaxpr), "debug_info", None)
     paths = getattr(info, "result_paths", None)
     if not isinstance(paths, (tuple, list)):
         return None
-    # JAX 0.5 and newer write result['w'], older ones ['w'].
+    # JAX 0.5 and newer write result['w']; older versions write ['w'].
     return tuple(str(path).removeprefix("result") for path in paths)
 
 
 def definition(closed_jaxpr: Any) -> str:
-    """Return ``NAME at FILE:LINE`` of a traced function, empty if JAX kept none."""
+    """Return ``NAME at FILE:LINE`` of a traced function; empty if JAX kept none."""
     info = getattr(getattr(closed_jaxpr, "jaxpr", closed_jaxpr), "debug_info", None)
     return str(getattr(info, "func_src_info", None) or "")
 
 
 def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
-    """Return the bytes of a program's temporaries on the host and on one device, if it says."""
-    # The host's are not told before JAX 0.4.31, and by some backends not at all.
+    """Return the bytes of a program's temporaries on host and one device; None if unknown."""
+    # JAX reports the host's since 0.4.31, and some backends report none.
     try:
         stats = compiled.memory_analysis()
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -197,7 +198,7 @@ def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
 
 def unoptimized_text(lowered: Any) -> str:
     """Return the HLO of a lowered program before any of XLA's passes, with source lines."""
-    # Before JAX 0.4.36 it holds neither these nor the op_names that tell the phase.
+    # Before JAX 0.4.36 it holds neither source lines nor the op_names that tell the phase.
     try:
         return str(lowered.as_text(dialect="hlo", debug_info=True))
     except TypeError:  # debug_info is new in JAX 0.4.36
@@ -205,7 +206,7 @@ def unoptimized_text(lowered: Any) -> str:
 
 
 def _array_shape(aval: Aval) -> tuple[int, ...]:
-    """Return the shape of an argument's array; a key's data has more dimensions."""
+    """Return the shape of an argument's array; for a random key, that of its data."""
     import jax
 
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -213,7 +214,7 @@ def _array_shape(aval: Aval) -> tuple[int, ...]:
     return tuple(aval.shape)
 
 
-# Where HloModule and HloSharding stood in JAX 0.10 to 0.12, 0.6.2 to 0.9, and before.
+# The modules of HloModule and HloSharding in JAX 0.10 to 0.12, 0.6.2 to 0.9, and before.
 _HLO_MODULE = ("jaxlib._hlo", "jaxlib._jax", "jaxlib.xla_extension")
 
 
@@ -223,17 +224,17 @@ def hlo_text(module_proto: bytes) -> str:
         raise ProfileError("this jaxlib has no HloModule to read a program with")
     try:
         return str(kind.from_serialized_hlo_module_proto(module_proto).to_string())
-    except Exception as error:  # jaxlib's own, of no class that it names
+    except Exception as error:  # jaxlib's own error, whose class it doesn't export
         raise ProfileError(f"jaxlib can't read a program of it: {error}") from error
 
 
 def sharding_text(op_sharding: bytes) -> str | None:
-    """Return the text of a serialized OpSharding, None where jaxlib can't read it."""
+    """Return the text of a serialized OpSharding; None if jaxlib can't read it."""
     try:
         proto = _of_jaxlib("OpSharding")()
         proto.ParseFromString(op_sharding)
         return str(_of_jaxlib("HloSharding").from_proto(proto))
-    except Exception:  # jaxlib's own, of no class that it names  # noqa: BLE001
+    except Exception:  # jaxlib's own error, whose class it doesn't export  # noqa: BLE001
         return None
 
 
@@ -246,19 +247,19 @@ def _of_jaxlib(name: str) -> Any:
 
 Leaf = tuple[str, bool, bool, str, str]
 
-# From NumPy's names of element types to XLA's.
+# Maps NumPy's names of element types to XLA's.
 _PREFIXES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c"}
 
 
 def _shape(aval: Aval) -> str:
-    """Write an array's type as HLO does: ``"f32[8,16]"``."""
+    """Return an array's type as HLO writes it: ``"f32[8,16]"``."""
     name, bits, rest = re.findall(r"^([a-z]+)(\d*)(.*)$", str(aval.dtype))[0]
     kind = "pred" if name == "bool" else f"{_PREFIXES.get(name, name)}{bits}{rest.replace('_', '')}"
     return f"{kind}[{','.join(map(str, aval.shape))}]"
 
 
 def _sharding(sharding: Any, rank: int) -> str:
-    """Write a sharding for people: a named one's spec."""
+    """Return a sharding as people write it: its spec if it is a NamedSharding, else as HLO."""
     spec = getattr(sharding, "spec", None)
     if spec is not None:
         parts = list(spec)
@@ -269,13 +270,13 @@ def _sharding(sharding: Any, rank: int) -> str:
 
 
 def argument_leaves(compiled: Any) -> list[Leaf] | None:
-    """List path, donated, kept, whole shape and sharding of each leaf of the arguments."""
-    # The paths begin with the parameters' names, as JAX keeps them for its own messages. Which
-    # leaves a program kept stands on no public attribute before JAX 0.5 (and ``input_shardings``
-    # raises for a program that pruned one).
+    """Return path, donated, kept, whole shape and sharding of each leaf of the arguments."""
+    # The paths begin with the parameters' names, as JAX keeps them for its own messages. Before JAX
+    # 0.5, no public attribute says which leaves a program kept (and ``input_shardings`` raises for
+    # a program that pruned one).
     if getattr(compiled, "args_info", None) is None:
         return None
-    # The aval stands there in JAX 0.4.28.
+    # In JAX 0.4.28 the info has an ``aval``; later it is the aval.
     rows = [
         (name, bool(info.donated), getattr(info, "aval", info))
         for name, (_, info) in zip(argument_names(compiled), _by_path(compiled.args_info))
@@ -295,7 +296,7 @@ def kept_leaves(executable: Any, rows: Sequence[tuple[str, bool, Any]]) -> list[
     kept = getattr(executable, "_kept_var_idx", None)
     if kept is None:
         return None
-    # Constants that JAX hoisted into arguments (an option from 0.7 on) stand before the others.
+    # Constants that JAX hoisted into arguments (an option since 0.7) come before the others.
     told = getattr(getattr(executable, "_all_args_info", None), "in_avals", rows)
     hoisted = max(0, len(told) - len(rows))
     shardings = itertools.islice(getattr(executable, "_in_shardings", ()), hoisted, None)
@@ -308,10 +309,10 @@ def kept_leaves(executable: Any, rows: Sequence[tuple[str, bool, Any]]) -> list[
 
 
 def executable_text(executable: Any) -> str | None:
-    """Return the HLO of what JAX runs, or None if the backend doesn't give it."""
+    """Return the HLO that JAX runs; None if the backend doesn't provide it."""
     try:
         (module,) = executable.xla_executable.hlo_modules()
-    except Exception:  # whatever the backend's C API reports; or there are several  # noqa: BLE001
+    except Exception:  # an error of the backend's C API; or several modules  # noqa: BLE001
         return None
     return str(module.to_string())
 
@@ -319,15 +320,15 @@ def executable_text(executable: Any) -> str | None:
 class Placed(NamedTuple):
     """An output with its sharding, as text and to compare."""
 
-    path: str  # below the whole output, empty for all of it
-    sharding: str  # its spec, or how HLO writes it
-    rank: int  # how many dimensions it has
-    own: Any  # JAX's sharding
-    mesh: Any  # the one mesh of the program, if there is one
-    shape: str  # the whole shape
+    path: str  # its path in the whole output; empty for all of it
+    sharding: str  # its spec, or its sharding as HLO writes it
+    rank: int  # its number of dimensions
+    own: Any  # JAX's sharding object
+    mesh: Any  # the program's mesh; None if it has none or several
+    shape: str  # its whole shape
 
     def differs(self, wanted: Any) -> str | None:
-        """Return the wanted sharding as text if it is another; else None."""
+        """Return the wanted sharding as text if it differs from this one; else None."""
         import jax
 
         spec = getattr(wanted, "spec", wanted)
@@ -375,7 +376,7 @@ def placed_results(compiled: Any) -> list[Placed] | None:
 
 
 def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[int]]:
-    """List sets of positions of argument leaves that share memory."""
+    """Return lists of positions of argument leaves that share memory."""
     import jax
 
     leaves = _dynamic(compiled.in_tree, args, kwargs)
@@ -391,7 +392,7 @@ def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _dynamic(tree: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Flatten the arguments that a program was traced for, without the static ones."""
+    """Return the leaves of the arguments that aren't static; None if they don't fit."""
     import jax
 
     positional, keywords = tree.children()
@@ -408,7 +409,7 @@ def _dynamic(tree: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
 
 
 def program_name(executable: Any) -> str:
-    """Return the name of an executable's module, or a stand-in for those that don't give it."""
+    """Return the name of an executable's module, or "a program" if the backend doesn't say."""
     try:
         return str(executable.xla_executable.hlo_modules()[0].name)
     except Exception:  # the backend's C API may raise anything  # noqa: BLE001
@@ -416,19 +417,19 @@ def program_name(executable: Any) -> str:
 
 
 def loaded(executable: Any) -> Any:
-    """Return what XLA compiled, or the executable itself without it.
+    """Return the program that XLA compiled, or the executable itself if there is none.
 
-    JAX lowers again where a sharding is written otherwise, as P() for P(None), or where its caches
-    forgot; several of its executables then share what was compiled once.
+    JAX lowers again if a sharding is written differently (P() for P(None)) or its caches were
+    cleared. Several of its executables may then share one compiled program.
     """
     try:
         return executable.xla_executable
-    except Exception:  # whatever the backend's C API reports  # noqa: BLE001
+    except Exception:  # an error of the backend's C API  # noqa: BLE001
         return executable
 
 
 def device_count(executable: Any) -> int:
-    """Count the devices on which an executable runs, of all processes; 0 where nothing says it."""
+    """Return the number of devices, of all processes, that run an executable; 0 if unknown."""
     try:
         here = len(executable.xla_executable.local_devices())
     except Exception:  # the backend's C API may raise anything  # noqa: BLE001
@@ -437,12 +438,12 @@ def device_count(executable: Any) -> int:
         shardings = [getattr(executable, f"_{side}_shardings", ()) for side in ("in", "out")]
         sets = (getattr(s, "device_set", ()) for s in itertools.chain(*shardings))
         return max([here, *map(len, sets)])
-    except (TypeError, ValueError):  # none are kept, or those of an abstract mesh
+    except (TypeError, ValueError):  # no shardings, or those of an abstract mesh
         return here
 
 
 def kept_arguments(executable: Any) -> list[int] | None:
-    """List the arguments that are parameters of an executable's HLO; None for all."""
+    """Return the arguments that are parameters of an executable's HLO; None for all."""
     kept = getattr(getattr(executable, "_unsafe_call", None), "kept_var_idx", None)
     return None if kept is None else sorted(kept)
 
@@ -452,7 +453,7 @@ _stopping = threading.Lock()
 
 
 class _Execution:
-    """An executable's call, after which ``see`` is called with its arguments and results."""
+    """Calls an executable, and then ``see`` with its arguments and results."""
 
     def __init__(self, call: Any, see: See):
         self._call = call
@@ -468,11 +469,12 @@ class _Execution:
 
 
 def after_each_run(executable: Any, see: See) -> Callable[[], bool]:
-    """Call ``see`` with what each run of an executable takes and returns; of pmap's own, never.
+    """Call ``see`` with the arguments and results of each run of an executable, except a pmap's.
 
-    Returns what ends that, and tells whether it did. The executable isn't kept.
+    Returns a function that stops the calls, and returns whether it did. It doesn't keep the
+    executable alive.
     """
-    # JAX calls an executable of another class than its own without its fast path, so it sees all.
+    # JAX uses its fast path only for calls of its own class, so ``_Execution`` sees every run.
     if not hasattr(executable, "_unsafe_call"):
         return lambda: False
     original = executable.unsafe_call
@@ -480,7 +482,7 @@ def after_each_run(executable: Any, see: See) -> Callable[[], bool]:
     kept = weakref.ref(executable)
 
     def stop() -> bool:
-        with _stopping:  # of two threads one ends it
+        with _stopping:  # only one of two threads stops it
             if (now := kept()) is None or now._unsafe_call is not own:
                 return False
             now._unsafe_call = original

@@ -1,8 +1,8 @@
-"""The one door to JAX's internals: every private name is looked up once, and checked.
+"""Give access to JAX's internals: look up and check every private name once.
 
 ``load`` finds every symbol of ``symbols.py`` that this version must have, and checks its parameters
-before anything is touched, so the hooks are installed whole or not at all. What follows asks which
-symbols there are; the version itself decides only which there must be.
+before it changes anything, so the hooks are installed completely or not at all. The version decides
+only which symbols must exist; all other code tests whether a symbol exists.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Door:
         self.typed = symbols["check_vma"] is not None  # whether axis types are on avals
         self._owners = owners
         self._here = threading.local()
-        # There, all that Primitive.bind_with_trace does for a trace that takes hijax types is to
-        # call process_primitive. Two calls an equation are saved by not asking it; a test in
-        # tests/core/test_install.py reads its source, and any other JAX is asked.
+        # In these versions, Primitive.bind_with_trace only calls process_primitive for a trace that
+        # takes hijax types. Calling that directly saves two calls per equation. A test in
+        # tests/core/test_install.py reads bind_with_trace; other versions of JAX call it.
         self.binds_by_processing = versions.release(version) >= (0, 9) and not self.untested
         self._caches_kernels = is_cached(symbols["trace_kernel"])
-        # A program has the same few types and avals again and again.
+        # Cached, since a program repeats the same few types and avals.
         self._types: dict[Any, AxisType] = {}
         self._retyped = functools.lru_cache(maxsize=1024)(self._retype)
 
-    if TYPE_CHECKING:  # the symbols: JAX's, and any of them may be anything
+    if TYPE_CHECKING:  # the symbols are JAX's and have no types
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -83,7 +83,7 @@ class Door:
         varying = getattr(aval, "vma", None)
         if varying is None:
             return _INVARIANT
-        # JAX 0.6.1 to 0.9 keep the other two in the sharding's spec.
+        # JAX 0.6.1 to 0.9 keep unreduced and reduced axes in the sharding's spec.
         spec = getattr(getattr(aval, "sharding", None), "spec", None)
         return AxisType(
             varying,
@@ -95,7 +95,7 @@ class Door:
         return tuple(map(self.axis_type, avals))
 
     def axes_of(self, aval: Aval) -> frozenset[str] | None:
-        """Return the axes over which an aval differs; None on a JAX whose avals have no types."""
+        """Return the axes over which an aval may differ; None if JAX's avals have no axis types."""
         have = self.axis_type(aval)
         return have.varying | have.unreduced if self.typed else None
 
@@ -108,7 +108,7 @@ class Door:
             )
 
     def with_axis_type(self, aval: Aval, axis_type: AxisType) -> Any:
-        """Return ``aval`` with another axis type, or as it is if it can't carry one."""
+        """Return ``aval`` with another axis type, or ``aval`` itself if it can't carry one."""
         if not self.typed or self.axis_type(aval) == axis_type:
             return aval
         if isinstance(aval, self.AbstractRef):
@@ -116,7 +116,7 @@ class Door:
         if not isinstance(aval, self.ShapedArray):
             return aval
         if aval.sharding.mesh.empty and axis_type.axes:
-            # out_shape given as an array: its aval names no mesh (JAX 0.10.2).
+            # The aval of an array passed as out_shape names no mesh (JAX 0.10.2).
             aval = aval.update(sharding=self.current_mesh_sharding())
         return self._retyped(aval, axis_type)
 
@@ -146,11 +146,11 @@ class Door:
         import jax
 
         if not isinstance(shape, jax.ShapeDtypeStruct):
-            return None  # an array's own type is no annotation
+            return None  # the type of an array is not an annotation
         if self.ManualAxisType is not None:
             mat = shape.manual_axis_type
             return None if mat is None else AxisType(mat.varying, mat.unreduced, mat.reduced)
-        varying = getattr(shape, "vma", None)  # JAX 0.6.0: nothing to write it in
+        varying = getattr(shape, "vma", None)  # JAX 0.6.0 has no such annotation
         return None if varying is None else AxisType(varying)
 
     def unannotated(self, shape: Any) -> Any:
@@ -168,11 +168,11 @@ class Door:
         return () if mesh is None or mesh.empty else _manual_axes(mesh)
 
     def spmd_axes(self) -> frozenset[str]:
-        """Return the mesh axes that a ``jax.vmap`` around maps over, by its ``spmd_axis_name``."""
+        """Return the mesh axes that enclosing vmaps name by ``spmd_axis_name``."""
         return frozenset(self.axis_env().spmd_axis_names)
 
     def manual_sizes(self) -> dict[str, int]:
-        """Return how many devices there are along each manual axis, on a JAX that has types."""
+        """Return the number of devices along each manual axis; needs a JAX with axis types."""
         shape = self.abstract_mesh().shape
         return {axis: shape[axis] for axis in self.manual_axes()}
 
@@ -190,7 +190,7 @@ class Door:
         return self.typed and bool(self.check_vma.value) and bool(self.manual_axes())
 
     def why_casts_do_nothing(self) -> str:
-        """Say why values have no types to cast here; empty where they do, and on JAX to 0.5.3."""
+        """Say why values have no axis types here; empty if they do, and up to JAX 0.5.3."""
         if not self.typed or self.checking():
             return ""
         return "unchecked" if self.manual_axes() else "outside"
@@ -203,7 +203,7 @@ class Door:
         have = self.axis_type(self.typeof(value))
         if have == want:
             return value
-        # One cast moves axes of one state only: jax.lax.pcast refuses a mixture (JAX 0.10.2).
+        # One cast per state of the axes, since jax.lax.pcast rejects a mixture (JAX 0.10.2).
         for axes, to in (
             (have.reduced & want.varying, "varying"),
             (want.varying - have.axes, "varying"),
@@ -223,12 +223,12 @@ class Door:
         return value
 
     def cast_bound(self, trace: Any, values: Any, wants: Any) -> list[Any]:
-        """Cast as ``cast_arrays`` does, operands that are bound in ``trace``."""
+        """Cast operands that are bound in ``trace``, as ``cast_arrays`` does."""
         with self.set_current_trace(trace):
             return self.cast_arrays(values, wants)
 
     def cast_arrays(self, values: Iterable[Any], wants: Iterable[AxisType | None]) -> list[Any]:
-        """Cast the arrays among values in the current trace; refs and tokens stay."""
+        """Cast the arrays among values in the current trace; return refs and tokens as they are."""
         return [
             self.cast(x, want) if want is not None and self.can_cast(self.typeof(x)) else x
             for x, want in zip(values, wants)
@@ -238,41 +238,41 @@ class Door:
 
     @functools.cached_property
     def primitives(self) -> Primitives:
-        """Return the part of JAX that defines each primitive, and its name there."""
+        """Return the table of the part of JAX that defines each primitive, and its name there."""
         return Primitives(self.Primitive)
 
     def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:
-        """Return the kernel's jaxpr in what ``trace_kernel`` returned, and all of that."""
+        """Return the kernel's jaxpr from the result of ``trace_kernel``, and that result."""
         index = next(i for i, part in enumerate(traced) if hasattr(part, "eqns"))
         jaxpr = traced[index]
         if self._caches_kernels:
-            # JAX to 0.6.2 caches the jaxpr. Two calls of one function would share it, and with it
-            # their annotations and scopes; so each call gets its own copy.
+            # JAX up to 0.6.2 caches the jaxpr. Give each call its own copy: two calls of one
+            # function would otherwise share their annotations and scopes.
             jaxpr = jaxpr.replace()
             traced = (*traced[:index], jaxpr, *traced[index + 1 :])
         return jaxpr, traced
 
     def source_line(self, source_info: Any, of_libraries: bool = False) -> str:
         """Return the user's ``file:line`` of an equation; empty if JAX keeps none."""
-        # Not a library's line if the user's own code called it, unless ``of_libraries``.
+        # Skip lines of libraries that the user's code called, unless ``of_libraries``.
         for info in (getattr(source_info, "traceback", None), source_info):
-            with contextlib.suppress(AttributeError, TypeError):  # to JAX 0.6 it took the info
+            with contextlib.suppress(AttributeError, TypeError):  # up to JAX 0.6 it took the info
                 for frame in self.user_frames(info):
                     if of_libraries or not is_library(frame.file_name):
                         return f"{frame.file_name}:{frame.start_line}"
                 break
-        # As "file:line:column (function)"; no column to JAX 0.4.
+        # The summary is "file:line:column (function)", without the column up to JAX 0.4.
         match = re.match(r"(.+?):(\d+)(:\d+)?( \(|$)", self.summarize(source_info))
         return f"{match[1]}:{match[2]}" if match else ""
 
     # Loops.
 
     def is_loop_body(self, debug_info: Any) -> bool:
-        """Return whether the caller was called to trace the body of a loop that a user wrote."""
-        # ``scan`` and ``while_loop`` trace their bodies by a local function (JAX 0.6 to 0.12),
-        # through names that the transformations of loops use too, with the same debug info;
-        # nothing that is passed distinguishes them. So the caller's code is compared with that
-        # function's, which a test in tests/core/test_install.py looks up in each JAX.
+        """Return whether our caller is tracing the body of a loop that a user wrote."""
+        # ``scan`` and ``while_loop`` trace their bodies in a local function (JAX 0.6 to 0.12). It
+        # calls functions that transformations of loops call too, with the same debug info, so no
+        # argument distinguishes them. Compare the code of the calling frame with that function's,
+        # which a test in tests/core/test_install.py looks up in each JAX.
         is_condition = debug_info.traced_for == "while_cond"
         return sys._getframe(2).f_code in self.body_tracers and not is_condition
 
@@ -292,13 +292,13 @@ class Door:
     # Functions of a custom_vjp.
 
     def scoped(self, fun: Any, enter: Any, scope: Any, see: Any = None) -> Any:
-        """Wrap a WrappedFun so that it runs inside ``enter(scope)``, after ``see(*args)``."""
+        """Return a WrappedFun that runs inside ``enter(scope)``, after ``see(*args)``."""
         if self.transformation is not None:
             return self.transformation(_run_scoped)(fun, enter, scope, see)
         return self.generator(_yield_scoped)(fun, enter, scope, see)
 
     def wrapped(self, function: Any, like: Any) -> Any:
-        """Return ``function`` in the form that ``like`` has: a WrappedFun, or a plain callable."""
+        """Return ``function`` as a WrappedFun if ``like`` is one, else as it is."""
         if not hasattr(like, "call_wrapped"):
             return function
         info = getattr(like, "debug_info", None)
@@ -310,16 +310,16 @@ class Door:
         return "debug_info" in inspect.signature(self.wrap_init).parameters
 
     def _wrapped_bwd(self, function: Any, arguments: Sequence[Any]) -> Any:
-        # By a signature of ours: JAX would look the function's up each time.
+        # Pass a signature, since JAX would look up the function's each time.
         info = self.debug_info("bwd", function, tuple(arguments), {}, signature=_ARRAYS)
         return self.wrap_init(function, debug_info=info)
 
     def staged(
         self, function: Any, arrays: Sequence[Any]
     ) -> tuple[Any, Sequence[Any], Callable[[Sequence[Any]], list[Any]]] | None:
-        """Return a function's jaxpr, its constants, and what puts its equations into this trace."""
-        # As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small
-        # one. None where no jaxpr is being traced here, for equations of HiJAX, and to JAX 0.6.
+        """Return a function's jaxpr, its constants, and a function that inlines it here."""
+        # This does what ``jax.jit(function, inline=True)`` does in a fifth of the time for a small
+        # function. None if no jaxpr is being traced, for HiJAX equations, and up to JAX 0.6.
         if self.stage_jaxpr is None:
             return None
         if type(self.trace_here.trace) is not self.JaxprTrace:
@@ -331,9 +331,9 @@ class Door:
 
         def put(arrays: Sequence[Any]) -> list[Any]:
             trace, source = self.trace_here.trace, self.current_source()
-            # What it closes over may be a value of the jaxpr here, which is no constant of it.
+            # The function may close over values of the jaxpr being traced, which aren't constants.
             whole = self.constants_as_inputs(jaxpr)
-            if type(trace) is not self.JaxprTrace:  # staged for a jaxpr, and run at once
+            if type(trace) is not self.JaxprTrace:  # staged for a jaxpr, but run eagerly
                 import jax
 
                 run = jax.jit(self.jaxpr_as_fun(self.close_jaxpr(whole)), inline=True)
@@ -346,7 +346,7 @@ class Door:
         return jaxpr, constants, put
 
     def jaxpr_of(self, function: Any, avals: Sequence[Aval]) -> Any:
-        """Return the jaxpr of a function from arrays of these types to a list."""
+        """Return the jaxpr of a function that takes arrays of these types and returns a list."""
         import jax
 
         if self.stage_jaxpr is not None:
@@ -360,7 +360,7 @@ class Door:
         return name or getattr(fun, "__name__", None) or "<unnamed>"
 
     def function_place(self, fun: Any) -> str:
-        """Return ``file:line`` of a function, or of a WrappedFun's function; empty if unknown."""
+        """Return ``file:line`` of a function or WrappedFun; empty if unknown."""
         said = getattr(getattr(fun, "debug_info", None), "func_src_info", None) or ""
         if " at " in said:
             return said.rpartition(" at ")[2]
@@ -380,7 +380,7 @@ class Door:
     # jit's trace key.
 
     def trace_key(self) -> Any:
-        """Return an object that puts a value into JAX's trace key, here or for all threads."""
+        """Return an object that puts a value into JAX's trace key, for one thread or for all."""
         if self.make_user_context is None:
             return MeshKey(self.config)
         context = self.make_user_context()
@@ -405,7 +405,7 @@ def _run_scoped(fun: Any, enter: Any, scope: Any, see: Any, *args: Any, **kwargs
 
 
 def _yield_scoped(enter: Any, scope: Any, see: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    # JAX to 0.4.36 writes its transformations as generators.
+    # Up to JAX 0.4.36, transformations are generators.
     with enter(scope):
         if see is not None:
             see(*args)
@@ -415,7 +415,7 @@ def _yield_scoped(enter: Any, scope: Any, see: Any, *args: Any, **kwargs: Any) -
 
 @functools.lru_cache(maxsize=1)
 def load() -> Door:
-    """Look up every private symbol of the JAX that is installed."""
+    """Look up every private symbol of the installed JAX."""
     try:
         import jax
     except ModuleNotFoundError as error:
@@ -435,7 +435,7 @@ def load() -> Door:
 
 
 def names() -> list[tuple[str, str, str]]:
-    """Return our name of each private name that this JAX must have, its path, what is wrong."""
+    """Return our name, path and problem of each private name that this JAX must have."""
     import jax
 
     if versions.too_old(jax.__version__):

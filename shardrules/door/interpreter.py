@@ -1,7 +1,7 @@
-"""The door to JAX's interpreter of TPU kernels, which finds what no audit can.
+"""Run kernels in JAX's TPU interpreter, which finds errors that no audit can.
 
-It simulates memories, and looks for races, reads out of bounds, and reads before a write (JAX 0.8.3
-to 0.12).
+It simulates memories, and detects races, reads out of bounds, and reads of uninitialized memory
+(JAX 0.8.3 to 0.12).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ _RACE = "RACE DETECTED"
 def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[str], str]]:
     """Run the Pallas kernels that are traced inside the ``with`` in JAX's TPU interpreter.
 
-    Yields a function that returns what JAX said of two accesses of one memory that are not
-    ordered, empty if there were none. Pass it the text of an error that the kernels raised: JAX
-    0.12 raises where earlier ones print.
+    Yields a function that returns JAX's report of a race, empty if there was none. Pass it the text
+    of an error that the kernels raised: JAX 0.12 raises where earlier versions print.
     """
     try:
         from jax.experimental.pallas import tpu as pltpu
@@ -46,7 +45,7 @@ def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[str], str]]:
 
     def recording(
         *args: Any, **kwargs: Any
-    ) -> Any:  # each kernel's state takes the place of the one before
+    ) -> Any:  # JAX replaces the state with each kernel, so keep all of them
         states.append(original(*args, **kwargs))
         return states[-1]
 

@@ -1,4 +1,4 @@
-"""JAX's primitives by name, and what is in an equation's parameters.
+"""Name JAX's primitives, and read an equation's parameters.
 
 The lists hold every name that a primitive has had from JAX 0.4.28 to 0.12.
 """
@@ -11,12 +11,12 @@ from typing import Any, overload
 from shardrules.door.protocols import Aval, ClosedJaxpr, Eqn, Jaxpr, Params, Var
 from shardrules.registry.axistypes import AxisType
 
-# Casts, by the state that they cast to; all of them name mesh axes and move nothing along them.
+# Casts, by the state that they cast to. All of them name mesh axes, but none communicates.
 TO_VARYING = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
 TO_UNREDUCED = ("vary_unreduced_cast", "vary_unreduced_cast_p")
 CASTS = frozenset((*TO_VARYING, *TO_UNREDUCED, "pbroadcast", "preduced"))
 
-# The name scope of a cast that a user wrote with shardrules.vary, in which no other cast stands.
+# The name scope of a cast that a user wrote with shardrules.vary. It holds no other cast.
 DECLARED = "shardrules.vary"
 
 # The name scope of a cast that joins a branch's results with those of the others.
@@ -25,17 +25,17 @@ JOINED = "shardrules.joined"
 # All-reduces that add.
 SUMS = ("psum", "psum_invariant", "psum2")
 
-# Primitives whose jaxpr is a kernel's: their rule speaks for it.
+# Primitives whose jaxpr is a kernel's. The kernel's rule describes it.
 KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
 
-# Primitives that make a ref of a value, by JAX's names (0.4.28 to 0.12).
+# Primitives that make a ref from a value, by JAX's names (0.4.28 to 0.12).
 NEW_REFS = frozenset("new_ref ref mutable_array array_ref".split())
 
 # Primitives that read refs and store nothing.
 READS = frozenset("get freeze masked_load load".split())
 
-# JAX's effects of reading and writing a ref (0.4.28 to 0.12). What else a kernel's jaxpr has, mesh
-# axes and communication say, is free to ask for: JAX keeps the set.
+# JAX's effects of reading and writing a ref (0.4.28 to 0.12). JAX keeps the set of a jaxpr's
+# effects, so it costs nothing to see whether it has others (mesh axes or communication).
 _OF_REFS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
 
 # Primitives that call one jaxpr with all of their operands, by JAX's names (0.6.0 to 0.12).
@@ -49,7 +49,7 @@ CALLS = {
     "eval_jaxpr": "call_jaxpr",
 }
 
-# Those whose derivative is a rule of their author's (0.4.28 to 0.12).
+# Primitives whose derivative is the author's rule (0.4.28 to 0.12).
 CUSTOM_CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
@@ -62,7 +62,7 @@ def only_touches_refs(jaxpr: Jaxpr) -> bool:
 
 
 def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
-    """Return a type that varies over ``axes`` too; partial sums over one of them stay so."""
+    """Return a type that varies over ``axes`` too, except where it is unreduced."""
     return have.vary(*(frozenset(axes) - have.unreduced))
 
 
@@ -103,7 +103,7 @@ def opened(value: Any) -> Any:
 
 
 def name_of(eqn: Eqn) -> str:
-    """Return an equation's primitive's name; from JAX 0.12 a linear one's may be wrapped."""
+    """Return the name of an equation's primitive; since JAX 0.12 a linear one may be wrapped."""
     name: str = eqn.primitive.name
     return name if name[:9] != "vjp_node[" else name[9:].removesuffix("]")
 
@@ -124,12 +124,12 @@ def is_float(value: Any) -> bool:
 
 
 def value_of(env: dict[Any, Any], atom: Var) -> Any:
-    """Return what a variable has become; a literal stays."""
+    """Return the variable or value that replaces a variable; return a literal as it is."""
     return atom if hasattr(atom, "val") else env.get(atom, atom)
 
 
 def renamed_effects(effects: Iterable[Any], env: dict[Any, Any]) -> set[Any]:
-    """Return effects on what variables have become; before JAX 0.10 an effect has an index."""
+    """Return effects on the replaced variables; before JAX 0.10 an effect holds an index."""
     return {
         type(effect)(env[effect.input])
         if hasattr(effect, "input") and effect.input in env
@@ -145,7 +145,7 @@ def variable(like: Any, aval: Aval) -> Any:
 
 
 def callable_of(function: Any) -> Callable[..., Any]:
-    """Return what can be called with arrays; a WrappedFun can't."""
+    """Return a callable that takes arrays, which a WrappedFun itself doesn't."""
     called: Callable[..., Any] = getattr(function, "call_wrapped", function)
     return called
 

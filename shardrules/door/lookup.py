@@ -1,4 +1,4 @@
-"""Look up JAX's private names, and say what is wrong with those that are not as they were."""
+"""Look up JAX's private names, and say what has changed about them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Symbol(NamedTuple):
 
     key: str  # what this package calls it
     path: str  # ``module:attribute``, or a module
-    first: str  # the first release that has it so
-    last: str | None  # the last one (``0.9``: all of 0.9), or None: all newer ones, too
+    first: str  # the first release with this path and parameters
+    last: str | None  # the last such release (``0.9``: all of 0.9); None if newer ones have it too
     parameters: tuple[str, ...]  # parameter names that the hooks pass or read; checked before use
-    reason: str  # what it is needed for
+    reason: str  # what we need it for
 
     @property
     def versions(self) -> str:
@@ -39,7 +39,7 @@ _ROW = re.compile(r" +(\w+) +([\d.]+)(?:-([\d.]+)|(\+))?\s+([\w.]+(?::[\w.]+)?)(
 
 
 def read(table: str) -> tuple[Symbol, ...]:
-    """Return the symbols of a table; ``symbols.py`` says how it is written."""
+    """Return the symbols of a table in the format that ``symbols.py`` describes."""
     symbols, reason, at = [], "", 0
     while at < len(table):
         if row := _ROW.match(table, at):
@@ -58,7 +58,7 @@ def read(table: str) -> tuple[Symbol, ...]:
 
 
 def is_cached(function: Any) -> bool:
-    """Return whether this is a C++ cache of JAX around a function, which hides its parameters."""
+    """Return whether a function is one of JAX's C++ caches, which hide its parameters."""
     return hasattr(function, "cache_info")
 
 
@@ -97,7 +97,7 @@ def unsupported(version: str, what: str, **data: Any) -> UnsupportedJaxError:
 def find(
     version: str, symbols: tuple[Symbol, ...]
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:
-    """Look up all symbols; return them (None: this version has it not) and their owners."""
+    """Look up all symbols; return them (None if this version has none) and their owners."""
     values: dict[str, Any] = {symbol.key: None for symbol in symbols}
     owners: dict[str, tuple[Any, str]] = {}
     for symbol in symbols:

@@ -1,6 +1,6 @@
-"""What this package puts into JAX: replaced functions, tuples that refuse, an own trace key.
+"""Patch JAX: replace functions, make tuples that raise when read, add to the trace key.
 
-And into Python: what is done once a module is imported.
+Also call functions once a module has been imported.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replaced attributes and table entries; undoing puts exactly the old state back."""
+    """Replaced attributes and table entries; ``undo`` restores exactly the old state."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Callable[[], None], str]] = []
         self._caches: list[Any] = []
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Set ``owner.name``; if it was inherited, undoing deletes it again."""
+        """Set ``owner.name``; ``undo`` deletes it again if it was inherited."""
         old = vars(owner).get(name, _ABSENT)
         undo: Any = (delattr, owner, name) if old is _ABSENT else (setattr, owner, name, old)
         self._undo.append((owner, name, functools.partial(*undo), _caller()))
@@ -36,7 +36,7 @@ class Patches:
         table[key] = value
 
     def copied(self, cache: Any) -> None:
-        """Clear a cache that copies table entries, before they are set and once they are undone."""
+        """Clear a cache of table entries now, before they are replaced, and after ``undo``."""
         self._caches.append(cache)
         cache.cache_clear()
 
@@ -84,11 +84,11 @@ class TellingTuple(tuple[Any, ...]):
     """A tuple that calls ``refuse`` before it is read.
 
     The hooks drop types from an interpreted kernel's loops, where JAX mixes them. Without the
-    hooks, JAX's error doesn't name the cause. It first reads ``input_output_aliases`` of the
-    parameters (a test in tests/core/test_install.py fails once it does not): that tuple raises.
+    hooks, JAX's error doesn't name the cause. JAX reads the parameter ``input_output_aliases``
+    first (a test in tests/core/test_install.py fails once it doesn't), so that tuple raises.
     """
 
-    refuse: Callable[[], None]  # raises where it may not be read
+    refuse: Callable[[], None]  # raises if the tuple must not be read here
 
     def __iter__(self) -> Iterator[Any]:
         self.refuse()
@@ -106,8 +106,8 @@ class _KeyEntry(tuple[Any, ...]):
 class MeshKey:
     """jit's trace key before ``jax.make_user_context`` (JAX to 0.7.1)."""
 
-    # The list of meshes entered by ``with mesh:`` is in the key, and nothing else reads it from
-    # there, so one thread's scope can stand in it too. A change for all threads clears the caches.
+    # The key holds the meshes entered by ``with mesh:``, and JAX uses that entry for nothing else,
+    # so a thread's scope can be added to it. A change for all threads clears JAX's caches instead.
 
     def __init__(self, config: Any):
         self._config = config
@@ -126,7 +126,7 @@ class MeshKey:
         state = getattr(self._config, "mesh_context_manager", None)
         if state is not None:
             before, write = state.value, state.set_local
-        else:  # JAX to 0.4.35 keeps it in a tuple of the thread's
+        else:  # JAX up to 0.4.35 keeps it in a thread-local tuple
             context = self._config.jax_jit.thread_local_state().extra_jit_context
             before = getattr(context, "mesh_context_manager", None)
             update = self._config.update_thread_local_jit_state
@@ -140,7 +140,7 @@ class MeshKey:
 
 
 class WhenImported:
-    """Calls ``action`` with the module of a name, now or after its import, until ``stop``."""
+    """Calls ``action`` with a module, now or after its import, until ``stop`` is called."""
 
     def __init__(self, name: str, action: Callable[[Any], None]):
         self._name = name
@@ -154,10 +154,10 @@ class WhenImported:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find the module as the finders behind do, and make its loader call the action."""
+        """Find the module as the later finders do, and make its loader call the action."""
         if name != self._name:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another may wait for the module
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # may hold another WhenImported
         others = (f for f in behind if hasattr(f, "find_spec"))
         spec = next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):

@@ -1,4 +1,4 @@
-"""Where in JAX what is watched or told apart stands."""
+"""Tell which modules and files are JAX's, and call functions whose place depends on its version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardrules.door import seams
 
 PALLAS = "jax._src.pallas."  # no kernel of a user lives there
 PALLAS_GPU_CORE = "jax._src.pallas.mosaic_gpu.core"  # where plgpu.kernel's own function lives
-# Where JAX makes a shard_map of a function: from 0.6.1, and before.
+# The modules in which JAX makes a shard_map of a function: since 0.6.1, and before.
 SHARD_MAPS = ("jax._src.shard_map", "jax.experimental.shard_map")
 
 
@@ -36,7 +36,7 @@ def devices() -> list[Any]:
 
 
 def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) -> Any:
-    """Return ``f`` in shard_map, by the names that this JAX has for it and for its check."""
+    """Return ``f`` in shard_map, under the names that this JAX gives it and its check."""
     import jax
 
     if hasattr(jax, "shard_map"):

@@ -1,8 +1,8 @@
-"""What the package reads of JAX's objects (0.4.28 to 0.12), for type checkers.
+"""Describe to type checkers what the package reads of JAX's objects (0.4.28 to 0.12).
 
-JAX's own classes are private, have moved, and leave most of this untyped. No object is an instance
-of these protocols: the code reads attributes instead. Members are properties where the package only
-reads them, so that JAX's classes fit, whichever of their attributes JAX makes read-only.
+JAX's own classes are private, have moved, and leave most of this untyped. The code never tests for
+these protocols; it reads attributes. Members that the package only reads are properties, so that
+JAX's classes fit even if they make an attribute read-only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Primitive(Protocol):
 
     @property
     def bind(self) -> Callable[..., Any]: ...
-    # From the operands' avals and the parameters to the results' avals.
+    # Maps the operands' avals and the parameters to the results' avals.
     @property
     def abstract_eval(self) -> Callable[..., Any]: ...
 
@@ -113,7 +113,7 @@ class JaxMesh(Protocol):
 
 
 class JaxTrace(Protocol):
-    """A trace, which decides what becomes of an operation."""
+    """A trace, which decides how an operation is processed."""
 
     parent_trace: Any
     requires_low: bool

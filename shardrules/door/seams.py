@@ -1,6 +1,6 @@
-"""The functions of JAX that are watched: each is replaced once, while anyone watches it.
+"""Replace functions of JAX that are being watched, each once, as long as anyone watches it.
 
-``symbols.WATCHED`` says where each one is, and in which JAX.
+``symbols.WATCHED`` lists where each function is, and in which version of JAX.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from shardrules.door.patching import Patches
 from shardrules.door.symbols import WATCHED
 from shardrules.errors import UnsupportedJaxError
 
-Wrapper = Callable[..., Any]  # called with the original, then with what that is called with
+Wrapper = Callable[..., Any]  # called with the original function and its arguments
 
 
 class _Seam:
-    """One replaced function, and those who watch it."""
+    """One replaced function, and the wrappers around it."""
 
     def __init__(self, owner: Any, name: str):
         self.wrappers: tuple[Wrapper, ...] = ()
@@ -38,7 +38,7 @@ class _Seam:
         self._patches.attribute(owner, name, property(replaced) if is_property else replaced)
 
     def remove(self, wrapper: Wrapper) -> bool:
-        """Take a wrapper away; with the last one, JAX gets its own function back."""
+        """Remove a wrapper; if it was the last, restore JAX's function and return True."""
         self.wrappers = tuple(one for one in self.wrappers if one is not wrapper)
         if not self.wrappers:
             self._patches.undo()
@@ -50,14 +50,14 @@ _seams: dict[str, _Seam] = {}
 
 
 def intercept(key: str, wrapper: Wrapper) -> Callable[[], None]:
-    """Call ``wrapper`` instead of a function of JAX; return what ends that.
+    """Call ``wrapper`` instead of a function of JAX, until the returned function is called.
 
-    Nothing is done on a JAX that doesn't have the function.
+    Do nothing if this JAX doesn't have the function.
     """
     owner, name = _found(key)[1]
     if owner is None:
         return lambda: None
-    mine = functools.partial(wrapper)  # told apart from the same wrapper of another caller
+    mine = functools.partial(wrapper)  # distinct, even if another caller passes the same wrapper
     with _lock:
         if key not in _seams:
             _seams[key] = _Seam(owner, name)
@@ -73,7 +73,7 @@ def intercept(key: str, wrapper: Wrapper) -> Callable[[], None]:
 
 
 def named(key: str) -> Any:
-    """Return what stands behind one of the names; None if this JAX doesn't have it."""
+    """Return the object of a name in ``WATCHED``; None if this JAX doesn't have it."""
     return _found(key)[0]
 
 

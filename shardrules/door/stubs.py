@@ -1,7 +1,7 @@
-"""Handlers for FFI targets whose library is not loaded: a program compiles, and can't run.
+"""Register stubs for FFI targets whose library isn't loaded, so that programs compile.
 
-XLA looks for a target's handler when it compiles. A stub is one in the C API of XLA's FFI: it
-answers which version it speaks, and everything else with an error.
+XLA looks up a target's handler when it compiles. A stub is a handler in the C API of XLA's FFI that
+reports the API's version, and returns an error for any other request, such as to run.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 from shardrules.door import seams, versions
 
 _MISSING = re.compile(r"No FFI handler registered for (\S+) on a platform CUDA")
-_METADATA = 1  # the type of the extension by which XLA asks for the version
+_METADATA = 1  # the type of the extension with which XLA asks for the version
 _UNIMPLEMENTED = 12
 
-_clients: list[Any] = []  # those whose programs get stubs
+_clients: list[Any] = []  # the clients whose programs get stubs
 
 
 def _struct(**fields: Any) -> Any:
-    """Return a struct of XLA's C API, each of which begins with its size."""
+    """Return a struct of XLA's C API; each begins with its size."""
     all_fields = [("size", ctypes.c_size_t), *fields.items()]
     return type("Struct", (ctypes.Structure,), {"_fields_": all_fields})
 
 
 _Version = _struct(extension=ctypes.c_void_p, major=ctypes.c_int, minor=ctypes.c_int)
-_Metadata = _struct(version=_Version)  # and more, which stays zero
+_Metadata = _struct(version=_Version)  # further fields stay zero
 _Extension = _struct(type=ctypes.c_int, next=ctypes.c_void_p, metadata=ctypes.POINTER(_Metadata))
 _NewError = _struct(extension=ctypes.c_void_p, message=ctypes.c_char_p, code=ctypes.c_int)
 _Api = _struct(
@@ -43,14 +43,14 @@ _handlers: dict[str, Any] = {}  # XLA keeps their addresses
 
 
 def stubs_are_known() -> bool:
-    """Return whether this JAX takes the version that a stub gives: XLA of JAX 0.6 reads another."""
+    """Return whether this JAX accepts the version that a stub reports; JAX 0.6 reads another."""
     import jax
 
     return versions.release(jax.__version__)[:2] >= (0, 8)
 
 
 def allow(client: Any) -> None:
-    """Register a stub for each target without a handler that a client's programs call."""
+    """Register a stub for each target that a client's programs call and that has no handler."""
     if not _clients:
         for key in ("compile_by_xla", "compile_and_load"):
             seams.intercept(key, _compile)
@@ -59,6 +59,7 @@ def allow(client: Any) -> None:
 
 
 def _compile(original: Any, backend: Any, *args: Any, **options: Any) -> Any:
+    # Each error names a missing target: register a stub for it and compile again.
     while True:
         try:
             return original(backend, *args, **options)
@@ -71,7 +72,7 @@ def _compile(original: Any, backend: Any, *args: Any, **options: Any) -> Any:
 
 @functools.cache
 def _spoken() -> tuple[int, int]:
-    """Return the version of this JAX's FFI, as its header says; XLA tells it to no handler."""
+    """Return the version of this JAX's FFI from its header, since XLA doesn't tell handlers."""
     from jax import ffi
 
     text = pathlib.Path(ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()

@@ -1,16 +1,16 @@
-"""JAX's private names as one table: what each is needed for, in which versions it exists, where.
+"""List JAX's private names in one table: what we need each for, in which versions, and its path.
 
-Nothing in shardrules names ``jax._src`` but this folder; what acts on JAX is looked up here. None
-of these depends on what else is installed (Triton, a compiler): JAX's own modules hold all of them.
+Only this folder names ``jax._src``; functions that act on JAX are looked up here. No name depends
+on other installed software (Triton, a compiler): JAX's own modules hold all of them.
 """
 
 from __future__ import annotations
 
 from shardrules.door.lookup import Symbol, read
 
-# A reason, and below it the names that serve it: our name, the first and last JAX that has it (a
-# plus: all newer ones too), its module and name (a leading dot means ``jax._src.``), and
-# the parameters that the hooks pass or read. Several rows of one name are for different versions.
+# Each reason is followed by its rows: our name, the first and last JAX that has it (a plus means
+# all newer ones too), its module and name (a leading dot means ``jax._src.``), and the parameters
+# that the hooks pass or read. Several rows of one name are for different versions.
 SYMBOLS: tuple[Symbol, ...] = read("""
 the aval of a tracer
     typeof                 0.4.28-0.5.2   .core:get_aval
@@ -230,7 +230,7 @@ casts an operand where axes of replication are kept beside values
     broadcast              0.4.28-0.5.3   jax.experimental.shard_map:pbroadcast(x, axis_name)
 """)
 
-# What a watch needs of JAX, where one is on; ``install()`` needs none of it.
+# The names that a watch needs; ``install()`` needs none of them.
 WATCHED: tuple[Symbol, ...] = read("""
 all ways to a program end here, also where JAX takes it from a cache
     compile                0.4.28+        .interpreters.pxla:MeshComputation.compile

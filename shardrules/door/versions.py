@@ -1,4 +1,4 @@
-"""Which versions of JAX were tested."""
+"""Tell which versions of JAX were tested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def too_old(version: str) -> str:
-    """Say what keeps a JAX from being one that hooks were written for; empty if nothing."""
+    """Say why a version of JAX is too old for the hooks; empty if it isn't."""
     try:
         is_older = release(version) < release(OLDEST)
     except ValueError as error:
@@ -32,5 +32,5 @@ def too_old(version: str) -> str:
 
 
 def is_untested(version: str) -> bool:
-    """Return whether a JAX is newer than the newest that was tested."""
+    """Return whether a version of JAX is newer than the newest tested one."""
     return release(version)[:2] > release(NEWEST)

@@ -1,9 +1,10 @@
-"""What happens on the host while a block runs: calls of compiled functions, compilations, reads.
+"""Watch the host while a block runs: calls of compiled functions, compilations, reads of arrays.
 
-JAX has no event for any of these, so some of its functions are replaced while one thread watches;
-in other threads they do what they did. ``_get_fastpath_data`` lets C++ call a function without any
-of them: it returns None, and what C++ knows is dropped on the way in and out. ``float(x)``,
-``print(x)`` and the like read by ``ArrayImpl._value``; NumPy reads a CPU's array by no method.
+JAX has no events for these, so some of its functions are replaced while a thread watches; in other
+threads they behave as before. ``_get_fastpath_data`` lets C++ call a function without any of them:
+the replacement returns None, and C++'s caches are cleared when a watch begins and ends.
+``float(x)``, ``print(x)`` and the like read ``ArrayImpl._value``. NumPy reads an array on the CPU
+without calling a method, so ``numpy.asarray`` and ``numpy.array`` are replaced, too.
 """
 
 from __future__ import annotations
@@ -33,34 +34,34 @@ class Argument(NamedTuple):
 
 
 class Listener:
-    """Called on the thread that watches."""
+    """Receives events on the thread that watches."""
 
-    wants_arguments = False  # else the lists are empty
+    wants_arguments = False  # whether to pass arguments; else the lists are empty
 
     def called(self, name: str, arguments: list[Argument], is_jax_s: bool) -> None:
-        """Note that a compiled function is about to run, a user's or JAX's own."""
+        """Handle that a compiled function, the user's or JAX's own, is about to run."""
 
     def returned(self, name: str, arguments: list[Argument], executable: Any, results: Any) -> None:
-        """Note that it ran; what it donated is deleted now."""
+        """Handle that it ran; the donated arguments are deleted now."""
 
     def failed(self) -> None:
-        """Note that it raised."""
+        """Handle that it raised."""
 
     def compiling(self, name: str) -> None:
-        """Note that a program is about to be compiled."""
+        """Handle that a program is about to be compiled."""
 
     def reading(self, array: Any, how: str) -> None:
-        """Note that the host is about to read an array without ``jax.device_get``."""
+        """Handle that the host is about to read an array without ``jax.device_get``."""
 
 
 _lock = threading.Lock()
-_hold = contextlib.ExitStack()  # what the last listener undoes
-_watching: list[Listener] = []  # in all threads
+_hold = contextlib.ExitStack()  # undone when the last listener stops
+_watching: list[Listener] = []  # the listeners of all threads
 _thread = threading.local()
 
 
 def start(listener: Listener) -> Callable[[], None]:
-    """Call a listener for what this thread does from now on; return what stops it."""
+    """Report what this thread does to a listener, until the returned function is called."""
     with _lock:
         if not _watching:
             _install()
@@ -80,7 +81,7 @@ def start(listener: Listener) -> Callable[[], None]:
 
 
 def on_reads(read: Callable[[Any], None]) -> Callable[[], None]:
-    """Call a function with each array that the host reads, in any thread; return what stops it."""
+    """Call ``read`` with each array that the host reads, in any thread; return a stop function."""
 
     def around_value(original: Any, self: Any) -> Any:
         if getattr(self, "_npy_value", None) is None:
@@ -113,12 +114,12 @@ def _install() -> None:
 
 
 def forget_fast_paths() -> None:
-    """Drop C++'s fast paths of called functions; traces and executables stay."""
+    """Clear C++'s fast paths of called functions, but no traces or executables."""
     for key in ("fast_paths", "explicit_fast_paths"):
         cache = seams.named(key)
         if cache is not None:
-            cache.clear_all()  # of all such caches, also of functions with settings of their own
-            cache.clear()  # which clear_all leaves, to 0.4.35
+            cache.clear_all()  # all such caches, also those of functions with their own settings
+            cache.clear()  # up to JAX 0.4.35, clear_all skips this one
 
 
 def _call(original: Any, *args: Any, **params: Any) -> Any:
@@ -143,7 +144,7 @@ def _call(original: Any, *args: Any, **params: Any) -> Any:
 
 @contextlib.contextmanager
 def _reporting(name: str, arguments: list[Argument], is_jax_s: bool = False) -> Iterator[list[Any]]:
-    """Report one call; the block puts the executable and the results into the list."""
+    """Report one call; the block appends the executable and the results to the yielded list."""
     listeners = _listeners()
     for listener in listeners:
         listener.called(name, arguments, is_jax_s)
@@ -154,7 +155,7 @@ def _reporting(name: str, arguments: list[Argument], is_jax_s: bool = False) -> 
         for listener in listeners:
             listener.failed()
         raise
-    for listener in tuple(listeners):  # one may stop watching here
+    for listener in tuple(listeners):  # a listener may stop watching here
         listener.returned(name, arguments, *returned)
 
 
@@ -225,7 +226,7 @@ def _explicit() -> bool:
 
 
 def live_arrays() -> list[tuple[str, int]]:
-    """List type, and bytes on this process's devices, of every array that is not deleted."""
+    """Return type and bytes on this process's devices of every array that is not deleted."""
     import jax
 
     arrays = []

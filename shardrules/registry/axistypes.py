@@ -1,4 +1,4 @@
-"""The vocabulary of rules: axis types, effects, a call's context and its resolution.
+"""Define the terms of rules: axis types, effects, a call's context and its resolution.
 
 Pure Python: nothing here imports jax.
 """
@@ -21,7 +21,7 @@ def _named(axes: Any, call: str = "") -> frozenset[str]:
     except TypeError:  # not iterable
         names = (None,)
     for axis in names:
-        # JAX takes any hashable name; people use strings and an Enum's members.
+        # JAX accepts any hashable name; programs use strings and members of an Enum.
         if not isinstance(axis, (str, enum.Enum)) or axis == "":
             raise RuleError(
                 f"{shown(axes)} does not name mesh axes; "
@@ -53,9 +53,9 @@ def show_axes(axes: Iterable[str]) -> str:
 
 
 class AxisType:
-    """How one value relates to the manual mesh axes, as in JAX's types of avals.
+    """How one value relates to the manual mesh axes, as JAX's avals record it.
 
-    Immutable. Equal types are one object, which makes them fast to compare and to look up.
+    Immutable. Equal types are the same object, which makes comparisons and lookups fast.
 
     Attributes:
       varying: axes along which devices may hold different data.
@@ -119,18 +119,18 @@ class AxisType:
         )
 
     def vary(self, *axes: str) -> AxisType:
-        """Return this type, but varying over ``axes`` too."""
+        """Return this type made varying over ``axes``, too."""
         added = _named(axes, "vary(...)")
         return AxisType(self.varying | added, self.unreduced - added, self.reduced - added)
 
     def drop(self, *axes: str) -> AxisType:
-        """Return this type, but invariant over ``axes``."""
+        """Return this type made invariant over ``axes``."""
         dropped = _named(axes, "drop(...)")
         return AxisType(self.varying - dropped, self.unreduced - dropped, self.reduced - dropped)
 
     @property
     def axes(self) -> frozenset[str]:
-        """Every mesh axis that the type names."""
+        """Return every mesh axis that the type names."""
         return self.varying | self.unreduced | self.reduced
 
     def __str__(self) -> str:
@@ -145,11 +145,11 @@ class Effect:
     """On which devices' data one output of an opaque call depends.
 
     Args:
-      kind: ``local``: the output is a function of this device's operands; ``join``: of the operands
-        of all devices along ``axes``, the same function on each device; ``exchange``: of these and
-        of the device's own position along ``axes``; ``typed``: it is declared equal on devices
-        whose positions differ only along other axes than ``axes``; ``unknown``: it may depend on
-        anything.
+      kind: ``local``: the output is a function of this device's operands; ``join``: the same
+        function on each device, of the operands of all devices along ``axes``; ``exchange``: a
+        function of those operands and of the device's own position along ``axes``; ``typed``: it is
+        declared equal on devices whose positions differ only along axes other than ``axes``;
+        ``unknown``: it may depend on anything.
       axes: mesh axes, in the rule's order.
     """
 
@@ -176,7 +176,7 @@ class Effect:
 
 
 def format_effects(effects: Iterable[Effect]) -> str:
-    """Write effects as the text of a tag: ``local;join(model)``, one for each output."""
+    """Return effects as the text of a tag, one for each output: ``local;join(model)``."""
     return ";".join(map(str, effects))
 
 
@@ -221,13 +221,13 @@ class RuleContext:
 
     @property
     def union(self) -> AxisType:
-        """Return the type that varies over all axes over which inputs vary (U in the table)."""
+        """Return the type that varies over every axis that an input varies over (U in the docs)."""
         return AxisType(frozenset().union(*(t.varying for t in self.inputs)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """A rule's answer for one call: the types to cast its inputs to, its output types, effects."""
+    """A rule's answer for one call: the types to cast inputs to, the output types, the effects."""
 
     inputs: tuple[AxisType, ...]
     outputs: tuple[AxisType, ...]

@@ -1,4 +1,4 @@
-"""A declaration that is bound to a function object, not to a name.
+"""Bind a declaration to a function object instead of a name.
 
 Most kernel bodies are called ``kernel``, so a decorator must bind to the object. ``inspect``,
 ``functools.partial``, ``jax.jit`` and ``defvjp`` see the function itself; only calling it as an op
@@ -18,8 +18,8 @@ from shardrules.errors import RegistrationError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# This process's declarations, by the function's name and its rule's text. A line that runs again
-# adds none.
+# This process's declarations by function name and rule text, so that a line that runs twice counts
+# once.
 _declared: dict[tuple[str, str], Binding] = {}
 
 
@@ -31,7 +31,7 @@ class Binding:
 
 def caller_place() -> str:
     """Return ``file:line`` of the nearest frame outside this package."""
-    # contextlib is between this function and the caller of a ``with``.
+    # Skip contextlib, whose frames lie between this one and the caller of a ``with``.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -44,13 +44,14 @@ def caller_place() -> str:
 class Declared:
     """A function with a rule; calls go to ``Declared.caller``, everything else to the function."""
 
-    # ``hooks`` sets ``caller``: calling an op under its rule needs JAX, which this module does not.
+    # ``hooks`` sets ``caller``, since calling an op under its rule needs JAX and this module
+    # doesn't.
 
     caller: Callable[..., Any]
 
     def __init__(self, target: Callable[..., Any], binding: Binding):
-        # We don't copy __dict__: a custom_vjp object gets its fwd and bwd later, so __getattr__
-        # reads attributes from the function instead.
+        # Don't copy __dict__: a custom_vjp object gets its fwd and bwd later. __getattr__ reads
+        # attributes from the function instead.
         functools.update_wrapper(self, target, updated=())
         self.__shardrules__ = binding
 

@@ -1,6 +1,6 @@
-"""The rules that come with shardrules, named by what a kernel does over mesh axes.
+"""Define the rules that come with shardrules, each named by what a kernel does over mesh axes.
 
-Those that take axes raise a RuleError if these are not the names of different mesh axes.
+A rule that takes axes raises a RuleError unless they are the names of different mesh axes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ Use it as ``@shardrules.no_communication`` on a kernel body or an op, or as the 
 
 
 def _over(name: str, axes: tuple[str, ...], effect: str, drops: bool) -> Rule:
-    """Make a rule that communicates over ``axes``: inputs and outputs vary over U plus axes."""
+    """Return a rule that communicates over ``axes``; with ``drops``, outputs don't vary over them.
+
+    Inputs are cast to U and ``axes``, where U is the union of the axes that they vary over.
+    """
     axes = _named(name, axes)
 
     def types(context: RuleContext) -> Types:
@@ -65,7 +68,7 @@ def _written(name: str, arguments: Iterable[Any]) -> str:
 
 
 def all_gather(*axes: str) -> Rule:
-    """Declare that a kernel gathers over ``axes``; outputs vary over them, as lax.all_gather's do.
+    """Declare that a kernel gathers over ``axes`` and its outputs vary, as with lax.all_gather.
 
     Examples:
       >>> entry = shardrules.register("ring_all_gather", shardrules.all_gather("model"))

@@ -1,4 +1,4 @@
-"""A process's declarations as text, which is equal in every process with the same rules."""
+"""Write a process's declarations as text that is equal in all processes with the same rules."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ComparedRule:
 
 
 def entries(registry: Registry) -> list[ComparedRule]:
-    """Return a registry's declarations in this thread, scopes included, and declared functions."""
+    """Return a registry's declarations in this thread, with its scopes and declared functions."""
     registered = registry.entries()
-    # Processes may import libraries in different orders, so we sort the libraries' rules.
+    # Sort the libraries' rules, since processes may import libraries in different orders.
     ours = [e for e in registered if not e.library]
     theirs = [e for e in registered if e.library]
     theirs.sort(key=lambda e: (e.library, e.name, e.is_ffi))
@@ -55,8 +55,8 @@ def _entry(e: Registration, kind: str, ordered: bool) -> ComparedRule:
 
 def written(rule: Rule) -> str:
     """Return a rule as text: its name, with a digest of its code if it is a function."""
-    # A rule prints its name. Two lambdas of one function have one name, also where they closed over
-    # different axes; then the processes would trace different programs, and hang.
+    # The name alone doesn't suffice: two lambdas of one function share a name even if they closed
+    # over different axes. The processes would then trace different programs, and hang.
     if rule.identity is None:
         return rule.name
     code = hashlib.sha256(_text(rule.identity, ()).encode()).hexdigest()
@@ -65,8 +65,8 @@ def written(rule: Rule) -> str:
 
 def _text(value: Any, around: tuple[int, ...]) -> str:
     """Return a function or a value as text without addresses, paths and hash order."""
-    # Of a function: its code, defaults, closure values, and the globals that its code names. Of
-    # another object: its type and attributes.
+    # A function's text holds its code, defaults, closure values and the globals that its code
+    # names. Another object's text holds its type and attributes.
     if isinstance(value, _PLAIN):
         return repr(value)
     if id(value) in around or len(around) > 20:
@@ -126,7 +126,7 @@ def digest(listed: Sequence[ComparedRule]) -> str:
 def differences(
     ours: Sequence[ComparedRule], theirs: Sequence[ComparedRule], us: str, them: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name of each entry that differs, and a line about it."""
+    """Yield the name of each entry that differs, with a line about it."""
     left, right = _keyed(ours), _keyed(theirs)
     for key in {**left, **right}:
         our_entry, their_entry = left.get(key), right.get(key)

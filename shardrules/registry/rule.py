@@ -1,9 +1,9 @@
-"""Rules: from the axis types of an opaque call's inputs to those of its outputs.
+"""Define rules, which map the axis types of an opaque call's inputs to those of its outputs.
 
-A rule has two halves, as shard_map's own tables do: the types that the inputs must be cast to
-before the call (*rewrite*), and the types that the outputs then have (*check*). It also declares
-the call's *effects*: on which devices' data each output depends. Lowering writes the effects on the
-compiled custom call, where ``shardrules.hlo`` reads them. Pure Python: nothing here imports jax.
+A rule has two halves, like shard_map's own tables: the types to cast the inputs to before the call
+(*rewrite*), and the types that the outputs then have (*check*). It also declares the call's
+*effects*: on which devices' data each output depends. Lowering writes the effects on the compiled
+custom call, where ``shardrules.hlo`` reads them. Pure Python: nothing here imports jax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardrules.registry.axistypes import show_axes as _axes
 from shardrules.registry.binding import declare
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-Types = tuple[Sequence[AxisType], Sequence[AxisType]]  # of the inputs, of the outputs
+Types = tuple[Sequence[AxisType], Sequence[AxisType]]  # types of inputs, types of outputs
 
 
 class Rule:
@@ -29,17 +29,17 @@ class Rule:
 
     Args:
       name: the rule's text, for messages: ``all_gather('model')``.
-      types: from a ``RuleContext`` to ``(input types, output types)``.
-      effects: from the number of outputs to their effects; None if they depend on the types at a
-        call.
+      types: a function from a ``RuleContext`` to ``(input types, output types)``.
+      effects: a function from the number of outputs to their effects; None if the effects depend on
+        the types at a call.
       named_axes: the mesh axes that the rule itself names.
       drops: whether an output may vary over fewer axes than the union of the inputs.
       linear: whether the kernel is linear in all its inputs together.
-      identity: distinguishes rules of the same name, such as the function of the user's that
-        answers; None if the name suffices.
+      identity: distinguishes rules of the same name, such as the user's function that answers; None
+        if the name suffices.
     """
 
-    _CACHE_SIZE = 256  # a program makes the same few calls again and again
+    _CACHE_SIZE = 256  # a program repeats the same few calls
 
     @checked
     def __init__(
@@ -105,11 +105,11 @@ class Rule:
 
     @property
     def is_local(self) -> bool:
-        """Whether the rule says that a kernel reads no other device, and no device's number."""
+        """Return whether the rule says that a kernel reads no other device and no device id."""
         return self.effects(1) == (Effect("local"),)
 
     def resolve(self, context: RuleContext) -> Resolution:
-        """Apply the rule to one call."""
+        """Return the rule's answer for one call."""
         if self.identity is not None:  # a user's function may answer differently each time
             return self._resolve(context)
         resolution = self.kept(context.inputs, context.output_count, context.mesh_axes)
@@ -123,7 +123,7 @@ class Rule:
     def kept(
         self, inputs: tuple[AxisType, ...], output_count: int, mesh_axes: tuple[str, ...]
     ) -> Resolution | None:
-        """Return the cached answer for such a call, or None."""
+        """Return the cached answer for a call with these types, or None."""
         return self._resolved.get((inputs, output_count, mesh_axes))
 
     def _refusal(self, context: RuleContext, what: str, **data: Any) -> RuleError:
@@ -131,6 +131,8 @@ class Rule:
         return RuleError(text, kernel=context.name, rule=self, **data)
 
     def _resolve(self, context: RuleContext) -> Resolution:
+        # Check the call's inputs, ask the rule, and check its answer: it must have one type for
+        # each input and output, over manual axes alone, and casts may only add axes.
         unreduced = self._check_inputs(context)
         inputs, outputs = self.types(context)
         inputs = self._checked(context, "input", inputs, len(context.inputs))
@@ -144,7 +146,8 @@ class Rule:
                     inputs=context.inputs,
                 )
         if unreduced:
-            # f(x1 + x2 + ...) = f(x1) + f(x2) + ...: the outputs are partial sums too.
+            # The kernel is linear, f(x1 + x2 + ...) = f(x1) + f(x2) + ..., so the outputs are
+            # partial sums, too.
             inputs = tuple(t.drop(*unreduced) for t in inputs)
             outputs = tuple(
                 AxisType(t.varying - unreduced, t.unreduced | unreduced, t.reduced) for t in outputs
@@ -159,7 +162,7 @@ class Rule:
         return Resolution(inputs, outputs, effects)
 
     def _check_inputs(self, context: RuleContext) -> frozenset[str]:
-        """Return the axes over which all inputs are partial sums that the rule may pass on."""
+        """Return the axes over which all inputs are partial sums; raise if the rule forbids it."""
         unknown = [a for a in self.named_axes if a not in context.mesh_axes]
         if unknown:
             raise self._refusal(
@@ -248,8 +251,8 @@ AnyRule = Rule | Callable[[RuleContext], Any]
 
 def as_rule(rule: AnyRule) -> Rule:
     """Return ``rule`` as a Rule; a callable returns the outputs' types."""
-    # The inputs are then cast to the union of their varying axes. The output types are trusted, and
-    # verdicts that rest on them say so.
+    # For a callable, inputs are cast to the union of their varying axes. The output types that it
+    # returns are trusted, and verdicts that rest on them say so.
     if isinstance(rule, Rule):
         return rule
     if not callable(rule) or isinstance(rule, type):

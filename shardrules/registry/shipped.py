@@ -1,9 +1,10 @@
-"""Rules that come with shardrules for what other libraries make.
+"""List the rules that come with shardrules for other libraries' primitives, kernels and targets.
 
-A library's table is used once it has been imported. The user's own rules, and those that the
-library ships itself, win over it. Each entry is a function of its operands on each device, and says
-why. A primitive is named ``module:attribute`` and the rule is bound to that object, so that another
-primitive of the same name has no part in it; a kernel is named as ``register`` takes it.
+A library's table is used once the library has been imported. The user's own rules, and those that
+the library ships itself, win over it. Each entry computes a function of its operands on each
+device, and says why. A primitive is named ``module:attribute``; its rule is bound to that object,
+so that it doesn't match another primitive of the same name. A kernel is named as ``register`` takes
+it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Shipped:
-    """What is known of one library; each name with the reason.
+    """What we know of one library: names, each with the reason.
 
     Args:
       primitives: ``module:attribute`` of a primitive.
       kernels: ``module:name`` of a Pallas kernel, or a pattern.
-      targets: an FFI target; a Python function of that name has no part in it.
+      targets: an FFI target; a Python function of that name isn't matched.
     """
 
     primitives: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -30,10 +31,10 @@ class Shipped:
 
 # -- jaxlib's own FFI targets ---------------------------------------------------------------------
 
-# As its modules register them (read in jaxlib 0.4.28 to 0.12). Left out are those that run
-# somebody's kernel (``triton_kernel_call_ffi``): that says nothing.
+# As its modules register them (read in jaxlib 0.4.28 to 0.12). Targets that run any author's kernel
+# (``triton_kernel_call_ffi``) are left out, since their names say nothing about the kernel.
 _TYPES = "sdcz"
-# LAPACK's routines by their names without the letter of the type.
+# LAPACK's routines, named without the letter of the type.
 _LAPACK = {
     "gees": "a Schur decomposition",
     "geev": "an eigendecomposition",
@@ -47,7 +48,7 @@ _LAPACK = {
     "potrf": "a Cholesky factorization",
     "trsm": "a triangular solve",
 }
-# And those whose names depend on whether the matrix is real or complex.
+# LAPACK's routines whose names depend on whether the matrix is real or complex.
 _REAL_COMPLEX = {
     ("syevd", "heevd"): "an eigendecomposition",
     ("sytrd", "hetrd"): "a reduction to tridiagonal form",
@@ -93,19 +94,19 @@ def _lapack() -> dict[str, str]:
 
 
 def _both(prefix: str, names: dict[str, str], library: str) -> dict[str, str]:
-    """Name each target as it is called from JAX 0.4.35 on, and before."""
+    """Return each target under its names in JAX before 0.4.35 and since."""
     said = {f"{prefix}_{name}": f"{why} by {library}" for name, why in names.items()}
     return said | {f"{name}_ffi": why for name, why in said.items()}
 
 
 def _on(prefix: str) -> dict[str, str]:
-    """Name the targets of one kind of GPU: jaxlib compiles one source for each."""
+    """Return the targets of one kind of GPU; jaxlib compiles the same source for each kind."""
     return {
         **_both(f"{prefix}solver", _CUSOLVER, f"{prefix}SOLVER"),
         **_both(f"{prefix}blas", {"getrf_batched": "LU factorizations"}, f"{prefix}BLAS"),
         **_both(f"{prefix}blas", {"geqrf_batched": "QR factorizations"}, f"{prefix}BLAS"),
         **_both(f"{prefix}sparse", _CUSPARSE, f"{prefix}SPARSE"),
-        # Its dropout's generator starts from a constant in each call.
+        # The generator of its dropout starts from a constant in each call.
         **_both(f"{prefix}dnn", {"rnn": "a recurrent layer"}, f"{prefix}DNN"),
         **_both(f"{prefix}dnn", {"rnn_bwd": "a recurrent layer's gradient"}, f"{prefix}DNN"),
         **_both(prefix, {"threefry2x32": "random bits as a function of key and counter"}, "jaxlib"),
@@ -140,14 +141,14 @@ _TOKAMAX = "tokamax._src.ops"
 _ATTENTION = "attention; each tile takes its keys in one order, and its inline code is barriers"
 
 SHIPPED: Mapping[str, Shipped] = {
-    # What the audit can't read (read in 0.10.2 and 0.12.0.1).
+    # Kernels that the audit can't prove (read in 0.10.2 and 0.12.0.1).
     "jax": Shipped(
         kernels={
-            # Not a guess: else the program is undefined.
+            # This is JAX's contract: a program that breaks it is undefined.
             "pure_callback": "its contract is that it is a pure function of its arguments",
-            # The scheduler hands out each tile once, and a tile is summed in one order. What is
-            # well formed has both blocks of a cluster work on one tile; the call names no
-            # cluster_axes, by which dynamic_scheduling_loop would see to that.
+            # The scheduler hands out each tile once, and a tile is summed in one order. In a well
+            # formed kernel, both blocks of a cluster work on the same tile. The call doesn't pass
+            # cluster_axes, with which dynamic_scheduling_loop would ensure this.
             "jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu:kernel": (
                 "a product; each tile once, summed in one order, if it is well formed: the blocks "
                 "of a cluster take one tile together"
@@ -155,9 +156,9 @@ SHIPPED: Mapping[str, Shipped] = {
         }
     ),
     "jaxlib": JAXLIB,
-    # What its primitives compute from arrays, apart from transformations (read in 0.13). Left out
-    # is ``noinline``, which runs any function of the user's. ``error_if`` is a
-    # ``jax.pure_callback``, which is declared by its contract.
+    # The values that its primitives compute from arrays (read in 0.13). ``noinline`` is left out,
+    # since it runs any function of the user's. ``error_if`` is a ``jax.pure_callback``, which is
+    # declared by its contract.
     "equinox": Shipped(
         primitives={
             "equinox._unvmap:unvmap_all_p": "whether all elements hold, on each device",
@@ -170,10 +171,10 @@ SHIPPED: Mapping[str, Shipped] = {
             "equinox.internal._loop.common:maybe_set_p": "an array with some elements set",
         }
     ),
-    # Read in 0.5. Left out are those that make or take handles to memory.
+    # Read in 0.5. Primitives that make or take handles to memory are left out.
     "klujax": Shipped(
         primitives={f"klujax:{name}": why for name, why in _KLUJAX.items()},
-        targets=_KLUJAX,  # which these lower to
+        targets=_KLUJAX,  # the primitives lower to targets of the same names
     ),
     # Read in 1.3.
     "jax_finufft": Shipped(
@@ -181,14 +182,14 @@ SHIPPED: Mapping[str, Shipped] = {
             f"jax_finufft.ops:nufft{number}_p": "a nonuniform Fourier transform" for number in "123"
         }
     ),
-    # Kernels for Hopper and Blackwell that the audit can't read (0.0.12 and 0.0.17): code that
-    # emits barriers among a kernel's own warps, a vote of a warp, unpacked bits, and a scheduler
-    # that hands out each tile once. Left out, all for Blackwell, is what may differ between devices
-    # that hold the same arrays: attention of 0.0.12 (a tile without keys overwrites the residuals
-    # of all; its backward pass adds floats in no fixed order), the backward pass of 0.0.17 (with a
-    # causal mask it leaves parts of dk, dv and dbias unwritten), the gated linear unit (so are rows
-    # beyond the last whole tile) and ragged_dot of 0.0.12 (a pair of blocks may take different
-    # tiles).
+    # Kernels for Hopper and Blackwell that the audit can't prove (read in 0.0.12 and 0.0.17), since
+    # they contain inline code for barriers among the kernel's own warps, a vote of a warp, unpacked
+    # bits, or a scheduler that hands out each tile once. Some kernels for Blackwell are left out,
+    # because their results may differ between devices that hold the same arrays: attention of
+    # 0.0.12 (a tile without keys overwrites the residuals of all tiles; the backward pass adds
+    # floats in no fixed order), the backward pass of 0.0.17 (with a causal mask it leaves parts of
+    # dk, dv and dbias unwritten), the gated linear unit (leaves rows beyond the last whole tile
+    # unwritten) and ragged_dot of 0.0.12 (a pair of blocks may take different tiles).
     "tokamax": Shipped(
         kernels={
             f"{_TOKAMAX}.attention.pallas_mosaic_gpu_kernel_sm90:kernel": _ATTENTION,

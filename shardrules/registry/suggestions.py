@@ -1,4 +1,4 @@
-"""What to type for a kernel without a rule: lines that are safe to paste."""
+"""Suggest what to type for a kernel without a rule, as lines that are safe to paste."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from shardrules.registry.table import normalise
 
 # Numbers between separators, perhaps after a few letters: 128-256, bm128, 64x32.
 _SIZES = re.compile(r"(?<![A-Za-z\d])([A-Za-z]{0,3})(\d+(?:[-_.x]\d+)*)(?![A-Za-z\d])")
-# Before a number, these letters name a dtype, a version or a machine, so another kernel.
+# A number after these letters is a dtype, a version or a machine, so it names another kernel.
 _NO_SIZES = "b bf e f fp i int s sm u v".split()
-_BLOCK = 8  # smaller numbers may count kernels, as in pass_2
-# What a kernel may be that sends: each does the first; only the last two make outputs equal.
+_BLOCK = 8  # a smaller number may count kernels, as in pass_2
+# The rules for a kernel that sends. The first holds for each such kernel; only the last two make
+# outputs invariant.
 _SENDING = "permute all_gather reduce_scatter all_to_all all_reduce all_gather_invariant".split()
 _LETTERS = 3  # a pattern with fewer letters could match unrelated kernels
 
 
 def pattern(kernel: str) -> str:
-    """Return a pattern for all block sizes of a kernel (``gmm_bm*_bn*``), or an empty string."""
+    """Return a pattern for all block sizes of a kernel (``gmm_bm*_bn*``), empty if it has none."""
 
     def sized(match: re.Match[str]) -> str:
         numbers = re.findall(r"\d+", match[2])
@@ -34,7 +35,7 @@ def pattern(kernel: str) -> str:
 
 
 def registered(kernel: str) -> str:
-    """Return the name under which to register a kernel; its own may read as a pattern."""
+    """Return the name under which to register a kernel, since its own may read as a pattern."""
     return normalise(kernel) if any(c in kernel for c in "*?[") else kernel
 
 
@@ -50,7 +51,7 @@ def lines(
 ) -> tuple[str, ...]:
     """Return the lines to paste for a kernel; any one of them is enough.
 
-    ``communicates``: its jaxpr shows that it reads its position, or, with ``sends``, other devices.
+    ``communicates``: its jaxpr reads the device's position or, with ``sends``, other devices' data.
     """
     rule = "shardrules.no_communication"
     after = ""
@@ -69,12 +70,13 @@ def lines(
             else f"@{rule}  # above the def at {shown}{after}"
         )
     if named:
-        # A script's __main__ has another name where it is imported, by a test say.
+        # A script is called __main__, but has another name where it is imported, in a test for
+        # example.
         of = f"{module}:" if is_function and module != "__main__" else ""
         texts.append(f"shardrules.register({of + registered(kernel)!r}, {rule}){after}")
         if pattern(kernel):
             sizes = "  # of all block sizes" + after.replace("  # or ", "; or ")
             texts.append(f"shardrules.register({of + pattern(kernel)!r}, {rule}){sizes}")
-    if not texts:  # neither a name of its own nor code to edit
+    if not texts:  # it has neither a name of its own nor code that the user can edit
         texts.append(f"op = {rule}(op)  # op: the function of arrays that calls it{after}")
     return tuple(texts)

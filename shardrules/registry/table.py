@@ -1,4 +1,4 @@
-"""The registry: from kernel names to rules. ``shardrules.register`` uses the default one.
+"""Map kernel names to rules in a registry. ``shardrules.register`` uses the default one.
 
 Pure Python: declaring a rule neither needs nor changes JAX.
 """
@@ -27,7 +27,7 @@ from shardrules.registry.shipped import SHIPPED, Shipped
 
 ENTRY_POINTS = "shardrules.rules"
 # The meaning of the status ``audited``. A kernel is well formed if its operands determine its
-# result on one device; check_rule tests that, an audit does not.
+# result on one device; check_rule tests this, but an audit doesn't.
 PROVEN = "proven to depend on its operands alone, if it is well formed"
 
 
@@ -68,7 +68,7 @@ class Registration:
         return normalise(own_name) == name
 
     def repeats(self, earlier: Registration) -> bool:
-        """Return whether one line made both declarations, as a notebook's cell run twice does."""
+        """Return whether one line made both declarations, as when a notebook cell runs twice."""
         same = earlier.rule == self.rule or earlier.rule.is_written_as(self.rule)
         return same and (earlier.where, earlier.library) == (self.where, self.library)
 
@@ -95,7 +95,7 @@ def normalise(name: str) -> str:
 
 def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
     """Return whether a declaration matches a compiled call by its op_name."""
-    # XLA may join the names of two operations by ";"; the text before the name is then no scope.
+    # XLA may join the names of two operations with ";". The text before the name is then no scope.
     scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
     names = [op_name]
     if len(scopes) > 1:
@@ -122,7 +122,7 @@ class Registry:
     Args:
       entry_points: the entry-point group in which libraries ship their rules, or None.
       prover: ``module:function`` that audits kernels, or empty; a name, since it imports JAX.
-      shipped: from a library's module to what we know of it.
+      shipped: maps a library's module to what we know of it.
     """
 
     _CACHE_SIZE = 1024  # answers of ``find`` in each thread
@@ -140,11 +140,11 @@ class Registry:
         self._guards: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
         self._local = _ThreadScopes()
         self._version = 0
-        self.matched: set[str] = set()  # where the declarations stand that a kernel has matched
+        self.matched: set[str] = set()  # the places of declarations that matched a kernel
         self._entry_points = entry_points
         self._prover = prover
         self._shipped = dict(shipped or {})
-        # The rules of ``shipped``, and those for primitives of modules that are not imported yet.
+        # Loaded rules of ``shipped``; rules for primitives of modules that aren't imported yet.
         self._shipped_entries: dict[tuple[str, str, Any], Registration] = {}
         self._awaited: dict[str, list[tuple[str, str, str]]] = {}
         self._functions: dict[tuple[str, str], str] = {}
@@ -167,7 +167,7 @@ class Registry:
             ``module:name``, with the module of the kernel's function; a pattern of ``*``, ``?``
             and ``[...]``; or a primitive itself.
           rule: a shardrules rule, or a function from a RuleContext to one AxisType per output.
-          replace: take the place of an earlier declaration of the same name.
+          replace: replace an earlier declaration of the same name.
           where: the place of the declaration, for messages; the caller's line if empty.
 
         Returns:
@@ -255,7 +255,7 @@ class Registry:
 
     def _load_shipped(self) -> None:
         """Add our rules for the libraries that are imported by now."""
-        # No program traced earlier depends on them, so listeners are not called.
+        # Don't call the listeners: no program traced earlier depends on these rules.
         for library in [name for name in self._shipped if name in sys.modules]:
             with self._lock:
                 table = self._shipped.pop(library, Shipped())
@@ -279,7 +279,7 @@ class Registry:
 
     @contextlib.contextmanager
     def rules(self, entries: Mapping[str, AnyRule]) -> Iterator[Overlay]:
-        """Declare rules for what this thread traces in the ``with`` and for its backward passes.
+        """Declare rules for programs that this thread traces in the ``with``, backward passes too.
 
         An inner scope wins over an outer one, and any scope wins over ``register``.
 
@@ -310,7 +310,7 @@ class Registry:
 
     @contextlib.contextmanager
     def overlaid(self, overlays: tuple[Overlay, ...]) -> Iterator[None]:
-        """Enter ``overlays`` as this thread's scopes; a backward pass runs under its forward's."""
+        """Make ``overlays`` this thread's scopes; a backward pass enters its forward pass's."""
         before = self.overlays
         self._local.overlays = overlays
         try:
@@ -350,6 +350,8 @@ class Registry:
         return local.answers[key]
 
     def _find(self, name: str, module: str, function: str, target: Any) -> Registration | None:
+        # First the scopes, innermost first; then the registry. Among exact matches, the user's
+        # declarations hide the libraries', and those of a primitive object hide those of a name.
         compiled = normalise(name)
         for overlay in reversed(self.overlays):
             matching = [e for e in overlay.entries if e.matches(compiled, module)]
@@ -393,7 +395,7 @@ class Registry:
         return top[0]
 
     def _claim(self, entry: Registration, function: str) -> None:
-        """Raise if a name whose rule drops an axis matches two functions."""
+        """Record the function that a name matched; raise if it already matched another."""
         with self._lock:
             first = self._functions.setdefault((entry.name, entry.where), function)
         if first != function:
@@ -427,7 +429,7 @@ class Registry:
         return None
 
     def own(self) -> tuple[Registration, ...]:
-        """Return the user's declarations, those of this thread's scopes last."""
+        """Return the user's declarations, with those of this thread's scopes last."""
         with self._lock:
             scoped = itertools.chain.from_iterable(overlay.entries for overlay in self.overlays)
             return tuple(e for e in (*self._entries.values(), *scoped) if not e.library)

@@ -1,4 +1,4 @@
-"""The lines that ``run`` adds to its report: the reason for the exit code, and what wasn't watched.
+"""Write the lines after ``run``'s report: the reason for the exit code, and what wasn't watched.
 
 Like ``flags``, this module imports neither jax nor NumPy.
 """
@@ -31,7 +31,7 @@ def exit_code(results: Several) -> int:
 
 
 def counted(results: Several) -> str:
-    """Say in few words what a report comes to: ``2 findings``."""
+    """Summarize a report in a few words: ``2 findings``."""
     from shardrules.units import counted
 
     parts = [
@@ -44,12 +44,12 @@ def counted(results: Several) -> str:
 
 
 def last_line(ended: Ended, code: int, said: str) -> str:
-    """Tell the script's own exit code from the report's; empty if both are 0.
+    """Say whether the exit code is the script's own or the report's; empty if both are 0.
 
     Args:
       ended: how the script ended.
-      code: the exit code that the report has.
-      said: what it comes to.
+      code: the report's exit code.
+      said: the report's summary.
     """
     if ended.how:
         own = "" if ended.code is None else f"exit code {ended.code} is the script's own: "
@@ -60,12 +60,12 @@ def last_line(ended: Ended, code: int, said: str) -> str:
 
 
 def processes() -> str:
-    """Say how to watch the processes of multiprocessing that the script made; empty for none."""
+    """Say how to watch the multiprocessing processes that the script made; empty if none."""
     if "multiprocessing" not in sys.modules:
         return ""
     import multiprocessing
 
-    # A process is named by its number among those that this one made.
+    # multiprocessing names a process by its number among this process's children.
     number = multiprocessing.Process().name.rpartition("-")[2].rpartition(":")[2]
     made = int(number) - 1 if number.isdecimal() else 0
     if not made:
@@ -74,7 +74,7 @@ def processes() -> str:
 
 
 def behind(target: Script, ours: Collection[str], command: str) -> str:
-    """Point at flags of ours that stand behind a script which doesn't know them; empty for none."""
+    """Say which of our flags follow a script that doesn't know them; empty if none."""
     words = [word.partition("=")[0] for word in target.argv[1:]]
     given = [w for w in dict.fromkeys(words) if w.startswith("--") and w in ours]
     known = _strings(target.code) if given else set()
@@ -91,7 +91,7 @@ def behind(target: Script, ours: Collection[str], command: str) -> str:
 
 
 def _strings(code: types.CodeType) -> set[str]:
-    """Collect the texts and the names in a program's own code, with its functions'."""
+    """Return the strings and names in a program's code, including its functions."""
     found: set[str] = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, str):

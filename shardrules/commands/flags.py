@@ -1,7 +1,7 @@
-"""Flags that more than one command has, and what all commands write.
+"""Define the flags that several commands share, and write the output of all commands.
 
-Imports neither jax nor NumPy: a command that runs a script leaves both to it, which may set first
-what they read from its environment.
+This module imports neither jax nor NumPy: a script that a command runs may first set environment
+variables that they read at import.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _mesh(text: str) -> dict[str, int]:
 
 
 def _specs(text: str) -> list[str]:
-    from shardrules.hlo.reader import shardings  # numpy: a script may set variables before it
+    from shardrules.hlo.reader import shardings  # late: it imports NumPy
 
     try:
         return shardings.read_specs(text)
@@ -205,7 +205,7 @@ SCRIPT_USAGE = "%(prog)s [FLAGS] (SCRIPT | -m MODULE) [ARGS ...]"
 
 
 def say(*messages: str) -> None:
-    """Write lines beside the report, to stderr."""
+    """Write messages to stderr, apart from the report."""
     for message in messages:
         line = f"shardrules: {message}"
         if "COLUMNS" in os.environ or fitting.is_terminal(sys.stderr):  # logs keep whole lines
@@ -214,15 +214,15 @@ def say(*messages: str) -> None:
 
 
 def check_writable(*files: str | None) -> None:
-    """Raise now what ``write`` would raise after a long run."""
+    """Raise the errors of ``write`` before a long run."""
     for file in files:
         if file not in (None, "-"):
             _put(file, "", "a")
 
 
 def write(text: str, file: str | None, stream: IO[str] | None = None, of_text: bool = True) -> None:
-    """Write to a file; to stdout for ``-``; to a stream, else stdout, for None."""
-    # ``of_text``: people read it, so its lines are made to fit, in colour on a terminal.
+    """Write text to a file, to stdout for ``-``, or for None to ``stream``, by default stdout."""
+    # ``of_text``: people read it, so fit its lines to the width, and colour it on a terminal.
     out = stream if stream is not None and file is None else sys.stdout
     if of_text:
         text = fitting.fitted(text, fitting.width(out if file in (None, "-") else None))

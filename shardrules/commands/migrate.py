@@ -103,7 +103,7 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
 
 
 def _applied(patch: Edits, file: str, sites: int, runs: int) -> str:
-    """Say how to apply a patch, or that there is nothing in it, of so many sites and runs."""
+    """Say how to apply a patch, or why it is empty, given the number of sites and of runs."""
     count = counted(len(patch.sites) or sites, "shard_map")
     if patch.sites:
         return (

@@ -28,7 +28,7 @@ _NAMES = 4  # how many names a list shows
 def judged(
     given: Sequence[str], arguments: argparse.Namespace, each_alone: bool = False
 ) -> tuple[list[tuple[str, hlo.Judgement]], list[tuple[str, str]]]:
-    """Judge the named programs, with ``each_alone`` one per name; return failures with reasons."""
+    """Judge the named programs (with ``each_alone``, one per name); also return the failures."""
     mesh, told = arguments.mesh, _told(arguments)
     registry: Any = rules.Rules(arguments)
     paths = []
@@ -50,7 +50,7 @@ def judged(
         except HloError:
             if mesh is None or len(paths) == 1:
                 raise
-            # Of several programs, --mesh describes those that have its number of devices.
+            # Given several programs, --mesh describes the ones with its number of devices.
             judgement = program.judged(read, registry, None, told)
             if judgement.partitions * judgement.replicas == math.prod(mesh.values()):
                 raise
@@ -70,7 +70,7 @@ def judged(
     if each_alone and mesh is None and meshes.count(None) == 1:
         # Judge the program without a mesh again under the other's mesh, if that fits.
         number = meshes.index(None)
-        with contextlib.suppress(HloError):  # it has other devices, or another mesh
+        with contextlib.suppress(HloError):  # the other's mesh doesn't fit it
             again = program.judged(programs[number], registry, meshes[1 - number], told)
             results[number] = titles[number], again
     flags.say(*registry.unused([judgement for _, judgement in results]))
@@ -100,7 +100,7 @@ def _read(path: str) -> program.Program:
 
 def _chosen(given: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the named files, each once, and a note for each folder with files left out."""
-    files: dict[str, str] = {}  # from a file's real path to the name given first
+    files: dict[str, str] = {}  # maps a file's real path to the first name given for it
     notes: list[str] = []
     if list(given).count(_STDIN) > 1:
         raise ShardrulesError("only one program can be read from stdin; give - once")
@@ -128,7 +128,7 @@ def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
         raise ShardrulesError(f"can't read {folder}: {error.strerror}") from error
     names = [entry.name for entry in entries if entry.is_file()]
     folders = [entry.name for entry in entries if entry.is_dir()]
-    files: dict[str, str] = {}  # from the name of a module's dump to its file
+    files: dict[str, str] = {}  # maps a module's name in the dump to its file
     for name in names:
         optimized = _OPTIMIZED.fullmatch(name)
         if optimized:
@@ -158,7 +158,7 @@ def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
 
 
 def _modules(names: Iterable[str]) -> set[str]:
-    """Return the modules that were dumped, as the names of the files tell."""
+    """Return the modules that were dumped, according to the files' names."""
     return {match[1] for match in map(_DUMPED.fullmatch, names) if match}
 
 

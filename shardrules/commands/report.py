@@ -11,8 +11,8 @@ import argparse
 
 from shardrules.commands import flags, verify
 
-# A command, not ``verify --exit-zero``: it costs these lines, as a flag would, and people who want
-# a page look for a command of this name.
+# This is a command rather than a flag ``verify --exit-zero``, since users who want a page look for
+# a command of this name, and a flag would cost as many lines.
 ARGUMENTS = verify.ARGUMENTS
 
 

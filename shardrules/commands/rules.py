@@ -1,4 +1,4 @@
-"""The rules of --rule and --import, and which of them matched a kernel.
+"""Register the rules of --rule and --import, and record which of them matched a kernel.
 
 Like ``flags``, this module imports neither jax nor NumPy.
 """
@@ -68,7 +68,7 @@ def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registrat
 
 @contextlib.contextmanager
 def _importable(name: str) -> Iterator[None]:
-    """Find modules in the working directory too, and say which flag's can't be imported."""
+    """Make the working directory importable; raise an error that names the flag if imports fail."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -82,10 +82,10 @@ def _importable(name: str) -> Iterator[None]:
 
 
 class Rules:
-    """The default registry with the flags' rules; it records which entries it returned.
+    """The default registry with the flags' rules, which records the entries it returned.
 
-    ``is_traced``: the script was traced under them, so that kernels matched them already, some of
-    which a text doesn't name (interpret mode).
+    ``is_traced``: the script was traced under these rules, so kernels may have matched them
+    already, including kernels that the HLO doesn't name (in interpret mode).
     """
 
     def __init__(self, arguments: argparse.Namespace, is_traced: bool = False):
@@ -109,9 +109,9 @@ class Rules:
         return entry
 
     def unused(self, judgements: Iterable[hlo.Judgement]) -> list[str]:
-        """List a message for each flag whose rules matched no kernel."""
+        """Return a message for each flag whose rules matched no kernel."""
         calls = [*itertools.chain.from_iterable(judgement.opaque for judgement in judgements)]
-        # A call that tells no kernel's name is known by its op_name.
+        # Identify a call without a kernel's name by its op_name.
         kernels = [call.kernel or call.where.partition(" (")[0] or call.target for call in calls]
         named = list(dict.fromkeys(filter(None, kernels)))
         messages = []

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shardrules.watching.programs import Watched
     from shardrules.watching.reads import Reads
 
-_IN_WORDS = "text", "github"  # formats for people, and beside what else stands in a log
+_IN_WORDS = "text", "github"  # formats that people read, among other output in a log
 _MANY = 20  # without a terminal, report progress for more programs than this
 
 
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stdout_alone() -> Iterator[IO[str]]:
-    """Return stdout, from which all that the script and its children print is sent to stderr."""
+    """Yield the real stdout, and send what the script and its children print there to stderr."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors) as out:
         os.dup2(2, 1)
@@ -137,7 +137,7 @@ def _stdout_alone() -> Iterator[IO[str]]:
 
 @dataclasses.dataclass
 class _RunReport:
-    """The report of what a script compiled; ``handles`` are of the hooks, if these are used."""
+    """The report on what a script compiled; ``handles`` are those of the installed hooks."""
 
     seen: Watched
     reads: Reads
@@ -146,7 +146,7 @@ class _RunReport:
     title: str = "Programs"
     began: str = ""
     misplaced: str = ""  # a sentence on flags that went to the script
-    out: IO[str] | None = None  # where only the report goes
+    out: IO[str] | None = None  # the stream that takes only the report
     recorder: Recorder | None = None
     handles: list[Handle] = dataclasses.field(default_factory=list)
 
@@ -204,14 +204,14 @@ class _RunReport:
         return code
 
     def _profiled(self) -> Profile | None:
-        """Read what was recorded, which gives the script's programs their times."""
+        """Read the recorded profile, which assigns times to the script's programs."""
         if self.recorder is None:
             return None
         if self.recorder.trouble:
             flags.say(f"--profile recorded nothing: {self.recorder.trouble}")
             return None
         flags.say(*filter(None, [self.recorder.shortfall]))
-        # A job's other processes write theirs into the same folder, in folders of their own.
+        # A job's other processes write their profiles into subfolders of the same folder.
         keep = None if self.keep is None else str(self.keep)
         shared = keep if self.seen.process[1] > 1 else None
         recorded = shared or str(self.recorder.recorded)
@@ -232,7 +232,7 @@ def _keep(seen: Watched, folder: pathlib.Path) -> None:
 
 
 def _judged(seen: Watched) -> Several:
-    """Judge, with progress: an overwritten line on a terminal, else a line for many programs."""
+    """Judge, and show progress: an overwritten line on a terminal, else one for many programs."""
     count, terminal = len(seen), sys.stderr.isatty()
     if not terminal and count > _MANY:
         flags.say(f"judging {count} programs")

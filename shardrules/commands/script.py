@@ -31,12 +31,12 @@ class Script(NamedTuple):
 class Ended(NamedTuple):
     """How a script ended."""
 
-    code: int | None = 0  # its exit code; None where a signal ends it
-    how: str = ""  # "it raised ValueError"; empty where the code is 0
+    code: int | None = 0  # its exit code; None if a signal ends it
+    how: str = ""  # "it raised ValueError"; empty if the code is 0
 
 
 def typed(arguments: argparse.Namespace) -> str:
-    """Write the script or module, and what follows it, as it was typed, behind the rules' flags."""
+    """Return the command line: the rules' flags, then script or module and its arguments."""
     rules: list[str] = []
     for flag, values in (("--import", arguments.rules), ("--rule", arguments.rule)):
         for value in values:
@@ -110,10 +110,10 @@ def run(
     target: Script, around: contextlib.AbstractContextManager[object], end: Callable[[Ended], int]
 ) -> int:
     """Run the script as ``__main__`` inside ``around``, call ``end``, and return the exit code."""
-    # ``end`` takes how the script ended. It also runs before ``os._exit`` and SIGTERM end the
-    # process. Its result is the exit code where the script's own is 0.
+    # ``end`` is told how the script ended. It also runs before ``os._exit`` and SIGTERM end the
+    # process. Its result is the exit code if the script's own is 0.
     interrupts: list[bool] = []
-    atexit.register(_end_by_sigint, interrupts)  # before the script's functions, so called after
+    atexit.register(_end_by_sigint, interrupts)  # registered first, so called last
     spec = target.spec
     main = types.ModuleType("__main__")
     loader = importlib.machinery.SourceFileLoader("__main__", target.file)
@@ -149,7 +149,7 @@ def run(
             at_once(status or report_code)
 
     os._exit = exit_now
-    # Batch schedulers end a job by SIGTERM; a script that handles it itself replaces this.
+    # Batch schedulers end a job by SIGTERM. A script that handles it replaces this handler.
     handled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if handled:
         signal.signal(signal.SIGTERM, terminated)
@@ -189,7 +189,7 @@ def _end_forked_at_once(handler: Callable[..., None]) -> None:
 
 
 def _executed(code: types.CodeType, main: types.ModuleType, interrupts: list[bool]) -> Ended:
-    """Run code, report its exception, and wait for its threads, in Python's order."""
+    """Run code, report its exception, and wait for its threads, in the order that Python does."""
     ended = Ended()
     try:
         exec(code, vars(main))

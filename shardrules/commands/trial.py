@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 def run(
     arguments: argparse.Namespace, look: bool, texts: Mapping[str, Sequence[str]] | None = None
 ) -> Outcome:
-    """Run the script with edited ``texts``, silently unless it looks at unchecked shard_maps."""
+    """Run the script with edited ``texts``; with ``look``, retrace unchecked shard_maps.
+
+    Its output is dropped unless ``look`` is set.
+    """
     with tempfile.TemporaryDirectory() as folder:
         job, result = os.path.join(folder, "job"), os.path.join(folder, "result")
         edited = {os.path.abspath(file): "".join(lines) for file, lines in (texts or {}).items()}
@@ -66,8 +69,8 @@ def _wait(process: subprocess.Popen[Any], look: bool) -> None:
 
     def interrupt(number: int, frame: types.FrameType | None) -> None:
         interrupts.append(number)
-        # A terminal sends Ctrl-C to both processes. Should the first SIGINT not have come from
-        # there, the second one ends the script.
+        # A terminal sends Ctrl-C to both processes. If the first SIGINT didn't come from there, the
+        # second one ends the script.
         if len(interrupts) > 1 or not _in_foreground():
             process.send_signal(number)
 
@@ -85,10 +88,10 @@ def _wait(process: subprocess.Popen[Any], look: bool) -> None:
 
 
 def _in_foreground() -> bool:
-    """Tell whether a terminal sends Ctrl-C to this process and its children."""
+    """Return whether a terminal sends Ctrl-C to this process and its children."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:  # there is none; or on Windows, whose consoles send Ctrl-C to all processes
+    except OSError:  # no terminal; or Windows, whose consoles send Ctrl-C to all processes
         return os.name == "nt"
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
@@ -113,8 +116,8 @@ def child(path: str) -> int:
     if target.file in texts:
         target = target._replace(code=_compiled(texts, target.file))
     if target.spec is not None and target.spec.parent == "pytest":
-        own = ["-p", "no:shardrules.PytestWatch"]  # whose findings would be its exit code
-        # Else it compiles test files from what it reads itself, to rewrite their asserts.
+        own = ["-p", "no:shardrules.PytestWatch"]  # its findings would set the exit code
+        # To rewrite asserts, pytest compiles test files from disk, without the edits.
         own += ["--assert=plain"] * bool(texts)
         target = target._replace(argv=[target.argv[0], *own, *target.argv[1:]])
     outcome = Outcome()
@@ -129,7 +132,7 @@ def child(path: str) -> int:
     contexts.callback(results.start(outcome.results))
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
-    elif target.file in texts or is_here(target.file):  # they install the hooks
+    elif target.file in texts or is_here(target.file):  # the script installs the hooks itself
         contexts.callback(WhenImported("jax", register).stop)
     else:
         contexts.enter_context(check_off.switching([], register, flags.say, "leave"))
@@ -143,7 +146,7 @@ def child(path: str) -> int:
 
     def end(_: script.Ended) -> int:
         _add_rules(outcome, registered)
-        _write(result, outcome)  # before judging: after SIGTERM little time is left
+        _write(result, outcome)  # before judging, since little time is left after SIGTERM
         outcome.sent, outcome.launched = _sent(seen)
         _write(result, outcome)
         return 0
@@ -173,13 +176,13 @@ def _add_rules(outcome: Outcome, registered: Mapping[str, Sequence[registry.Regi
 
 
 def _sent(seen: Iterable[WatchedProgram]) -> tuple[Sent, Sent]:
-    """Sum the bytes that one device sends, and its collectives, by program.
+    """Return the bytes that one device sends, and the number of its collectives, by program.
 
     A loop of unknown length counts once.
     """
     from shardrules.costs import accounts
 
-    # of one that is compiled again, the last
+    # a program that is compiled again replaces the earlier one
     of_function: dict[tuple[str, ...], tuple[int, int]] = {}
     for program in seen:
         with contextlib.suppress(ShardrulesError):  # its backend does not return its HLO
@@ -188,7 +191,7 @@ def _sent(seen: Iterable[WatchedProgram]) -> tuple[Sent, Sent]:
             for entry in accounts.of(program.judgement).entries:
                 runs, of = entry.each if entry.runs is None else entry.runs, entry.judged.collective
                 count += runs * entry.wire_bytes
-                launches[of.computation, of.name] = runs  # of one that is combined, once
+                launches[of.computation, of.name] = runs  # counts a combined collective once
             of_function[key] = count, sum(launches.values())
     sent: Sent = collections.defaultdict(int)
     launched: Sent = collections.defaultdict(int)
@@ -203,7 +206,7 @@ def _compiled(texts: Mapping[str, str], file: str) -> types.CodeType:
 
 
 def _compile_from(texts: Mapping[str, str]) -> None:
-    """Make imports and runpy compile these files from the given texts; tracebacks show them."""
+    """Make imports, runpy and tracebacks read these files from the given texts."""
     loader: Any = importlib.machinery.SourceFileLoader
     get_code = loader.get_code
 
@@ -213,7 +216,7 @@ def _compile_from(texts: Mapping[str, str]) -> None:
 
     open_code = io.open_code
 
-    def opened(path: str) -> Any:  # by runpy.run_path
+    def opened(path: str) -> Any:  # called by runpy.run_path
         file = os.path.abspath(path)
         return io.BytesIO(texts[file].encode()) if file in texts else open_code(path)
 

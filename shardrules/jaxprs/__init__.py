@@ -1,1 +1,1 @@
-"""Reading jaxprs: forward through what equations compute, and by what is nested in them."""
+"""Read jaxprs: follow values forward through equations, or walk through nested jaxprs."""

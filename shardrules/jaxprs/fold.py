@@ -1,15 +1,16 @@
-"""One reader of jaxprs: values go forward through equations, calls, loops, refs and kernels.
+"""Fold an analysis over a jaxpr: through equations, calls, branches, loops, refs and kernels.
 
-An analysis is a subclass of ``Fold``. It says what a value is (``bottom``, ``literal``, ``join``)
-and what a primitive makes of its operands' values (``other``: from a table of its own, and the safe
-answer for a primitive that has no row there). The nesting is known here alone: what a
-branch, a loop, a ref or a kernel hands to the jaxprs inside, and what comes back.
+An analysis is a subclass of ``Fold``. It defines its values (``bottom``, ``literal``, ``join``),
+and the value of a primitive's results for given values of its operands (``other``: from its own
+table, with a safe answer for a primitive that isn't in it). Only this module knows about nesting:
+what a branch, a loop, a ref or a kernel passes to its inner jaxprs, and what they return.
 
-A ref is a ``Cell``, which holds the join of all that was ever stored to it: the whole jaxpr is read
-again until no cell changes. A loop's carry is joined with what its body returns until that changes
-nothing. Both end, because ``join`` only ever widens a value and there are few values; what takes
-more than ``MOST_EQUATIONS`` all the same raises ``TooLong``. This is a monotone framework (Kildall,
-POPL 1973; Kam and Ullman, 1977): where an analysis is monotone, the result holds on every path.
+A ref is a ``Cell``, which holds the join of everything that was ever stored to it. The whole jaxpr
+is read again until no cell changes. A loop's carry is joined with the body's results until it stops
+changing. Both loops end, because ``join`` only widens a value and there are few values. An analysis
+that reads more than ``MOST_EQUATIONS`` anyway raises ``TooLong``. This is a monotone framework
+(Kildall, POPL 1973; Kam and Ullman, 1977): if an analysis is monotone, its result holds on every
+path.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardrules.errors import ShardrulesError
 V = TypeVar("V")
 
 _UNSEEN: Any = object()
-MOST_EQUATIONS = 2_000_000  # read, those in loops and cells at each pass
+MOST_EQUATIONS = 2_000_000  # that are read; an equation counts again in each pass
 
 
 class TooLong(ShardrulesError):
@@ -42,7 +43,7 @@ class TooLong(ShardrulesError):
 
 
 class Cell(Generic[V]):
-    """A ref: the join of what was ever stored to it."""
+    """A ref, as the join of everything that was ever stored to it."""
 
     __slots__ = ("value",)
 
@@ -51,14 +52,14 @@ class Cell(Generic[V]):
 
 
 class Fold(Generic[V]):
-    """One analysis of one jaxpr; ``run`` it once."""
+    """One analysis of one jaxpr; call ``run`` once."""
 
-    reads_kernels: bool = False  # whether to go into a Pallas kernel
+    reads_kernels: bool = False  # whether to read the jaxprs of Pallas kernels
 
-    bottom: V  # of a cell that holds nothing yet; joining it with a value gives that value
+    bottom: V  # the value of an empty cell; the join of it and another value is that value
 
     def literal(self, value: Any) -> V:
-        """Return the value of a constant that stands in the jaxpr."""
+        """Return the value of a literal in the jaxpr."""
         raise NotImplementedError
 
     def constant(self, var: Var) -> V:
@@ -66,11 +67,11 @@ class Fold(Generic[V]):
         raise NotImplementedError
 
     def join(self, values: Iterable[V]) -> V:
-        """Return the value of something that may be any of these."""
+        """Return the value of a variable that may hold any of these."""
         raise NotImplementedError
 
     def mixed(self, values: Iterable[V]) -> V:
-        """Return the value of a result computed from all of these, in an unknown way."""
+        """Return the value of a result that is computed from all of these in an unknown way."""
         return self.join(values)
 
     def chosen(self, by: V, value: V) -> V:
@@ -78,36 +79,36 @@ class Fold(Generic[V]):
         raise NotImplementedError
 
     def other(self, eqn: Eqn, name: str, operands: list[V]) -> Sequence[V]:
-        """Return what an equation that holds no jaxpr and takes no ref makes.
+        """Return the values of an equation's results, if this module knows no nesting for it.
 
-        Look up its primitive; give the safe answer for an unknown one.
+        Look up its primitive; give the safe answer for an unknown one. It takes no refs.
         """
         raise NotImplementedError
 
     def on_refs(self, eqn: Eqn, name: str, operands: list[Any]) -> Sequence[Any]:
-        """Return what an equation reads from refs, and ``store`` what it may write to them."""
+        """Return the values that an equation reads from refs, and ``store`` what it may write."""
         results, joined = self.anything(eqn, operands)
         return self.one_step(eqn, operands, joined) if results is None else results
 
     def finished(self, jaxpr: Jaxpr, read: Callable[[Any], V]) -> None:
-        """Take notes once a jaxpr has been read; ``read`` returns an atom's value."""
+        """Take notes after a jaxpr was read; ``read`` returns an atom's value."""
 
     def __init__(self) -> None:
-        self.around: list[Eqn] = []  # the equations whose jaxprs are being read
-        self.place: tuple[Any, ...] = ()  # the same, as a key: one jaxpr may stand in several
+        self.around: list[Eqn] = []  # the enclosing equations, whose jaxprs are being read
+        self.place: tuple[Any, ...] = ()  # the same as a key, since several may share one jaxpr
         self._cells: dict[tuple[Any, ...], Cell[V]] = {}
-        self._changed = False  # whether a cell did, in this pass
+        self._changed = False  # whether a cell changed in this pass
         self._count = 0
 
     def run(self, jaxpr: Jaxpr, given: Sequence[V]) -> list[V]:
-        """Return the values of a jaxpr's outputs, for these values of its inputs.
+        """Return the values of a jaxpr's outputs for these values of its inputs.
 
         Raises:
           TooLong: if its loops and refs don't settle within MOST_EQUATIONS.
         """
-        # The order of reads and writes is not followed: a read in a loop may come before the write
-        # that stands below it. So each read gets all that any write stores, and a pass that
-        # widens a cell makes the reads before it stale: read the whole jaxpr once more.
+        # Ignore the order of reads and writes, since in a loop a read may run after a write that
+        # stands below it. So each read must return the join of all writes. If a pass widened a
+        # cell, earlier reads of it in that pass were too narrow: read the whole jaxpr again.
         while True:
             self._changed = False
             entering: list[Any] = [
@@ -119,7 +120,7 @@ class Fold(Generic[V]):
                 return [self.content(result) for result in results]
 
     def jaxpr(self, jaxpr: Jaxpr, given: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-        """Return what a jaxpr returns in this pass; refs are ``Cell``s."""
+        """Return the values of a jaxpr's outputs in this pass; refs are ``Cell``s."""
         env = dict(zip(jaxpr.invars, given))
         if consts:
             env.update(zip(jaxpr.constvars, consts))
@@ -144,18 +145,20 @@ class Fold(Generic[V]):
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
-        """Return what an equation makes of its operands."""
+        """Return the values of an equation's results."""
+        # An equation whose nesting is known here is read by its own function. Another equation that
+        # takes a ref may read or write it. All others go to the analysis.
         name = name_of(eqn)
         nested = _NESTED.get(name)
         if nested is not None:
             return nested(self, eqn, operands)
         for operand in operands:
-            if isinstance(operand, Cell):  # also where nobody knows what is done with it
+            if isinstance(operand, Cell):  # even if the primitive is unknown
                 return self.on_refs(eqn, name, operands)
         return self.other(eqn, name, operands)
 
     def one_step(self, eqn: Eqn, operands: list[Any], joined: V) -> list[V]:
-        """Return that an equation makes ``joined`` in all results, and stores it to its refs."""
+        """Return ``joined`` for each result of an equation, and store it to its refs."""
         if name_of(eqn) not in READS:
             for operand in operands:
                 if isinstance(operand, Cell):
@@ -175,9 +178,9 @@ class Fold(Generic[V]):
             self._changed = True
 
     def _cell(self, maker: Any, number: int, value: V) -> Cell[V]:
-        """Return the ref that an equation makes, with what was stored to it in earlier passes."""
-        # The place is in the key: one jaxpr, traced once, may run in several places, and the refs
-        # that it makes in each are others.
+        """Return the ref that an equation makes, with what earlier passes stored to it."""
+        # The key holds the place, since a jaxpr that is traced once may run in several places, and
+        # makes different refs in each.
         key = (*self.place, id(maker), number)
         cell = self._cells.get(key)
         if cell is None:
@@ -187,18 +190,19 @@ class Fold(Generic[V]):
         return cell
 
     def _either(self, values: Sequence[Any]) -> Any:
-        """Join what branches or passes return."""
+        """Return the join of one result of several branches or passes."""
         cells = [value for value in values if isinstance(value, Cell)]
         if not cells:
             return self.join(values)
-        # Any of several refs: a write to one may be a write to each, so that all hold the same.
+        # The result may be any of several refs. A write to it may be a write to each of them, so
+        # let all of them hold the same value.
         joined = self.join(map(self.content, values))
         for cell in cells:
             self.store(cell, joined)
         return cells[0]
 
     def _choose(self, by: V, values: Iterable[Any]) -> list[Any]:
-        """Let a predicate choose between values; for a ref, between its contents."""
+        """Return values as chosen by a predicate; of a ref, its content is chosen."""
         made: list[Any] = []
         for value in values:
             if isinstance(value, Cell):
@@ -213,7 +217,7 @@ class Fold(Generic[V]):
     def inside(
         self, eqn: Eqn, jaxpr: Jaxpr, given: Sequence[Any], consts: Sequence[Any] = (), at: int = 0
     ) -> list[Any]:
-        """Return what a jaxpr of an equation returns."""
+        """Return the values of the outputs of a jaxpr in an equation's parameters."""
         outside = self.place
         self.place = (*outside, id(eqn), at)
         self.around.append(eqn)
@@ -223,16 +227,16 @@ class Fold(Generic[V]):
         return results
 
     def anything(self, eqn: Eqn, operands: list[Any]) -> tuple[list[Any] | None, V]:
-        """Read the jaxprs of an equation of which only its parameters are known.
+        """Read the jaxprs of an equation whose primitive is unknown.
 
-        Returns what the one jaxpr that takes all operands returns, or None; and the join of its
-        operands and of all that its jaxprs return and store, if each takes any of that. A kernel
-        is not read.
+        Returns the results if it has a single jaxpr that takes all its operands, else None; and the
+        mix of all its operands and of all values that its jaxprs return and store. A kernel is not
+        read.
         """
-        # Nobody says which operand goes to which input, how often a jaxpr runs, or in what order.
-        # So each input of each jaxpr gets the mix of all operands, of all results and of all that
-        # is stored, until another pass adds nothing. One exception: a single jaxpr with as many
-        # inputs and outputs as its equation is a call.
+        # We don't know which operand goes to which input, how often a jaxpr runs, or in what order.
+        # So pass the mix of all operands, results and stored values to each input of each jaxpr,
+        # until a pass adds nothing. One exception: a single jaxpr with as many inputs and outputs
+        # as its equation is a call.
         joined = self.mixed(map(self.content, operands))
         inner = [] if name_of(eqn) in KERNELS else list(inner_jaxprs(eqn.params))
         if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(operands), len(eqn.outvars))]:
@@ -257,9 +261,10 @@ class Fold(Generic[V]):
         return operands
 
     def _cond(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
-        # Each branch is read with the same operands; a result is what any branch returns, as far
-        # as the predicate's own value lets devices take different branches. So with refs: each
-        # branch stores to them, and the predicate chooses which of these writes happened.
+        # Read each branch with the same operands. A result is the join of the branches' results,
+        # chosen by the predicate, since devices whose predicates differ take different branches.
+        # The same holds for refs: each branch stores to them, and the predicate chooses which of
+        # these writes happen.
         chosen, *given = operands
         branches = eqn.params["branches"]
         results = [self.inside(eqn, branch, given, at=at) for at, branch in enumerate(branches)]
@@ -270,8 +275,9 @@ class Fold(Generic[V]):
         constants, carries = scan_counts(eqn.params)
         first, carry = operands[:constants], operands[constants : constants + carries]
         slices = operands[constants + carries :]
-        # The carry may be that of any iteration: the first one's, joined with what each pass
-        # returns. All devices run as many iterations, so that no predicate chooses.
+        # The carry may be that of any iteration: start with the first one, and join it with the
+        # body's results until it stops changing. All devices run the same number of iterations, so
+        # no predicate chooses.
         while True:
             results = self.inside(eqn, eqn.params["jaxpr"], [*first, *carry, *slices])
             joined = [self._either(pair) for pair in zip(carry, results)]
@@ -284,8 +290,8 @@ class Fold(Generic[V]):
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         tested, first = operands[:of_cond], operands[of_cond : of_cond + of_body]
         carry = operands[of_cond + of_body :]
-        # As in a scan, but the predicate decides how many iterations a device runs, and with that
-        # which carry it holds at the end: it chooses results, and what the body stores.
+        # As in a scan, but the predicate decides how many iterations a device runs, and so which
+        # carry it ends with. It therefore chooses the results, and what the body stores.
         while True:
             (goes_on,) = self.inside(eqn, params["cond_jaxpr"], [*tested, *carry], at=0)
             results = self.inside(eqn, params["body_jaxpr"], [*first, *carry], at=1)
@@ -309,11 +315,13 @@ class Fold(Generic[V]):
             return self.other(eqn, name_of(eqn), operands)
         mapping, body = eqn.params["grid_mapping"], opened(eqn.params["jaxpr"])
         dynamic = getattr(mapping, "num_dynamic_grid_bounds", 0)
-        # Grid bounds and prefetched operands decide which blocks are read and written.
+        # Grid bounds and prefetched operands decide which blocks are read and written, so they
+        # choose the outputs.
         positions = self.join(operands[: dynamic + mapping.num_index_operands])
         inputs = operands[dynamic:]
-        # A kernel's operands and outputs are refs to its body. The grid runs the body many times on
-        # blocks of them; the cells, which hold all that is ever stored, cover each order of these.
+        # A kernel's body gets its operands and outputs as refs. The grid runs the body many times
+        # on blocks of them. Cells hold everything that is ever stored, so they cover any order of
+        # these runs, and the body is read once per pass.
         cells = [self._cell(eqn, n, value) for n, value in enumerate(inputs)]
         aliases = dict(eqn.params.get("input_output_aliases", ()))
         of_output = {output: cells[source] for source, output in aliases.items()}  # the same memory

@@ -1,4 +1,9 @@
-"""Compare programs by what each value is computed from."""
+"""Compare programs by what each value is computed from.
+
+Each variable gets a key: the hash of the primitive, the parameters and the keys of the operands
+that make it. Casts pass on their operand's key, so that programs with the check off and on have the
+same keys. Two programs are the same if they have the same multiset of keys and the same results.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +34,12 @@ from shardrules.jaxprs.walk import Inside, visited
 
 _LOOPS = frozenset({"scan", "while"})
 _RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
-_LARGE_BYTES = 1 << 20  # of a constant that is read if it isn't the same object
-_MOST_BYTES = 1 << 28  # of a constant that is read
+_LARGE_BYTES = 1 << 20  # larger constants are compared by identity, or else by digest
+_MOST_BYTES = 1 << 28  # larger constants are compared by identity alone
 
 
 class _Inner(NamedTuple):
-    """A jaxpr's constants, and what its inputs are made of."""
+    """A jaxpr's constants, and the keys of its inputs."""
 
     consts: Sequence[Any]
     inputs: Sequence[Any]
@@ -43,10 +48,10 @@ class _Inner(NamedTuple):
 class _Around(NamedTuple):
     """The facts known around a jaxpr."""
 
-    makes: dict[Any, Any]  # what each variable is made of
-    left: list[_Inner]  # the jaxprs of an equation that are to be read
-    read: list[tuple[Jaxpr, dict[Any, Any]]]  # the jaxprs read so far, with their variables' values
-    large: Callable[[Any], object]  # returns what is compared instead of a large constant
+    makes: dict[Any, Any]  # each variable's key
+    left: list[_Inner]  # an equation's jaxprs that are still to be read
+    read: list[tuple[Jaxpr, dict[Any, Any]]]  # the jaxprs read so far, with their variables' keys
+    large: Callable[[Any], object]  # returns a stand-in by which large constants are compared
 
     def of(self, atom: Any) -> Any:
         if hasattr(atom, "val"):
@@ -55,28 +60,28 @@ class _Around(NamedTuple):
 
 
 def is_same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
-    """Return whether jaxprs compute the same values from the same operands, casts left out.
+    """Return whether jaxprs compute the same values from the same operands, ignoring casts.
 
-    A body that reads the type of a value may sum over other axes, or swap operands.
+    They may differ if a body reads a value's type, and sums over other axes or swaps operands.
     """
-    # Reading a large constant may copy it from the device, and mostly both hold the same object.
-    # So compare by identity first.
+    # Compare large constants by identity first: mostly both programs hold the same object, and
+    # reading one may copy it from the device.
     return any(_made_of(one, large) == _made_of(other, large) for large in (id, _digest))
 
 
 def has_same_steps(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
-    """Return whether linear programs take the same steps, whatever numbers stand in them.
+    """Return whether linear programs take the same steps, ignoring their constants.
 
-    The order in which saved values are handed on differs between programs, and a loop may get a
-    number that was cast. So operands are compared by the primitives that made them.
+    Programs may pass on saved values in different orders, and may pass a cast number to a loop. So
+    operands are compared only by the primitives that made them.
     """
     return _made_of(one, id, by_name=True) == _made_of(other, id, by_name=True)
 
 
 def digest(closed: Any, left_out: Iterable[Eqn] = ()) -> int:
-    """Return a number that jaxprs share if they compute the same.
+    """Return a number that is equal for jaxprs that compute the same, ignoring casts.
 
-    Casts are left out, and so are the equations ``left_out``, of which each result is an operand.
+    The equations ``left_out`` are ignored too: each of their results stands for its operand.
     """
     return hash(frozenset(_made_of(closed, _digest, left_out=left_out).items()))
 
@@ -87,7 +92,7 @@ def _made_of(
     by_name: bool = False,
     left_out: Iterable[Eqn] = (),
 ) -> collections.Counter[Any]:
-    """Count a jaxpr's equations by their operands, or by the primitives that made these."""
+    """Count a jaxpr's equations by their operands' keys, or by the primitives that made those."""
     counted: collections.Counter[Any] = collections.Counter()
     passed = {id(eqn) for eqn in left_out}
 
@@ -108,19 +113,19 @@ def _made_of(
                 for operand in operands
             ]
             if name in _RESHAPES and all(v.aval.size == 1 for v in (*eqn.invars, *eqn.outvars)):
-                # A scalar that is saved is handed on as an array of one element.
+                # A saved scalar is passed on as an array of one element.
                 around.makes.update(zip(eqn.outvars, operands))
                 return
-            if name == "broadcast_in_dim":  # a number that is saved is handed on with a dimension
+            if name == "broadcast_in_dim":  # a saved number is passed on with a dimension
                 operands = ["input"]
             if name == "convert_element_type" and operands == ["input"]:
-                around.makes.update(zip(eqn.outvars, operands))  # of a number that is cast
+                around.makes.update(zip(eqn.outvars, operands))  # converts a number that was cast
                 return
         if name in CASTS or id(eqn) in passed:
             around.makes.update(zip(eqn.outvars, operands))
             return
         if name == "convert_element_type" and isinstance(operands[0], _Elements):
-            # JAX converts a Python number after its cast.
+            # JAX converts a Python number after its cast, so convert the constant here.
             around.makes.update(zip(eqn.outvars, [_converted(operands[0], eqn.outvars[0])]))
             return
         inner = _Around({}, [*_inside(eqn, operands)], [], large)
@@ -147,12 +152,12 @@ def _made_of(
         around.makes.update(zip(eqn.outvars, keys))
         if name in NEW_REFS:  # two refs of equal contents are still two refs
             around.makes[eqn.outvars[0]] = _key((keys[0], sum(map(_is_ref, around.makes))))
-        elif name not in READS:  # the ref's contents from here on
+        elif name not in READS:  # from here on, the ref's key is that of its new content
             written = [(n, atom) for n, atom in enumerate(eqn.invars) if _is_ref(atom)]
             around.makes.update((atom, _key((of_all, n))) for n, atom in written)
 
     jaxpr = opened(closed)
-    # From JAX 0.11 the constants of a bwd's trace are its leading inputs.
+    # Since JAX 0.11, the constants of a bwd's trace are its leading inputs.
     leading = closed.consts[: max(0, len(closed.consts) - len(jaxpr.constvars))]
     read = [_constant(held, large) for held in leading]
     inputs: list[Any] = [n if made == "constant" else made for n, made in enumerate(read)]
@@ -166,7 +171,7 @@ def _made_of(
 
 
 def _results(around: _Around) -> list[list[Any]]:
-    """Return what the results of each jaxpr that was read are made of."""
+    """Return the keys of the results and refs of each jaxpr that was read."""
     results = []
     for jaxpr, makes in around.read:
         of = around._replace(makes=makes).of
@@ -179,30 +184,31 @@ def _is_ref(atom: Any) -> bool:
 
 
 def _is_step(name: str) -> bool:
-    """Return whether a primitive uses its jaxpr otherwise than by calling it with its operands."""
+    """Return whether a primitive does something else with its jaxpr than call it with operands."""
     return name in KERNELS or name.startswith(("scatter", "reduce", "select_and_scatter"))
 
 
 def _taken(eqn: Eqn, operands: list[Any]) -> Any:
-    """Return the operands that an equation with an inner jaxpr is compared by."""
+    """Return the operands by which an equation with an inner jaxpr is compared."""
     name = name_of(eqn)
     if _is_step(name):
         return operands
-    # With the check on there may be more operands: a value, and the same value cast. JAX also moves
-    # the cast of a number out of a loop, which then takes the number; the body shows its use.
+    # With the check on there may be more operands: a value, and the same value cast. So compare
+    # sets. JAX also moves the cast of a number out of a loop, which then takes the number as an
+    # operand. Leave it out, since the body shows its use.
     numbers = operands[: _const_count(eqn)] if name in _LOOPS else ()
     return {*operands} - {number for number in numbers if isinstance(number, _Elements)}
 
 
 def _const_count(eqn: Eqn) -> int:
-    """Return how many of a loop's operands come before what it carries."""
+    """Return the number of a loop's operands before its carry."""
     if name_of(eqn) == "while":
         return int(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"])
     return int(eqn.params.get("num_consts", 0))
 
 
 def _inside(eqn: Eqn, operands: list[Any]) -> Iterator[_Inner]:
-    """Yield the facts about each jaxpr in an equation, in the order of ``inner_jaxprs``."""
+    """Yield constants and input keys of each jaxpr in an equation, in ``inner_jaxprs``' order."""
     name, params = name_of(eqn), eqn.params
     carried = _const_count(eqn)
     for value in params.values():
@@ -212,7 +218,7 @@ def _inside(eqn: Eqn, operands: list[Any]) -> Iterator[_Inner]:
             count = len(jaxpr.invars)
             given: Sequence[Any] = operands[len(operands) - count :]
             if name in _LOOPS:
-                # A carry may start equal, and differ later.
+                # A carry may differ from its initial value later, so mark it as carried.
                 later = [("carried", n, operand) for n, operand in enumerate(operands[carried:])]
                 given = operands[:carried]
                 if name == "while":
@@ -264,7 +270,7 @@ def _digest(value: Any) -> object:
 
 
 def _converted(value: Any, to: Any) -> Any:
-    """Return a value that was cast or converted: JAX converts a Python number after its cast."""
+    """Return a constant converted to a variable's dtype; return any other value as it is."""
     import ml_dtypes  # noqa: F401  # its dtypes have names
     import numpy as np
 
@@ -288,17 +294,17 @@ def _key(value: Any) -> int:
 
 
 def _plain(eqn: Eqn) -> list[Any]:
-    """Return the parameters of an equation that are made of numbers, names and functions."""
-    # Sorted: they may stand in another order with the check on (JAX 0.5.3 and older).
+    """Return an equation's parameters that are made of numbers, names and functions."""
+    # Sorted, since their order may differ with the check on (JAX 0.5.3 and older).
     if any(inner_jaxprs(eqn.params)) and not _is_step(name_of(eqn)):
-        # Equations with jaxprs may count or mark their inputs, and the inputs may differ.
+        # Parameters of an equation with jaxprs may count or mark its inputs, which may differ.
         return [
             (name, value)
             for name, value in sorted(eqn.params.items())
             if type(value) in (bool, int, str)
             and not name.endswith("consts")
             and not name.startswith("check_")
-            and name != "rewrite"  # shard_map's with the check on (JAX 0.5.3 and older)
+            and name != "rewrite"  # says that shard_map's check is on (JAX 0.5.3 and older)
         ]
     return [(name, _held(v)) for name, v in sorted(eqn.params.items()) if name != "weak_type"]
 
@@ -334,7 +340,7 @@ def _held(value: Any, depth: int = 6) -> Any:
 
 
 def _function(value: Any, depth: int) -> Any:
-    """Return the identity of a function, or of an object that holds one, for comparisons."""
+    """Return a form of a function, or of an object that holds one, to compare it by."""
     if isinstance(value, functools.partial):
         return _held([value.func, value.args, [*value.keywords.items()]], depth)
     if isinstance(value, types.FunctionType):
@@ -347,7 +353,7 @@ def _function(value: Any, depth: int) -> Any:
     if isinstance(value, types.MethodType):
         return _held([value.__func__, value.__self__], depth)
     if callable(value) and not isinstance(value, type):
-        if hasattr(value, "callback_func"):  # of JAX's pure_callback
+        if hasattr(value, "callback_func"):  # from JAX's pure_callback
             return _held(value.callback_func, depth)
         of = [getattr(value, "__name__", None), type(value)]
         return _held([*of, getattr(value, "__dict__", None)], min(depth, 2))  # it may be wide

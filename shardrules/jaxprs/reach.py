@@ -1,4 +1,4 @@
-"""Which values of a jaxpr depend on some of its inputs."""
+"""Tell which values of a jaxpr depend on some of its inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardrules.jaxprs.fold import Fold
 
 
 class Reach(Fold[bool]):
-    """A value says whether it may depend on them, by its data or by a choice."""
+    """Values are True if they may depend on the inputs given as True, by data or by a choice."""
 
     bottom = False
 

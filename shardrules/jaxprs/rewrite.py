@@ -1,4 +1,4 @@
-"""Writing jaxprs anew, equation by equation."""
+"""Rewrite jaxprs, equation by equation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardrules.registry.axistypes import AxisType
 
 
 class Rewrite:
-    """A jaxpr that is being written anew: its new equations, and what its variables became."""
+    """A jaxpr that is being rewritten: its new equations, and the replacements of its variables."""
 
     def __init__(self, jaxpr: Jaxpr):
         self.jaxpr = jaxpr
@@ -25,7 +25,7 @@ class Rewrite:
         self.eqns: list[Eqn] = []
 
     def renew(self, var: Var, aval: Aval) -> Any:
-        """Return a variable for this aval that takes the place of ``var``."""
+        """Return a variable with this aval that replaces ``var``."""
         self.env[var] = variable(var, aval)
         return self.env[var]
 
@@ -48,7 +48,7 @@ class Rewrite:
 
 
 def inlined(jaxpr: Jaxpr, atoms: Sequence[Var], **changes: Any) -> tuple[list[Eqn], list[Any]]:
-    """Return a jaxpr's equations for these operands, and what they return."""
+    """Return a jaxpr's equations with its inputs replaced by ``atoms``, and its outputs."""
     env = dict(zip(jaxpr.invars, atoms))
     eqns = []
     for eqn in jaxpr.eqns:
@@ -57,7 +57,7 @@ def inlined(jaxpr: Jaxpr, atoms: Sequence[Var], **changes: Any) -> tuple[list[Eq
 
 
 def split(jaxpr: Jaxpr, taken: Callable[[Eqn], bool]) -> tuple[list[Eqn], Jaxpr]:
-    """Return the equations that are taken out, and the rest, which takes their results first."""
+    """Return the taken equations, and a jaxpr of the rest, whose first inputs are their results."""
     out: list[Eqn] = []
     rest: list[Eqn] = []
     for eqn in jaxpr.eqns:
@@ -91,7 +91,7 @@ def cast_atoms(
 
 
 def cast_outputs(door: Door, jaxpr: Jaxpr, types: Sequence[AxisType], scope: str = "") -> Any:
-    """Return a jaxpr whose outputs have these axis types, by casts at its end."""
+    """Return a jaxpr with casts at its end that give its outputs these axis types."""
     new = Rewrite(jaxpr)
     casts, outvars = cast_atoms(door, new.inner.outvars, types, scope)
     if not casts:

@@ -1,6 +1,6 @@
-"""The contents of a jaxpr: its equations, the equations of nested jaxprs, and their uses.
+"""Walk through a jaxpr: its equations, those of nested jaxprs, and the uses of variables.
 
-This module follows no values; ``fold`` does.
+This module doesn't follow values; ``fold`` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
-# Reads the jaxprs in an equation's parameters: from what is known around them to one list for each.
+# Reads the jaxprs in an equation's parameters, given what is known around them; one list for each.
 Inside = Callable[[C], "list[list[T]]"]
 
 
@@ -30,14 +30,14 @@ def visited(
     around: C,
     enter: Callable[[Jaxpr, C], C] | None = None,
 ) -> list[T]:
-    """Return what ``visit`` yields of each equation, in order.
+    """Return what ``visit`` yields for each equation, in order.
 
     Args:
       jaxpr: the jaxpr, without its constants.
       visit: takes an equation, what is known around it, and a function that reads the jaxprs in
-        its parameters, which takes what is known around these.
-      around: what is known around the jaxpr: how often it runs, say.
-      enter: adds to that what is known of a jaxpr, before its equations are visited.
+        its parameters. That function takes what is known around those jaxprs.
+      around: what is known around the jaxpr, such as how often it runs.
+      enter: takes a jaxpr and what is known around it; returns what is known around its equations.
     """
 
     def each(jaxpr: Jaxpr, around: C) -> list[T]:
@@ -54,7 +54,7 @@ def visited(
 
 
 def equations(jaxpr: Jaxpr, kernels: bool = False) -> Iterator[Eqn]:
-    """Yield a jaxpr's equations and those of inner jaxprs; a kernel's only if asked for."""
+    """Yield a jaxpr's equations and those of inner jaxprs; a kernel's only with ``kernels``."""
     for equation in jaxpr.eqns:
         yield equation
         if kernels or equation.primitive.name not in KERNELS:
@@ -63,7 +63,7 @@ def equations(jaxpr: Jaxpr, kernels: bool = False) -> Iterator[Eqn]:
 
 
 def named(jaxpr: Jaxpr, name: str) -> list[Eqn]:
-    """Return a jaxpr's own equations of one primitive, by its name."""
+    """Return a jaxpr's own equations whose primitive has this name."""
     return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
 
 
@@ -91,7 +91,7 @@ def uses(jaxpr: Jaxpr) -> dict[Any, list[tuple[Eqn, int]]]:
 
 
 def _transposed(jaxpr: Jaxpr) -> list[tuple[Eqn, int]]:
-    """Return the equations of a jaxpr's backward passes, and how often scans around run each."""
+    """Return the equations of a jaxpr's backward passes, with how often scans run each."""
 
     def visit(
         eqn: Eqn, around: tuple[int, bool], inside: Inside[tuple[int, bool], tuple[Eqn, int]]
@@ -123,8 +123,8 @@ def transposed_sums(jaxpr: Jaxpr) -> Iterator[tuple[int, frozenset[str]]]:
 
 def program_text(closed: ClosedJaxpr) -> str:
     """Return a program's text without addresses, with the kernels that it calls."""
-    # A rule that calls itself is asked for at each place where it is called: in tests/core, of 17
-    # texts 16 were of a program that had been printed before.
+    # Cached, since a rule that calls itself is printed at each place that calls it: in tests/core,
+    # 16 of 17 texts were of a program that had been printed before.
     if closed not in _TEXTS:
         text = "\n".join([str(closed), *_kernel_texts(opened(closed))])
         _TEXTS[closed] = _ADDRESS.sub("", text)
@@ -137,7 +137,7 @@ _TEXTS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 def is_same_program(one: Any, other: Any) -> bool:
     """Return whether two programs have the same text, as ``program_text`` returns it."""
     eqns = opened(one).eqns, opened(other).eqns
-    # Printing them takes a hundred times as long.
+    # Compare primitives first, since printing the programs takes a hundred times as long.
     if [eqn.primitive for eqn in eqns[0]] != [eqn.primitive for eqn in eqns[1]]:
         return False
     return program_text(one) == program_text(other)

@@ -1,1 +1,1 @@
-"""The type of each primitive's results: the funnel, and the laws that it asks."""
+"""Type each primitive's results: the funnel, and the laws that it applies."""

@@ -1,8 +1,9 @@
-"""Loops' carries and branches' outputs under shard_map's check, cast to the join of their types.
+"""Cast loops' carries and branches' outputs to the join of their types, under shard_map's check.
 
-JAX requires one type of a carry before and after the body, and equal types of all branches. Where
-they differ only in the axes over which they vary, the initial carry is cast to the fixpoint of its
-type, and each branch to the join of all. The cast is before the loop, and so is its psum.
+JAX requires that a carry has the same type before and after the body, and that all branches have
+equal types. If they differ only in their varying axes, the initial carry is cast to the fixpoint of
+its type, and each branch's output to the join of all. The carry is cast before the loop, so the
+psum that transposes this cast is outside of the loop, too.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from shardrules.registry.axistypes import AxisType
 class ControlHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self.tracers = door.body_tracers  # a refusal comes before anything is replaced
+        self.tracers = door.body_tracers  # read now, to raise before anything is replaced
 
     def install(self, patches: Patches) -> None:
         door = self.door
         hooks: dict[str, Any] = {
-            # From JAX 0.8.2.
+            # Since JAX 0.8.2.
             "promote_carry": self._promote,
             "merge_branches": self._merge_branches,
             "check_branches": self._check_branches,
@@ -65,7 +66,7 @@ class ControlHooks(Hooks):
     def _trace_body(
         self, trace: Callable[..., Any], fun: Any, in_tree: Any, in_avals: Any, debug_info: Any
     ) -> Any:
-        """Do what ``_trace`` does, on JAX to 0.7."""
+        """Do what ``_trace`` does, up to JAX 0.8.1."""
         traced = trace(fun, in_tree, in_avals, debug_info)
         if not (self.door.is_loop_body(debug_info) and self.acts):
             return traced
@@ -87,7 +88,10 @@ class ControlHooks(Hooks):
         results: Callable[..., Any],
         again: Callable[..., Any],
     ) -> tuple[list[AxisType], Any]:
-        """Trace a body until its carry varies as much as what it returns."""
+        """Trace a body again until its carry varies as much as its results."""
+        # Join the carry's types with those of the results. If they grew, trace the body with the
+        # wider carry. This ends, since types only grow. If some leaf can't be joined (it differs in
+        # more than varying axes), return the first trace, and leave the error to JAX.
         door, first = self.door, traced
         types = [door.axis_type(aval) for aval in carry]
         while True:
@@ -105,7 +109,7 @@ class ControlHooks(Hooks):
         return cast_outputs(self.door, jaxpr, [*types, *have[len(types) :]])
 
     def _promote(self, in_val: Any, in_aval: Aval, out_aval: Aval) -> Any:
-        """Cast an initial carry to the type that its body was traced to return."""
+        """Cast an initial carry to the type that its body returns."""
         value, changed = self.door.promote_carry(in_val, in_aval, out_aval)
         if not self.acts:
             return value, changed
@@ -115,7 +119,7 @@ class ControlHooks(Hooks):
         return self.door.cast(value, joined), True
 
     def _promote_carries(self, in_vals: Sequence[Any], in_avals: Any, out_avals: Any) -> Any:
-        """Do what ``_promote`` does for a whole carry, on JAX to 0.7."""
+        """Do what ``_promote`` does for a whole carry, up to JAX 0.8.1."""
         values, changed = self.door.promote_carries(in_vals, in_avals, out_avals)
         if not self.acts or not len(values) == len(in_avals) == len(out_avals):
             return values, changed
@@ -128,7 +132,7 @@ class ControlHooks(Hooks):
     # Branches.
 
     def _trace_branches(self, *args: Any, **kwargs: Any) -> Any:
-        jaxprs, *others = self.door.trace_branches(*args, **kwargs)  # JAX to 0.8.1
+        jaxprs, *others = self.door.trace_branches(*args, **kwargs)  # up to JAX 0.8.1
         return self._cast_branches(jaxprs), *others
 
     def _merge_branches(self, jaxprs: Sequence[Any], all_consts: Any) -> Any:
@@ -150,7 +154,7 @@ class ControlHooks(Hooks):
         out_avals1: Any,
         out_avals2: Any,
     ) -> Any:
-        """Compare two branches with the types they are cast to."""
+        """Compare two branches by the types that they are cast to."""
         outputs = [out_avals1, out_avals2]
         types = _joined(self.door, [each.vals for each in outputs]) if self.acts else None
         if types is not None:
@@ -159,7 +163,7 @@ class ControlHooks(Hooks):
 
 
 def _carry_count(operands: Any, results: Any) -> int:
-    """Return how many leaves a carry has; 0 if the body returns another pytree."""
+    """Return the number of leaves of a carry; 0 if the body returns another pytree."""
     parts = operands.children()
     if len(parts) == 2:
         if len(results.children()) != 2:
@@ -169,13 +173,13 @@ def _carry_count(operands: Any, results: Any) -> int:
 
 
 def _retyped(door: Door, avals: Any, types: Sequence[AxisType]) -> Any:
-    """Return a FlatTree of avals, the first of them with these axis types."""
+    """Return a FlatTree of avals whose first leaves have these axis types."""
     new = iter([*map(door.with_axis_type, avals.vals, types), *avals.vals[len(types) :]])
     return avals.map(lambda _: next(new))
 
 
 def _join(door: Door, a: Any, b: Any, carry: bool = False) -> AxisType | None:
-    """Return the least type to which two avals can be cast; None if they differ in more."""
+    """Return the least type to which two avals can be cast; None if casts can't make them equal."""
     if a == b:
         return door.axis_type(a)
     if not (isinstance(a, door.ShapedArray) and isinstance(b, door.ShapedArray)):

@@ -1,8 +1,8 @@
-"""The funnel: every primitive's types, casts and tags pass here, whoever made it and whenever.
+"""Handle every primitive's types, casts and tags in one place, whoever made it and whenever.
 
 Types come from one data descriptor, ``Primitive.abstract_eval``; casts and OpaqueCalls from one
-wrapper of ``Primitive.bind_with_trace``; tags from one wrapper of what lowers an equation. A row of
-the table in ``laws.py`` says what a primitive obeys.
+wrapper of ``Primitive.bind_with_trace``; tags from one wrapper of the function that lowers an
+equation. A row of the table in ``laws.py`` says which law a primitive obeys.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from shardrules.hooks.types.owners import is_users
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """What one primitive obeys; None leaves it to JAX."""
+    """How one primitive is typed, cast, bound and tagged; None leaves that to JAX."""
 
-    # from the primitive's own abstract eval to one that gives the types
+    # maps the primitive's own abstract eval to one that returns our types
     typed: Callable[..., Any] | None = None
-    # from ``(trace, args, avals, params)`` to the operands after their casts, None for the same
-    # ones; asked under the check only
+    # maps ``(trace, args, avals, params)`` to the cast operands, or to None if no cast is needed;
+    # called only under the check
     cast: Callable[..., Any] | None = None
-    # called as ``bind(rest, primitive, trace, args, params)`` instead of JAX; ``rest`` binds what
-    # it is given as JAX does
+    # called as ``bind(rest, primitive, trace, args, params)`` instead of JAX's function; ``rest``
+    # binds its arguments as JAX does
     bind: Callable[..., Any] | None = None
-    always: bool = False  # whether ``bind`` is called where the check is off, too
-    # from an equation's parameters to its opaque call
+    always: bool = False  # whether to call ``bind`` even if the check is off
+    # maps an equation's parameters to its opaque call
     opaque_call_of: Callable[[dict[str, Any]], Any] | None = None
-    # the same for an equation that is lowered; its custom call gets the tag
+    # the same for an equation that is lowered, whose custom call gets the tag
     tagged: Callable[[dict[str, Any]], Any] | None = None
 
 
@@ -47,7 +47,7 @@ class _Evaluations(dict[Any, Any]):
 
     def __init__(self, original: Any, law_of: Callable[[Any], Law]):
         super().__init__()
-        self._original = original  # of the class: raises that there is none
+        self._original = original  # the class's own, which raises that there is none
         self._law_of = law_of
 
     def __missing__(self, primitive: Primitive) -> Any:
@@ -59,7 +59,7 @@ class _Evaluations(dict[Any, Any]):
         return self[primitive]
 
     def descriptor(self) -> property:
-        """Return the data descriptor; it calls C, so that reading it costs no Python frame."""
+        """Return the data descriptor; its getter is in C, so reading it costs no Python frame."""
         return property(self.__getitem__, self._define, self._delete)
 
     def _define(self, primitive: Primitive, evaluate: Any) -> None:
@@ -78,16 +78,16 @@ def _raise(
 
 
 class Funnel(Hooks):
-    """The three seams that all primitives share."""
+    """The three functions of JAX that every primitive passes through."""
 
-    # calls: as ``Law.bind``, for what calls jaxprs.
-    # refused: called with ``(primitive, trace, args, params, error)`` where JAX refuses a bind.
+    # calls: like ``Law.bind``, for primitives that call jaxprs.
+    # refused: called with ``(primitive, trace, args, params, error)`` if JAX rejects a bind.
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self.calls: Callable[..., Any] | None = None
         self.refused: Callable[..., Any] = _raise
-        # JAX, too, keeps each primitive that it has a rule for.
+        # This keeps primitives alive, as JAX's tables of rules do anyway.
         self.row = functools.cache(self._row)
         self._laws: dict[Any, Law] = {}
         self._declared: dict[Any, Law] = {}
@@ -139,11 +139,11 @@ class Funnel(Hooks):
     # Binding.
 
     def _binder(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # Every equation that JAX traces goes through here, in kernels too, where the check
-        # is off: what asks little comes first, and the parameters are those of this JAX, since
-        # passing on any takes twice as long as the rest.
+        # Every equation that JAX traces goes through here, even in kernels, where the check is off.
+        # So cheap tests come first. There is one function for each signature of this method, since
+        # passing on arbitrary arguments takes twice as long as everything else here.
         funnel, bound = self, self._bound
-        check: Any = getattr(self.door, "check_vma", None)  # to JAX 0.5.3 no law asks for it
+        check: Any = getattr(self.door, "check_vma", None)  # up to JAX 0.5.3 no law reads it
         typeof, at_once = self.door.typeof, self.door.binds_by_processing
 
         def by_avals(
@@ -173,7 +173,7 @@ class Funnel(Hooks):
 
         def by_args(
             self: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
-        ) -> Any:  # to JAX 0.8
+        ) -> Any:  # up to JAX 0.8
             try:
                 cast, bind, always = bound[self]
             except KeyError:
@@ -200,7 +200,7 @@ class Funnel(Hooks):
         return by_avals if takes_avals else by_args
 
     def _meet(self, primitive: Primitive, params: Params, rest: Rest) -> Any:
-        """Return how a primitive is bound; called once for each, at its first equation."""
+        """Return how to bind a primitive; called once for each, at its first equation."""
         law = self.law_of(primitive)
         calls = law.opaque_call_of is None and next(inner_jaxprs(params), None) is not None
         bind = None
@@ -231,7 +231,7 @@ class Funnel(Hooks):
                 is_one = isinstance(primitive, self.door.Primitive)
                 tagged_by[primitive] = self.law_of(primitive).tagged if is_one else None
             tagged = tagged_by[primitive]
-            # pallas_call's own rule chooses between platforms by this function, too.
+            # pallas_call's own rule calls this function again to choose a platform.
             opaque = None if tagged is None or here.lowering is ctx else tagged(params)
             if opaque is None or not opaque.active(self.state):
                 return original(ctx, *rules, *operands, **params)

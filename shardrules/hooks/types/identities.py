@@ -1,8 +1,9 @@
-"""Identities: an un-cast, a retyping, the mark of ``place_casts``, and casts that do nothing.
+"""Define identity primitives: an un-cast, a retyping, the mark of ``place_casts``; redundant casts.
 
-A user's cast over axes that a value already varies over does nothing here (JAX 0.8 to 0.12 reject
-it): a kernel's annotation is widened by a proof, and then the user casts (MaxText's megablox). JAX
-to 0.6.0 sums or casts a cotangent that is known to be zero (a bwd returns None), and raises.
+A user's cast over axes that a value already varies over is an identity here (JAX 0.8 to 0.12 reject
+it): a proof may widen a kernel's annotation before the user casts (MaxText's megablox). JAX up to
+0.6.0 sums or casts a cotangent that is known to be zero (a bwd returns None), and raises;
+transposes skip such cotangents here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardrules.registry.axistypes import show_axes
 
 MARK = "place_casts"
 
-# By JAX's names: to 0.5.3, and 0.6.0's.
+# JAX's names up to 0.5.3, and in 0.6.0.
 _CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
 
 
@@ -37,7 +38,7 @@ def uncast(x: jax.Array, axes: tuple[str, ...]) -> Any:
 
 def retype_varying(x: jax.Array, axes: tuple[str, ...]) -> Any:
     """Type ``x`` as varying over ``axes``, along which its values differ."""
-    # A cast's transpose would sum the devices' different values. So this is not a cast, and its
+    # This is not a cast, since a cast's transpose would sum the devices' different values. Its
     # transpose raises.
     return _RETYPED.bind(x, axes=axes)
 
@@ -59,9 +60,9 @@ def _added(aval: Aval, *, axes: tuple[str, ...]) -> Any:
 
 
 def _share(ct: Any, x: Any, *, axes: tuple[str, ...]) -> list[Any]:
-    # N devices claim to hold equal values, so the result is their mean, and each device gets 1/N of
-    # the cotangent. The transpose of the collective that made the values equal (an all_gather, say)
-    # adds these shares up to the total.
+    # The values are claimed equal on N devices, so the result is their mean, and each device gets
+    # 1/N of the cotangent. The transpose of the collective that made the values equal (such as an
+    # all_gather) adds these shares up to the total.
     door = internals.load()
     have = door.axis_type(door.typeof(ct))
     return [door.cast(ct / jax.lax.psum(1, axes), have.vary(*axes))]
@@ -78,7 +79,7 @@ def _refuse(ct: Any, x: Any, *, axes: tuple[str, ...]) -> list[Any]:
 
 
 def _identity(name: str, typed: Any, transpose: Any) -> Any:
-    """Return the primitive that returns its operand, with the aval that ``typed`` gives."""
+    """Return a primitive that returns its operand, with the aval that ``typed`` returns."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, **params: x)
     primitive.def_abstract_eval(typed)
@@ -97,9 +98,9 @@ _MARKED = _identity(MARK, lambda aval: aval, lambda ct, x: [ct])
 
 
 def leave_out_zeros(door: Door, patches: Patches) -> None:
-    """Let transposes of casts and of psums of several values skip zero cotangents."""
+    """Make transposes of casts and of psums of several values skip zero cotangents."""
     table = ad.primitive_transposes
-    # Of several values: jax.lax.pbroadcast, of the same name, takes one.
+    # ``multiple_results`` excludes jax.lax.pbroadcast, which has the same name and takes one value.
     for primitive in [p for p in table if p.multiple_results and p.name in _CASTS_AND_SUMS]:
         transpose = functools.partial(_transpose_nonzero, door.Zero, table[primitive])
         patches.entry(table, primitive, transpose)
@@ -116,9 +117,9 @@ def _transpose_nonzero(
 class RedundantCastHooks(Hooks):
     def install(self, patches: Patches) -> None:
         door = self.door
-        if door.transpose_cast is not None:  # to JAX 0.6.1
+        if door.transpose_cast is not None:  # up to JAX 0.6.1
             leave_out_zeros(door, patches)
-        if door.pcast_from is not None:  # from JAX 0.8.2
+        if door.pcast_from is not None:  # since JAX 0.8.2
             patches.attribute(*door.owner("pcast_from"), self._from)
             patches.entry(door.pcast_steps, ("varying", "varying"), self._stay)
             cast = functools.partial(self._noted, door.pcast_steps["invarying", "varying"])
@@ -131,7 +132,7 @@ class RedundantCastHooks(Hooks):
             left = tuple(a for a in axes if a not in varying)
             if left and len(left) < len(axes):
                 state = self.door.pcast_from(aval, left, name)
-                # The primitive for all of them is refused, and bound for those that are left.
+                # JAX rejects the cast over all axes, so cast over those that are left.
                 return str(
                     state if state == "invarying" else self.door.pcast_from(aval, axes, name)
                 )
@@ -139,7 +140,7 @@ class RedundantCastHooks(Hooks):
 
     def _stay(self, leaf: Any, axes: tuple[Any, ...]) -> Any:
         if not self.acts:
-            raise ValueError("Unsupported pcast from=varying, to='varying'")  # as JAX words it
+            raise ValueError("Unsupported pcast from=varying, to='varying'")  # JAX's own message
         note_cast(self.state, leaf, axes, leaf)
         return leaf
 

@@ -1,7 +1,7 @@
-"""The default law: a result varies at least as the join of the operands.
+"""Apply the default law: a result varies at least over the join of the operands.
 
-It types JAX's own primitives, and a hijax primitive is held to it. The rows of ``laws.py`` say
-which primitive may drop axes, which adds them, and why.
+It types JAX's own primitives, and checks hijax primitives. The rows of ``laws.py`` say which
+primitive may drop axes, which adds them, and why.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class JoinLawHooks(Hooks):
             with hooks.door.set_current_trace(trace):
                 return hooks._retyped(results, fun_and_args, params)
 
-        if "avals" in inspect.signature(original).parameters:  # from JAX 0.9
+        if "avals" in inspect.signature(original).parameters:  # since JAX 0.9
             bind = functools.partial(self._bind_shard_map, shard_map.bind)
             patches.attribute(shard_map, "bind", bind)
-        else:  # a cond's linearized branch passes residuals on, which only this method returns
+        else:  # only this method also returns the residuals of a cond's linearized branch
             patches.attribute(type(shard_map), "bind_with_trace", bind_with_trace)
 
     def _bind_shard_map(self, bind: Callable[..., Any], *args: Any, **params: Any) -> Any:
         return self._retyped(bind(*args, **params), args, params)
 
     def _retyped(self, outputs: Any, args: Sequence[Any], params: Params) -> Any:
-        """Let an unchecked inner shard_map's results vary as its operands do."""
-        # JAX (0.6.2 to 0.12) drops the types of the outer shard_map there.
+        """Make an unchecked inner shard_map's results vary as its operands do."""
+        # JAX (0.6.2 to 0.12) drops the outer shard_map's types there.
         door = self.door
         if params.get("check_vma", True) or not self.acts:
             return outputs
-        operands = args if "subfuns" in params else args[1:]  # to JAX 0.8 after the function
+        operands = args if "subfuns" in params else args[1:]  # up to JAX 0.8, after the function
         over = union(door.axis_types(map(door.typeof, operands)))
         order = tuple(a for a in door.manual_axes() if a in over)
 
@@ -81,7 +81,7 @@ class JoinLawHooks(Hooks):
         if (
             row.law == "called"
             or evaluate is None
-            or primitive.call_primitive  # a function, too, is bound (JAX 0.7: scheduling_group)
+            or primitive.call_primitive  # it binds a function, too (JAX 0.7: scheduling_group)
             or self._is_lawful(evaluate)
         ):
             return Law()
@@ -93,7 +93,7 @@ class JoinLawHooks(Hooks):
 
     def _is_lawful(self, evaluate: Any) -> bool:
         """Return whether JAX's standard rule gives the type; it requires equal operand types."""
-        for _, value in held_by(evaluate):  # the function that was given to def_abstract_eval
+        for _, value in held_by(evaluate):  # the function that was passed to def_abstract_eval
             evaluate = value if callable(value) else evaluate
         return isinstance(evaluate, functools.partial) and any(
             getattr(argument, "func", None) is self.door.standard_vma_rule
@@ -119,7 +119,10 @@ class JoinLawHooks(Hooks):
     def _kept(
         self, name: str, row: Row, avals: Sequence[Aval], outputs: Sequence[Any], params: Params
     ) -> Sequence[Any]:
-        """Return the outputs' avals, widened to what the law says."""
+        """Return the outputs' avals, widened as the law requires."""
+        # Each output must vary over the join of the operands, less the axes that the primitive may
+        # drop, plus those that it adds. With ``each``, an output depends on one operand only; with
+        # ``last``, all outputs depend on the last operand only.
         door = self.door
         joined = [door.axis_type(aval).varying for aval in avals]
         if row.each and len(joined) == len(outputs):
@@ -150,7 +153,7 @@ class JoinLawHooks(Hooks):
     def _cast(
         self, row: Row, trace: JaxTrace, args: Sequence[Any], avals: Sequence[Aval], params: Params
     ) -> Any:
-        """Cast operands to their join; the transpose of the cast sums the gradient."""
+        """Return operands cast to their join; a cast's transpose sums the gradient."""
         if len(args) < 2:  # a single operand already has the join's type
             return None
         door = self.door
@@ -167,10 +170,11 @@ class JoinLawHooks(Hooks):
 
 
 class HijaxHooks(Hooks):
-    """Holds the results of hijax primitives, which their authors type by hand, to what varies."""
+    """Checks the results of hijax primitives, whose authors type them by hand."""
 
-    # If the author forgets the mesh axes in a result type (``out_aval``, or ``abstract_eval`` to
-    # JAX 0.11), JAX types the result as invariant, silently wrong. The expansion shows what varies.
+    # If an author forgets mesh axes in a result type (``out_aval``, or ``abstract_eval`` up to JAX
+    # 0.11), JAX silently and wrongly types the result as invariant. Expand the primitive to see
+    # over which axes the result varies.
 
     laws = ("hijax",)
 
@@ -191,7 +195,7 @@ class HijaxHooks(Hooks):
         result = rest(primitive, trace, args, params)
         outputs = result if primitive.multiple_results else [result]
         if not self.acts or (is_jaxs(called) and self._keeps_all(args, outputs)):
-            return result  # JAX types its others by tracing, which a replay doesn't repeat
+            return result  # JAX types its other ones by tracing, which a replay doesn't repeat
 
         def expand(*flat: Any) -> Any:
             if called is primitive:
@@ -202,7 +206,7 @@ class HijaxHooks(Hooks):
         return result
 
     def _keeps_all(self, args: Sequence[Any], outputs: Any) -> bool:
-        """Return whether each result varies over all axes that an operand varies over."""
+        """Return whether each result varies over every axis that any operand varies over."""
         door = self.door
         takes, gives = ([*filter(door.can_cast, map(door.typeof, x))] for x in (args, outputs))
         need = union(door.axis_types(takes))
@@ -211,11 +215,11 @@ class HijaxHooks(Hooks):
     def _check(
         self, called: Any, expand: Callable[..., Any], args: Sequence[Any], outputs: Any
     ) -> None:
-        """Raise AxisError if a result's type has fewer axes than in the call's expansion."""
+        """Raise AxisError if a result's type has fewer axes than its value in the expansion."""
         door = self.door
         takes, gives = [*map(door.typeof, args)], [*map(door.typeof, outputs)]
         if any(isinstance(a, door.AbstractRef) or getattr(a, "has_qdd", False) for a in takes):
-            return  # an expansion on trial would write to refs
+            return  # expanding the call would write to refs
         everywhere = frozenset(door.manual_axes())
         if not any(door.can_cast(a) and everywhere - door.axis_type(a).varying for a in gives):
             return
@@ -244,7 +248,7 @@ class HijaxHooks(Hooks):
                 )
 
     def _expanded(self, expand: Callable[..., Any], takes: Sequence[Any]) -> list[Any]:
-        """Return the avals of the results when the call is expanded to arrays."""
+        """Return the avals of the results of the call, expanded to operations on arrays."""
         arrays = [array for aval in takes for array in aval.lo_ty()]
         results: list[Any] = []
 
@@ -258,7 +262,7 @@ class HijaxHooks(Hooks):
 
 
 def hijax_object(door: Door, primitive: Primitive, params: Params) -> Any:
-    """Return the object that the user made; None for another primitive."""
+    """Return the hijax object of a call; None if its primitive isn't a hijax one."""
     if isinstance(primitive, door.HiPrimitive or ()):  # JAX 0.11 and older
         return primitive
     if primitive is door.hi_primitive_p:
@@ -271,14 +275,14 @@ def is_jaxs(called: Any) -> bool:
 
 
 def is_typed_by_hand(called: Any) -> bool:
-    """Return whether it is one of JAX's own hijax primitives whose types no tracing gives."""
-    # Those of jax.numpy. The types of JAX 0.12's frexp and ldexp forget mesh axes: the exponents
-    # all of them, the product those of its second operand.
+    """Return whether a hijax object is JAX's own and its types don't come from tracing."""
+    # These are jax.numpy's. In JAX 0.12, the types of frexp's exponents forget all mesh axes, and
+    # that of ldexp's product those of its second operand.
     return is_jaxs(called) and ".numpy." in type(called).__module__
 
 
 def typed_alike(door: Door, params: Params, called: Any, axes: frozenset[str]) -> dict[str, Any]:
-    """Return the parameters to change for a call all of whose types vary over ``axes``."""
+    """Return the parameters to change so that all types of a call vary over ``axes``."""
 
     def lacks(aval: Aval) -> bool:
         return door.can_cast(aval) and not axes <= door.axis_type(aval).varying
@@ -297,7 +301,7 @@ def typed_alike(door: Door, params: Params, called: Any, axes: frozenset[str]) -
 
 
 def _dropped(row: Row, params: Params) -> frozenset[str]:
-    """Return the axes that a collective may drop: all that it names, none within groups."""
+    """Return the axes that a collective may drop: all that it names, or none within groups."""
     drops = row.drops and params.get("axis_index_groups") is None
     return _named(params) if drops else frozenset()
 

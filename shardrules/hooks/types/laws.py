@@ -1,9 +1,10 @@
-"""The table of laws: what each primitive's results vary over, and who says so.
+"""List in a table which law types each primitive's results.
 
 JAX (0.6 to 0.12) has primitives whose abstract evals lose mesh axes: ``jnp.argsort`` types its
-indices as invariant, and the gradient of the values they pick is silently wrong. No list of these
-would be complete. So the default row is a law: *results vary at least as the join of the operands*.
-An unknown primitive may be typed too varying, never too invariant. Effects are left to JAX.
+indices as invariant, and the gradient of the values they pick is silently wrong. No list of such
+primitives would be complete. So the default law is: *results vary at least over the join of the
+operands*. It may type an unknown primitive's results as too varying, but never as too invariant.
+Effects are left to JAX.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ class Row:
     # The law that types the primitive: ``join`` (above), ``called`` (types from the jaxprs that it
     # calls), ``ref``, ``pallas_call``, ``mesh_kernel``, ``opaque`` (a rule or a proof), ``hijax``.
     law: str = "join"
-    # The result may drop the axes that the primitive names: it is equal along them, or is typed
+    # The result may drop the axes that the primitive names, since it is equal along them, or typed
     # reduced or unreduced. Within groups (``axis_index_groups``) neither holds.
     drops: bool = False
-    adds: bool = False  # the result gains the axes named: each device decides what it gets
+    adds: bool = False  # the result gains the named axes: each device decides what it gets
     draws: bool = False  # each device draws its own values: the result varies over all mesh axes
     each: bool = False  # each result depends only on the operand at its position
     last: bool = False  # the result is the last operand; the others only order execution

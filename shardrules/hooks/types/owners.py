@@ -1,4 +1,4 @@
-"""Whose a primitive is: JAX's own, or a user's or library's, which may do anything."""
+"""Tell whether a primitive is JAX's own, or a user's or library's, which may do anything."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.protocols import Primitive
 
-# What JAX's own functions are made of.
+# The packages whose functions JAX's own functions consist of.
 _NEUTRAL = frozenset(("jax", "jaxlib", "shardrules", "numpy", "ml_dtypes")) | frozenset(
     sys.stdlib_module_names
 )
-_DEPTH = 5  # functools.partial of a closure of a closure: what JAX's helpers make of a function
+_DEPTH = 5  # enough for the partials and nested closures that JAX's helpers wrap around a function
 
 
 def is_users(door: Door, primitive: Primitive) -> bool:
     """Return whether a primitive isn't JAX's own: one of its functions comes from elsewhere."""
-    # A lowering alone doesn't tell, since a plugin may lower JAX's primitives its own way: then it
-    # matters whether JAX holds the primitive.
+    # A foreign lowering alone proves nothing, since a plugin may lower JAX's primitives its own
+    # way. Then the question is whether a module of JAX holds the primitive.
     own = [vars(primitive).get(name) for name in ("abstract_eval", "impl")]
     if any(map(is_foreign, own)):
         return True
@@ -47,7 +47,7 @@ def _code_modules(function: Any, depth: int = _DEPTH) -> Iterator[str]:
         inside = tuple(value for _, value in held_by(function))
     else:
         wrapped = getattr(function, "__wrapped__", None)
-        # An object is called by a method of its class.
+        # Calling an object calls a method of its class.
         call = vars(type(function)).get("__call__") if wrapped is None else wrapped
         inside = () if call is None else (call,)
     for part in inside if depth else ():
@@ -83,7 +83,7 @@ def is_held_by_jax(primitive: Primitive) -> bool:
     """Return whether a module of JAX has the primitive as an attribute."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("jax", "jaxlib"):
-            # Not `in`: values may compare by elements.
+            # Don't use `in`, since values may compare elementwise.
             if any(value is primitive for value in list(vars(module).values())):
                 return True
     return False

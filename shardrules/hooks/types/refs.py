@@ -1,8 +1,8 @@
-"""Refs under shard_map's check: a read varies over every axis that any written value varies over.
+"""Type refs under shard_map's check: reads vary over every axis that a written value varies over.
 
-A ref keeps the type of its first value, and JAX 0.10.2 does not compare it with stored values.
-``run_state`` can make its refs again from values that were cast, so there the types grow to their
-fixpoint. ``jax.new_ref`` can't, so a value that varies more than the ref is refused.
+A ref keeps the type of its first value, and JAX 0.10.2 doesn't compare it with stored values.
+``run_state`` can make its refs again from cast values, so there the types grow to their fixpoint.
+``jax.new_ref`` can't, so storing a value that varies more than the ref raises.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import AxisType, show_axes
 
-# What can differ between devices and decides what runs, for messages.
+# What decides which code a device runs, for messages.
 DECIDES = {"cond": "the predicate of a cond or switch", "while": "the condition of a while_loop"}
 
 
@@ -38,7 +38,7 @@ def written(door: Door, effects: Iterable[Any]) -> set[Any]:
 
 def written_variables(door: Door, jaxpr: Jaxpr) -> set[Any]:
     """Return the variables of a jaxpr that it writes or adds to."""
-    own = (*jaxpr.constvars, *jaxpr.invars)  # JAX 0.9 and older: an effect's input is an index
+    own = (*jaxpr.constvars, *jaxpr.invars)  # up to JAX 0.9, an effect's input is an index
     return {own[i] if isinstance(i, int) else i for i in written(door, jaxpr.effects)}
 
 
@@ -51,7 +51,7 @@ def check_written(
     which: str = "that it is written to",
     stored: bool = True,
 ) -> None:
-    """Raise RefError if ``value`` goes into a ref that varies less."""
+    """Raise RefError if ``value`` is stored in a ref that varies less."""
     have = door.axis_type(ref)
     extra = value.varying - have.varying
     if not extra and (not stored or value.unreduced == have.unreduced):
@@ -93,7 +93,7 @@ class RefHooks(Hooks):
 
     def _checking_store(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         def abstract_eval(ref: Any, value: Any, *indices: Any, **params: Any) -> Any:
-            # Before JAX 0.12 raises: run_state needs the RefError, to grow its types.
+            # Check before JAX 0.12 raises, since run_state needs the RefError to grow its types.
             if self.acts:
                 check_written(self.door, "a value", ref, self.door.axis_type(value))
                 index = AxisType(union(self.door.axis_types(indices)))
@@ -106,7 +106,7 @@ class RefHooks(Hooks):
     def _cast_stored(
         self, trace: JaxTrace, args: Sequence[Any], avals: Sequence[Aval], params: Params
     ) -> Any:
-        """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
+        """Return operands with the stored value cast to the ref's type, to reduce its cotangent."""
         if not self.acts or len(args) < 2 or not self.door.can_cast(avals[1]):
             return None
         want, have = self.door.axis_type(avals[0]), self.door.axis_type(avals[1])
@@ -115,10 +115,10 @@ class RefHooks(Hooks):
         with self.door.set_current_trace(trace):
             return [args[0], self.door.cast(args[1], AxisType(want.varying)), *args[2:]]
 
-    # Writes in a branch or loop body happen only where the predicate says so.
+    # Writes in a branch or loop body depend on the predicate.
 
     def _control(self, name: str, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Raise RefError if a branch or body writes a ref that varies less than the predicate."""
+        """Return an abstract eval that raises if a branch or body writes a ref that varies less."""
         which = "that a branch writes" if name == "cond" else "that its body writes"
 
         def abstract_eval(*avals: Aval, **params: Any) -> Any:
@@ -133,13 +133,14 @@ class RefHooks(Hooks):
 
         return abstract_eval
 
-    # run_state can make its refs again, from values that were cast.
+    # run_state can make its refs again, from cast values.
 
     def _trace_run_state(self, fun: Any, in_tree: Any, in_avals: Any, dbg: Any) -> Any:
         """Trace the body of a run_state with its refs' types at their fixpoint."""
-        # A store that does not fit ends the trace. If the trace went on, JAX would cache the jaxprs
-        # of the jits inside under the narrow types, and a ref that has these types and can't grow
-        # would use them unchecked (a test in tests/hooks/types/test_refs.py).
+        # A store that doesn't fit ends the trace with a RefError. It names the ref: widen its type
+        # by the axes that are missing, and trace again. The trace must not go on after the error:
+        # JAX would cache the jaxprs of inner jits under the narrow types, and a ref that has these
+        # types and can't grow would use them unchecked (a test in tests/hooks/types/test_refs.py).
         trace = self.door.trace_run_state
         if not self.acts:
             return trace(fun, in_tree, in_avals, dbg)
@@ -150,7 +151,7 @@ class RefHooks(Hooks):
             except RefError as error:
                 extra = error.value.varying - error.have.varying
                 same = [i for i, aval in enumerate(avals) if aval is error.ref]
-                # An inner trace (of a jit, a scan) may hold an equal aval, not the same object.
+                # An inner trace (of a jit or a scan) may hold an equal aval, but not this object.
                 same = same or [i for i, aval in enumerate(avals) if aval == error.ref]
                 if not extra or not same:
                     raise
@@ -179,11 +180,11 @@ class RefHooks(Hooks):
         return rest(primitive, trace, args, params)
 
     def _replayed(self, jaxpr: Any, avals: list[Any]) -> Any:
-        """Trace a body again for values that vary more."""
+        """Return a body's jaxpr, traced again for values that vary more."""
 
         def body(values: Sequence[Any]) -> None:
             jax.core.eval_jaxpr(jaxpr, (), *values)
 
         tree = jax.tree_util.tree_structure(avals)
         traced = self._trace_run_state(body, tree, avals, jaxpr.debug_info)
-        return traced[0] if isinstance(traced, tuple) else traced  # not a tuple from JAX 0.12
+        return traced[0] if isinstance(traced, tuple) else traced  # since JAX 0.12 not a tuple

@@ -1,8 +1,8 @@
-"""The causes of JAX's errors about types that the hooks changed, added to these errors.
+"""Add the causes to JAX's errors about types that the hooks changed.
 
-A sort's indices vary under the hooks where JAX types them invariant: it then refuses
-``out_specs=P()`` and can't say why. When a shard_map is differentiated, JAX (0.6 to 0.12) also
-names the wrong output, or raises an error about pytrees; the hooks write that text from the
+For example, a sort's indices vary under the hooks, but JAX alone types them as invariant: it then
+rejects ``out_specs=P()`` and can't say why. When a shard_map is differentiated, JAX (0.6 to 0.12)
+also names the wrong output, or raises an error about pytrees; the hooks write that message from the
 outputs' own types.
 """
 
@@ -29,17 +29,17 @@ _OF_TYPES = ("out_specs", "varying", "vma", "manual_axis_type", "cotangent type"
 _SHOWN = 5
 _FROM = "shardrules: "
 
-# The function to which JAX applies a shard_map for each output, where none is compiled as a whole.
+# The function that JAX puts into shard_map for each output when it runs the shard_map eagerly.
 _ONE_BY_ONE = "'_rem_singleton'"
 
 
 class _Returned(NamedTuple):
-    tree: Any  # its pytree
-    wide: list[frozenset[str]]  # for each leaf, over which axes it varies that its spec lacks
+    tree: Any  # the pytree of the outputs
+    wide: list[frozenset[str]]  # for each leaf, the axes that it varies over and its spec lacks
 
 
 def _text(tree: Any, axes: list[frozenset[str]]) -> str:
-    """Name the outputs that vary over axes which their specs don't name."""
+    """Return text that names the outputs that vary over axes which their specs don't name."""
     paths, _ = tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
     wide = [
         f"output{keystr(path)} varies over {show_axes(each)}"
@@ -50,9 +50,9 @@ def _text(tree: Any, axes: list[frozenset[str]]) -> str:
 
 
 def _of_outputs(axes: list[frozenset[str]], count: int) -> list[frozenset[str]] | None:
-    """Return the outputs' axes, to JAX 0.8; None where there are tangents too."""
-    # The others belong to residuals. They come first if JAX linearizes at once, else last, and
-    # never fail: their specs are made of their types.
+    """Return the outputs' axes, up to JAX 0.8; None if there are tangents too."""
+    # The other entries belong to residuals. These come first if JAX linearizes directly, else last.
+    # They never fail, since JAX makes their specs from their types.
     first, last = axes[:count], axes[-count:]
     at_once = getattr(jax.config, "jax_use_direct_linearize", False)
     parts = (last, first) if at_once else (first, last)
@@ -73,7 +73,7 @@ def _named(spec: Any) -> frozenset[str]:
 
 
 class TypeNoteHooks(Hooks):
-    """The hook around shard_map that adds causes to JAX's errors."""
+    """Hooks around shard_map that add causes to JAX's errors."""
 
     def install(self, patches: Patches) -> None:
         door = self.door
@@ -85,7 +85,7 @@ class TypeNoteHooks(Hooks):
             if not self.state.active:
                 return bind(*args, **params)
             returned: list[_Returned] = []
-            if "subfuns" in params:  # from JAX 0.9
+            if "subfuns" in params:  # since JAX 0.9
                 (function,) = params["subfuns"]
 
                 def body(*args: Any) -> Any:
@@ -113,7 +113,7 @@ class TypeNoteHooks(Hooks):
         tree = tree if outputs is None else outputs.tree
         if len(fails) == tree.num_leaves:
             return self.door.specs_error(f, mesh, tree, specs, fails) + causes
-        # Among them are the specs of a gradient's residuals.
+        # There are more entries than outputs: they include a gradient's residuals.
         axes = [
             frozenset() if type(fail).__name__ == "NoFail" else getattr(fail, "varying", fail)
             for fail in fails
@@ -148,7 +148,7 @@ class TypeNoteHooks(Hooks):
             causes = f"\n{self._causes(noted, contradictions)}" if noted or contradictions else ""
             text = error.args[0] if error.args else None
             outputs = returned[-1] if returned else None
-            if not isinstance(text, str):  # the leaves that fail; the text is written later
+            if not isinstance(text, str):  # the leaves that fail; JAX writes the message later
                 here.refused = causes, outputs
             elif outputs is not None and _ONE_BY_ONE in text and any(outputs.wide):
                 text = f"{text}\n{_text(*outputs)}{causes}"

@@ -1,1 +1,1 @@
-"""Opaque calls: which rule each obeys, its types, and the tag on the lowered call."""
+"""Handle opaque calls: find the rule of each, type it, and tag the lowered call."""

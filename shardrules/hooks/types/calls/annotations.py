@@ -1,9 +1,9 @@
-"""Users' annotations of outputs, compared with the call's rule or proof.
+"""Compare users' annotations of outputs with the call's rule or proof.
 
-An annotation that varies less than a proof is widened to it. Plain JAX believes it and leaves out a
-reduction, so there is one ``AnnotationWarning`` when the shard_map has been traced, unless a
-``pcast`` of the output itself has added the missing axes by then (MaxText's megablox does): plain
-JAX loses nothing there, since kernels have derivatives of their own.
+An annotation that varies less than a proof is widened to it. Plain JAX believes the annotation and
+omits a reduction, so one ``AnnotationWarning`` is given when the shard_map has been traced, unless
+a ``pcast`` of the output itself has added the missing axes by then (as in MaxText's megablox).
+Plain JAX loses nothing in that case, since kernels have their own derivatives.
 """
 
 from __future__ import annotations
@@ -70,16 +70,17 @@ def note_results(state: State, opaque: OpaqueCall, results: Any) -> None:
 
 def note_called(state: State, jaxpr: Jaxpr, results: Any) -> None:
     """Record the results of a jit that returns a contradicted kernel's output."""
-    # Between the kernel and the jit's end they may have been converted, reshaped or masked: no
-    # gradient flows into anything but the kernel there.
+    # The jit may have converted, reshaped or masked the output. That is the same value for our
+    # purpose, as long as its gradient flows into nothing but the kernel.
     sources = _Sources(state).run(jaxpr, [_ELSEWHERE] * len(jaxpr.invars))
     for contradictions, result in zip(sources, results):
         for contradiction in contradictions or ():
             contradiction.values.append(weakref.ref(result))
 
 
-# Where the gradient of a value flows: into one kernel's output, of which these are the
-# contradictions; elsewhere; nowhere (None), since it is made of integers or constants.
+# Where the gradient of a value flows: into one kernel's output, as the tuple of its contradictions;
+# elsewhere, as the empty tuple; or nowhere (None), since the value is made of integers or
+# constants.
 _Source = tuple[Contradiction, ...] | None
 _ELSEWHERE: _Source = ()
 
@@ -127,7 +128,7 @@ def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:
 
 
 def tell(door: Door, state: State, contradictions: list[Contradiction]) -> None:
-    """Warn of contradicted annotations, once for each kernel and place."""
+    """Warn about contradicted annotations, once for each kernel and place."""
     for contradiction in contradictions:
         contradiction.values.clear()
         if not contradiction.lost:

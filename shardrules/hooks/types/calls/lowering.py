@@ -1,4 +1,4 @@
-"""Lowering an opaque call: interpret mode under the check, and the tag on the custom call."""
+"""Lower an opaque call: interpret it under the check, or tag its custom call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardrules.hooks.types.calls.opaque import OpaqueCall, check_declaration, r
 from shardrules.registry.axistypes import AxisType, Effect, format_effects
 from shardrules.registry.table import normalise
 
-_ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attributes={...}
+_ATTRIBUTES = "mhlo.frontend_attributes"  # XLA prints it as frontend_attributes={...}
 
 
 def lower(
@@ -24,12 +24,12 @@ def lower(
     *operands: Any,
     **params: Any,
 ) -> Any:
-    """Lower one opaque call: interpret without types, or tag the custom call."""
+    """Return the lowered results of one opaque call: interpret it without types, or tag it."""
     count = len(operands) if opaque.operand_count is None else opaque.operand_count
     check_declaration(opaque, state, ctx.primitive.name, params, count, varying=frozenset())
     if params.get("interpret"):
-        # The interpreter's loops mix inputs that vary differently (JAX 0.10.2 fails on a carry).
-        # The call's own types were settled outside, so here nothing is left to check.
+        # The interpreter's loops mix inputs that vary differently (JAX 0.10.2 fails on a carry). So
+        # drop the types: the call's own types are settled, and nothing is left to check here.
         plain = ctx.replace(
             avals_in=[door.with_axis_type(aval, AxisType()) for aval in ctx.avals_in],
             avals_out=[door.with_axis_type(aval, AxisType()) for aval in ctx.avals_out],
@@ -39,8 +39,8 @@ def lower(
         if plain.tokens_out is not None:
             ctx.set_tokens_out(plain.tokens_out)
         return results
-    # A kernel is traced without the check, and so is what JAX traces of it here: from JAX 0.12
-    # a signal's device id, where Mosaic would else meet a cast.
+    # Kernels are traced without the check, so trace parts of one here without it, too. Since JAX
+    # 0.12, lowering traces the device id of a signal, and Mosaic can't lower a cast in it.
     is_kernel = ctx.primitive is door.pallas_call_p
     with door.unchecked() if is_kernel else contextlib.nullcontext():
         results = rule(ctx, *operands, **params)
@@ -79,18 +79,19 @@ def _effects(door: Door, state: State, ctx: Any, opaque: OpaqueCall) -> tuple[Ef
     types = door.axis_types(ctx.avals_in)
     if any(t.axes for t in types):
         effects = resolve(door, state, opaque, types, count).effects
-    else:  # the check is off: only what needs no types is available
+    else:  # the check is off, so use only effects that don't depend on types
         assert opaque.registration is not None, "only a rule's effects are asked for"
         declared = opaque.effects or opaque.registration.rule.effects(count)
         effects = declared or (Effect("unknown"),) * count
     if layout is None:
         return effects
-    local = Effect("local")  # what the kernel doesn't write
+    local = Effect("local")  # the effect of an output that the kernel doesn't write
     return tuple(local if answer is None else effects[answer] for answer in layout.answers)
 
 
 def _custom_calls(operands: Any, results: Any) -> list[Any]:
     """Return the custom calls between a lowering rule's operands and its results."""
+    # Search backwards from the results; each path ends at a custom call or at an operand.
     stop = set(_flat(operands))
     seen, calls = set(), []
     todo = list(_flat(results))
@@ -108,14 +109,15 @@ def _custom_calls(operands: Any, results: Any) -> list[Any]:
                 calls.append(operation)
             continue
         todo.extend(operation.operands)
-        for region in operation.regions:  # a case over platforms
+        for region in operation.regions:  # of a case over platforms: follow each one's results
             for block in region:
                 todo.extend(block.operations[len(block.operations) - 1].operands)
     return calls
 
 
 def _placed(effects: tuple[Effect, ...], call: Any, results: Any) -> tuple[Effect, ...]:
-    # Mosaic GPU returns a kernel's scratch in global memory, too (JAX 0.10.2): that is no output.
+    # Mosaic GPU also returns a kernel's scratch in global memory, which is not an output (JAX
+    # 0.10.2).
     own = list(call.results)
     at = {
         own.index(value): effect for effect, value in zip(effects, _flat(results)) if value in own

@@ -1,6 +1,6 @@
-"""Kernels on a mesh of cores under shard_map's check: pl.kernel, plgpu.kernel, core_map.
+"""Type kernels on a mesh of cores under shard_map's check: pl.kernel, plgpu.kernel, core_map.
 
-``mpmd_map`` takes arrays and refs and returns arrays. ``core_map`` takes only refs, and becomes a
+``mpmd_map`` takes arrays and refs and returns arrays. ``core_map`` takes only refs, and becomes an
 ``mpmd_map`` when refs are discharged. A written ref counts as an output, after the arrays, in the
 order of the operands.
 """
@@ -43,7 +43,7 @@ _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a part
 
 
 def _jaxprs(params: Params) -> Sequence[Any]:
-    """Return the jaxprs of a mpmd_map, one for each group of cores, or that of a core_map."""
+    """Return the jaxprs of an mpmd_map, one for each group of cores, or a core_map's jaxpr."""
     return params["jaxprs"] if "jaxprs" in params else (params["jaxpr"],)
 
 
@@ -54,8 +54,8 @@ def _out_avals(params: Params) -> Sequence[Any]:
 class Layout(NamedTuple):
     """The outputs that a call's rule types: the arrays and refs that the kernel writes."""
 
-    # For each returned array, the position of the rule's answer; None if the kernel does not change
-    # the operand (a discharged ref that is only read).
+    # For each returned array, the position of the rule's answer; None if the kernel doesn't change
+    # the operand that it stands for (a discharged ref that is only read).
     answers: tuple[int | None, ...]
     overwritten: tuple[int | None, ...]  # for each returned array, the operand that it overwrites
     refs: tuple[int, ...]  # positions of the refs that are written; their answers come last
@@ -103,7 +103,7 @@ class MeshKernelHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # From a jaxpr to the function or the jaxpr that it was traced or lowered from.
+        # Maps a jaxpr to the function or the jaxpr that it was traced or lowered from.
         self._sources: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # Keyed by the first jaxpr of a call.
         self._kernels: weakref.WeakKeyDictionary[Any, OpaqueCall] = weakref.WeakKeyDictionary()
@@ -148,8 +148,8 @@ class MeshKernelHooks(Hooks):
             return trace(fun, *args, **kwargs)
         is_kernel = traced_for == "pallas_core_map"
         with self.door.unchecked() if is_kernel and self.acts else contextlib.nullcontext():
-            traced = trace(fun, *args, **kwargs)  # JAX 0.10 and newer does so itself
-        # JAX 0.10 and older trace a WrappedFun, 0.11 and newer the function itself.
+            traced = trace(fun, *args, **kwargs)  # JAX 0.10 and newer switch the check off too
+        # Up to JAX 0.10 ``fun`` is a WrappedFun; since 0.11 it is the function itself.
         self._sources[opened(traced[0])] = self._source(getattr(fun, "f", fun))
         return traced
 
@@ -173,7 +173,7 @@ class MeshKernelHooks(Hooks):
         return function
 
     def _origin(self, jaxpr: Jaxpr) -> tuple[OpaqueCall | None, Any]:
-        """Return the kernel that a jaxpr comes from, if there is one yet, or else the function."""
+        """Return the kernel that a jaxpr comes from, or else None and the function."""
         source = self._sources.get(jaxpr)
         while hasattr(source, "eqns"):
             if source in self._kernels:
@@ -182,7 +182,7 @@ class MeshKernelHooks(Hooks):
         return None, source
 
     def _mpmd_map(self, meshes_and_fns: Any, /, out_types: Any = (), **kwargs: Any) -> Any:
-        """Make the kernel, with the check on again if plgpu.kernel turned it off."""
+        """Return the kernel, with the check on again if plgpu.kernel switched it off."""
         door, here = self.door, self.state.here
         again = (
             here.kernel.checked
@@ -236,8 +236,8 @@ class MeshKernelHooks(Hooks):
         return kernel
 
     def _proven(self, primitive: Primitive, params: Params, kernel: OpaqueCall) -> OpaqueCall:
-        """Look for a proof if the kernel is not declared."""
-        # Only after a layout was made: Mosaic GPU also binds core_maps inside kernels.
+        """Return the kernel, after looking for a proof if it isn't declared."""
+        # Only if it has a layout, since Mosaic GPU also binds core_maps inside kernels.
         if kernel.layout is not None:
             prove(kernel, self.state, primitive.name, params, kernel.operand_count or 0)
         return kernel
@@ -285,7 +285,7 @@ class MeshKernelHooks(Hooks):
                     wants[at] = self.door.axis_type(avals[at])
             args = self.door.cast_bound(trace, args, wants)
             if layout.answers:
-                # The parameters get the types too: a jaxpr that outlives the hooks keeps them.
+                # Write the types into the parameters, too, for jaxprs that outlive the hooks.
                 out_avals = typed(self.door, kernel, params["out_avals"], types)
                 params = {**params, "out_avals": out_avals}
         results = rest(primitive, trace, args, params)
@@ -296,8 +296,9 @@ class MeshKernelHooks(Hooks):
         def abstract_eval(*avals: Aval, **params: Any) -> Any:
             if not self._acts(params):
                 return evaluate(*avals, **params)
-            # JAX 0.11 and 0.12 refuse every ref that varies, so the hooks check the writes here.
-            # The check is off in a kernel, where Mosaic GPU maps over warps (JAX 0.12).
+            # JAX 0.11 and 0.12 reject every ref that varies, so evaluate without types, and check
+            # writes to refs below. In a kernel, where Mosaic GPU maps over warps, the check is off
+            # (JAX 0.12); there, drop the types of refs alone.
             door, checking = self.door, self.door.checking()
             plain = [checking or isinstance(aval, door.AbstractRef) for aval in avals]
             given = [door.with_axis_type(a, AxisType()) if p else a for a, p in zip(avals, plain)]
@@ -308,7 +309,7 @@ class MeshKernelHooks(Hooks):
             layout = self._lay_out(kernel, params, avals)
             if not layout.answer_count:
                 return outputs, effects
-            # Once more: JAX flattens ``out_avals`` here, which can't carry the bind's answer.
+            # Ask the rule again: JAX flattens ``out_avals``, so they can't carry the bind's answer.
             resolution, types = self._resolve(primitive, params, kernel, avals)
             registration = kernel.registration
             rule = "" if registration is None else f", by the rule {registration.rule!r},"

@@ -1,4 +1,4 @@
-"""The rule that an opaque call obeys, and the types that follow. Shared by every primitive."""
+"""Find the rule that an opaque call obeys, and the types that follow, for every primitive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardrules.registry.builtin import no_communication
 from shardrules.registry.rule import Rule, Types
 from shardrules.registry.table import Registration
 
-# Primitives that run a Python function; functions of other modules may have the same name.
+# Primitives that run a Python function, whose name may also exist in other modules.
 _OF_FUNCTIONS = ("pallas_call", "mpmd_map", "core_map")
 
 
@@ -35,8 +35,8 @@ class Call(NamedTuple):
     place: str = ""  # where the kernel is defined, ``file:line``, or empty
     module: str = ""  # the module of its function, or empty
     binding: Binding | None = None  # the rule bound to its function object, or None
-    target: Any = None  # the primitive, where a rule may be registered for the object
-    aliases: tuple[str, ...] = ()  # further names to ask for, the primitive's last
+    target: Any = None  # the primitive, if a rule may be registered for the object
+    aliases: tuple[str, ...] = ()  # further names to look up, the primitive's last
 
     def __str__(self) -> str:
         kernel = "" if self.name == self.primitive else f" kernel {self.name!r}"
@@ -47,14 +47,14 @@ class Call(NamedTuple):
 class Contradiction:
     """An output whose annotation varies less than its kernel's own jaxpr proves."""
 
-    call: Call  # the kernel's
+    call: Call  # the kernel's call
     at: str  # the source line of the call, or empty
     output: int  # which of its outputs
     annotation: AxisType  # the axis type that the user wrote
     proven: AxisType  # the axis type that it has
     # the axes that the annotation lacks and that no cast of the output has added since
     lost: frozenset[str]
-    # what JAX made of the output so far, casts of it included, each as a weak reference
+    # weak references to the values that are the output, or casts of it
     values: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
 
 
@@ -67,10 +67,10 @@ class OpaqueCall:
     annotations: tuple[AxisType | None, ...] = ()
     registration: Registration | None = None  # the rule it obeys, set when it is first bound
     scope: Scope | None = None  # the scope in which it was first bound
-    # what the call communicates, kept for lowering where avals carry no types
+    # the effects, kept for lowering if avals carry no types
     effects: tuple[Effect, ...] | None = None
     audit: Any = None  # the audit of its kernel's jaxpr, once it has run
-    # how many operands the audit takes, if not as many as are lowered
+    # the number of operands that the audit takes; None for all that are lowered
     operand_count: int | None = None
     contradictions: tuple[Contradiction, ...] = ()  # the annotations that its kernel contradicts
     layout: Any = None  # the outputs that the rule of a kernel on a mesh types, at its last bind
@@ -80,7 +80,7 @@ class OpaqueCall:
         return state.active or (self.scope is not None and self.scope.active)
 
     def settle(self, state: State) -> None:
-        """Set the scope and the registration where they are not set yet."""
+        """Set the scope and the registration unless they are already set."""
         if self.scope is None:
             self.scope = state.scope
         if self.registration is None:
@@ -92,14 +92,14 @@ class OpaqueCall:
 
 
 class Results(tuple[Any, ...]):
-    """A call's result avals, among its parameters, with what is known of the call."""
+    """The parameter that holds a call's result avals, with facts about the call."""
 
     annotations: tuple[AxisType | None, ...] = ()  # the user's
     opaque: Any = None  # an OpaqueCall, once the call is bound
-    resolution: Any = None  # a Resolution, of the bind that wrote these types
+    resolution: Any = None  # the Resolution of the bind that wrote these types
 
 
-# JAX maps over some result avals once the hooks are gone.
+# Registered as a pytree, since JAX may map over result avals after the hooks are uninstalled.
 _tuple: Any = tuple
 jax.tree_util.register_pytree_node(
     Results, lambda avals: (_tuple(avals), None), lambda _, avals: _tuple(avals)
@@ -119,7 +119,7 @@ def typed(
 
 
 def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
-    # A rule bound to the kernel's function object comes first, then the rule of the declared op
+    # First a rule that is bound to the kernel's function object, then the rule of the declared op
     # around it, then the registry's rule for the name.
     for binding in (call.binding, scope.binding):
         if binding is not None:
@@ -153,12 +153,12 @@ def check_declaration(
 ) -> None:
     """Raise RuleError if a kernel's own jaxpr contradicts what it is declared to communicate.
 
-    ``varying`` holds the axes over which an operand varies; None if that isn't known.
+    ``varying`` holds the axes over which an operand varies; None if unknown.
     """
     # A proven declaration is marked audited; one that can't be confirmed stays as declared. This
-    # runs when a call is lowered, so that tracing doesn't wait for it; at the bind where
-    # ``is_doubtful``, and at the first where the jaxpr has an effect beyond its refs. ``explain``
-    # and ``scan_calls`` run it for every call.
+    # runs when a call is lowered, so that tracing doesn't wait for it. It also runs at each bind of
+    # a call that ``is_doubtful``, and at the first bind of a jaxpr with effects other than on refs.
+    # ``explain`` and ``scan_calls`` run it for every call.
     registration = opaque.registration
     if registration is None or registration.status == "audited":
         return
@@ -172,7 +172,7 @@ def check_declaration(
     if opaque.audit is None:
         return
     if joined:
-        # Along an axis of one device there is nothing to join; out of scope there is no telling.
+        # Along an axis of one device there is nothing to join. If the size is unknown, assume more.
         if opaque.audit.proven and (size_of(joined) or 1) > 1:
             raise RuleError(
                 f"{opaque.call} is declared {registration.rule!r} at {registration.where}, but "
@@ -201,10 +201,10 @@ def check_declaration(
 
 
 def is_doubtful(opaque: OpaqueCall, state: State) -> bool:
-    """Return whether a declaration says that the outputs are invariant over more than the inputs.
+    """Return whether a declaration says that outputs are invariant over more axes than inputs.
 
-    ``check_declaration`` then runs at each bind. A wrong declaration gives a custom_vjp other
-    cotangents, and without this check an error about those would come first.
+    ``check_declaration`` then runs at each bind. If such a declaration is wrong, a custom_vjp gets
+    wrong cotangents, and an error about those would otherwise come first.
     """
     return bool(_joined(opaque, state))
 
@@ -214,7 +214,7 @@ def _joined(opaque: OpaqueCall, state: State) -> frozenset[str]:
     registration, scope = opaque.registration, opaque.governing(state)
     if registration is None or registration.status == "audited" or not scope.prove:
         return frozenset()
-    # An op's rule is that of all kernels in it together: one of them may be local.
+    # An op's rule describes all its kernels together, so a single one may be local.
     around = scope.binding
     if opaque.call.binding is None and around is not None and around.rule == registration.rule:
         return frozenset()
@@ -237,7 +237,7 @@ _UNKNOWN = Rule("varying", _everywhere, lambda count: (Effect("unknown"),) * cou
 def resolve(
     door: Door, state: State, opaque: OpaqueCall, inputs: tuple[AxisType, ...], output_count: int
 ) -> Resolution:
-    """Apply a call's rule to the types of its operands."""
+    """Return the answer of a call's rule, or of the policy if it has none, for its operands."""
     call, registration, axes = opaque.call, opaque.registration, door.manual_axes()
     kept = None if registration is None else registration.rule.kept(inputs, output_count, axes)
     if kept is not None:
@@ -291,7 +291,7 @@ def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> Unkn
     if audit is not None and audit.contradicts_no_communication:
         head, tail = "It communicates, so say what it does, in one of these lines:\n", ""
     else:
-        # Bits without a seed differ by device but don't communicate.
+        # Random bits without a seed differ by device, although nothing communicates.
         alike = "" if audit is None else ", and what is named above is the same on every device"
         head = (
             f"If the kernel reads no other device and no device id{alike}, write one of these "

@@ -1,8 +1,8 @@
-"""pallas_call under shard_map's check, where avals carry it: types from rules, at every bind.
+"""Type pallas_call under shard_map's check by rules, at every bind, if avals carry axis types.
 
-The kernel tracer is where a kernel's function object and its jaxpr meet, so the rule that is bound
-to the object can be looked up from the jaxpr in every transformed call. Types are computed anew at
-each bind: those of the trace may be too invariant after batching.
+Only the kernel tracer sees both a kernel's function object and its jaxpr. It records them, so that
+the rule bound to the function can be looked up from the jaxpr in every transformed call. Types are
+computed again at each bind, since the traced types may be too invariant after batching.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardrules.registry.binding import Declared, binding_of
 class Plan:
     """How a call is bound."""
 
-    # for each operand, the type to cast it to, or None; None if all have their types already
+    # for each operand, the type to cast it to, or None; None if no operand needs a cast
     casts: Sequence[AxisType | None] | None
     params: dict[str, Any]  # its parameters, with its outputs' types
 
@@ -56,12 +56,12 @@ def planned(
     params: dict[str, Any],
     refuse: Callable[[str], None],
 ) -> Plan:
-    """Return the plan of a call of a kernel, from its operands' types and its rule's answer."""
+    """Return the plan of a kernel's call, from its operands' types and its rule's answer."""
     casts = None
     if inputs != resolution.inputs:
         types = zip(inputs, resolution.inputs)
         casts = [None if have is want else want for have, want in types]
-    # Written into the call, so that a jaxpr that outlives the hooks keeps its types.
+    # Write the types into the call, so that a jaxpr that outlives the hooks keeps them.
     out_avals = Results(typed(door, kernel, params["out_avals"], resolution.outputs))
     out_avals.opaque, out_avals.resolution = kernel, resolution
     params = {**params, "out_avals": out_avals}
@@ -78,8 +78,8 @@ class PallasHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce. What
-        # was traced gets its name when it is bound.
+        # Keyed by the kernel's jaxpr, which stays the same object through eval, partial eval and
+        # dce. A traced kernel gets its name when it is bound.
         self._kernels: weakref.WeakKeyDictionary[Any, OpaqueCall] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
@@ -100,12 +100,12 @@ class PallasHooks(Hooks):
     # Where the function object and the jaxpr meet.
 
     def _convert_out_shape(self, out_shape: Any) -> Any:
-        """Accept an output without annotation; record the annotation of one that has it."""
+        """Return an output's aval, and record its annotation; accept an output without one."""
         if self.state.active and self.door.checking():
             annotation = self.door.annotation(out_shape)
             self.state.here.annotations.append(annotation)
             if annotation is None:
-                with self.door.unchecked():  # it refuses that, and makes it invariant otherwise
+                with self.door.unchecked():  # with the check on, JAX rejects it
                     return self.door.convert_out_shape(out_shape)
         return self.door.convert_out_shape(out_shape)
 
@@ -117,8 +117,8 @@ class PallasHooks(Hooks):
             annotations: tuple[AxisType | None, ...] = ()
             noted = self.state.here.annotations
             if noted:
-                # out_shape's leaves were converted just before, in order; older ones are left
-                # over from calls that failed in between.
+                # out_shape's leaves were converted just before, in order. Older entries are left
+                # over from calls that failed meanwhile.
                 if any(noted):
                     grid_mapping = args[1]
                     annotations = tuple(noted[len(noted) - grid_mapping.num_outputs :])
@@ -144,8 +144,8 @@ class PallasHooks(Hooks):
             if kernel is not None:
                 kernel.call = kernel.call._replace(name=name, place=place)
             elif outer.primitive is self.door.pallas_call_p and outer.call.call.name == name:
-                # A jaxpr that a transformation made: it keeps the name and the rule of the bind
-                # that is being transformed. Its outputs differ, so it keeps no annotations.
+                # A transformation made this jaxpr. It keeps the name and the rule of the bind that
+                # is being transformed, but not its annotations, since its outputs differ.
                 kernel = dataclasses.replace(outer.call, annotations=())
             else:
                 kernel = OpaqueCall(Call("pallas_call", name, place, module_at(place)))
@@ -202,7 +202,7 @@ class PallasHooks(Hooks):
             jaxpr = params["jaxpr"]
             if type(written) is Results and written.resolution.inputs == inputs:
                 kernel, resolution = written.opaque, written.resolution  # of the bind just before
-            else:  # who retypes a jaxpr doesn't bind
+            else:  # retyping a jaxpr calls this without a bind
                 known = self._kernels.get(jaxpr)
                 if not self._acts(known):
                     return outputs, effects
@@ -215,14 +215,14 @@ class PallasHooks(Hooks):
         return abstract_eval
 
     def _acts(self, kernel: OpaqueCall | None) -> bool:
-        """Return whether the hooks act on a kernel: here, or where it was bound first."""
+        """Return whether the hooks act on a kernel, now or when it was first bound."""
         return self.state.active or (kernel is not None and kernel.active(self.state))
 
     def _check_refs(
         self, kernel: OpaqueCall, jaxpr: Jaxpr, avals: Sequence[Aval], types: tuple[AxisType, ...]
     ) -> None:
         """Raise if a kernel may store varying data into a closed-over ref that varies less."""
-        # A rule speaks for the arrays that a kernel returns, not for what it stores.
+        # A rule types the arrays that a kernel returns, but not what it stores in refs.
         stored = written_variables(self.door, jaxpr)
         varying = union((*self.door.axis_types(avals), *types))
         for variable, ref in zip(jaxpr.constvars, avals):  # these operands come first

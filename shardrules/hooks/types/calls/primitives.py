@@ -1,7 +1,7 @@
-"""Opaque primitives beside pallas_call: FFI calls, callbacks, raw Mosaic, and users' own.
+"""Type opaque primitives other than pallas_call: FFI calls, callbacks, raw Mosaic, users' own.
 
-JAX types what they return as invariant, whatever goes in (0.8.3 to 0.12 for ``ffi_call``). Binding
-casts, the abstract eval gives the types.
+JAX types their results as invariant, whatever the operands (0.8.3 to 0.12 for ``ffi_call``). Here,
+the bind casts the operands, and the abstract eval returns the types.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class _CallKind(NamedTuple):
         function = params.get(self.function)
         function = getattr(function, "callback_func", function)  # where JAX wraps a callback
         names = [params.get(key) for key in ("kernel_name", "target_name", "name")]
-        # An exported program may hold any kernel or collective. jax-triton's function is in ``fn``.
+        # An exported program may hold any kernel or collective. jax-triton keeps the function in
+        # ``fn``.
         names.append(getattr(params.get("exported"), "fun_name", None))
         names.append(getattr(getattr(function, "fn", function), "__name__", None))
         return function, tuple(name for name in names if isinstance(name, str) and name)
 
 
-# JAX's own, by name; every other one is a user's.
+# JAX's own primitives, by name; every other one is a user's.
 _KINDS = {
     "ffi_call": _CallKind("", "result_avals"),
     **dict.fromkeys(
@@ -58,7 +59,7 @@ _KINDS = {
 }
 _USERS = _CallKind("fn")
 
-# Where users register the rules of their primitives.
+# The modules in whose tables users register the rules of their primitives.
 _TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.partial_eval")
 
 
@@ -80,10 +81,10 @@ class PrimitiveHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self._kinds: dict[Any, _CallKind] = {}
-        self._carriers: dict[Any, Any] = {}  # by primitive and scope
+        self._carriers: dict[Any, Any] = {}  # keyed by primitive and scope
 
     def install(self, patches: Patches) -> None:
-        if self.door.result_avals is not None:  # from JAX 0.6
+        if self.door.result_avals is not None:  # since JAX 0.6
             patches.attribute(*self.door.owner("result_avals"), self._result_avals)
             patches.attribute(*self.door.owner("transpose_of"), self._transpose_of)
 
@@ -108,8 +109,8 @@ class PrimitiveHooks(Hooks):
         self, rule: Callable[..., Any], name: str, cotangents: Any, *args: Any, **params: Any
     ) -> Any:
         """Transpose a user's primitive; raise if an invariant operand gets a varying cotangent."""
-        # JAX to 0.7.2 takes the cotangents for the total; from 0.8.3 its error names neither the
-        # primitive nor the axes.
+        # JAX up to 0.7.2 takes each device's cotangent for the total. Since 0.8.3 it raises, but
+        # names neither the primitive nor the axes.
         cotangents_out = rule(cotangents, *args, **params)
         if self.door.checking() and isinstance(cotangents_out, (list, tuple)):
             for i, (ct, x) in enumerate(zip(cotangents_out, args)):
@@ -144,7 +145,7 @@ class PrimitiveHooks(Hooks):
         return {**params, kind.results: results}
 
     def _result_avals(self, results: Any) -> Any:
-        """Accept annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
+        """Return result avals; accept annotated results, on which JAX 0.8.3 to 0.12 fail."""
         annotations = tuple(map(self.door.annotation, results)) if self.state.active else ()
         if not any(annotations):
             return self.door.result_avals(results)
@@ -196,7 +197,7 @@ class PrimitiveHooks(Hooks):
         frame = KernelFrame(primitive, opaque, around.annotations, around.checked)
         with frame:
             if kind is _USERS and opaque.scope is not None and _is_lent(opaque):
-                # To JAX 0.4.35 the operands say in which trace.
+                # Up to JAX 0.4.35 the operands determine the trace.
                 enter = self.door.set_current_trace or contextlib.nullcontext
                 carrier = self._carrier(primitive, opaque.scope)
                 with enter(trace):
@@ -204,7 +205,7 @@ class PrimitiveHooks(Hooks):
             return rest(primitive, trace, args, params)
 
     def unchecked(self, opaque: OpaqueCall, params: Params) -> dict[str, Any]:
-        """Return the parameters of a call that is bound where avals carry no types."""
+        """Return the parameters of a call whose avals carry no types."""
         return params
 
     def _ruled(
@@ -220,7 +221,7 @@ class PrimitiveHooks(Hooks):
         avals = [self.door.typeof(x) for x in args]
         may_answer = self._may_answer(opaque)
         if may_answer and opaque.governing(self.state).policy == COLLECT:
-            # A trace that only collects goes on as if the rule and its casts were there.
+            # A trace that only collects continues as if the rule and its casts existed.
             with self.door.unchecked():
                 own = vars(primitive)["abstract_eval"](*avals, **params)[0]
             may_answer = self._is_wide(avals, own if primitive.multiple_results else (own,))
@@ -267,7 +268,7 @@ class PrimitiveHooks(Hooks):
         return abstract_eval
 
     def _is_wide(self, avals: Sequence[Aval], outputs: Any) -> bool:
-        """Return whether the results vary as those of a kernel that doesn't communicate would."""
+        """Return whether results vary at least as those of a kernel that doesn't communicate."""
         types = self.door.axis_types(outputs)
         axes = union(self.door.axis_types(avals))
         return all(axes <= axis_type.varying for axis_type in types) and any(
@@ -281,18 +282,19 @@ class PrimitiveHooks(Hooks):
             return False
         return opaque.governing(self.state).policy in ("error", COLLECT)
 
-    # A user's primitive that is bound under a rule of a scope. Its lowering, differentiation and
-    # batching run later, when the scope has closed. An equation can't hold a scope, since its
-    # parameters are the user's. So another primitive is bound in its place, a carrier, whose rules
-    # are the user's own, run under the scope. Nothing else of an equation reaches all who read it:
-    # shard_map's check to JAX 0.5.3 (``_check_rep``) sees a primitive and parameters, and JAX's
-    # interpreter of kernels (``pallas/hlo_interpreter.py``) enters no equation's context.
+    # Carriers. If a user's primitive is bound under a rule of a scope, its lowering,
+    # differentiation and batching run later, when the scope has closed. Its equation can't hold the
+    # scope, since the parameters are the user's. So we bind another primitive in its place, a
+    # carrier, which runs the user's own rules under the scope. Only the primitive reaches all
+    # readers of an equation: shard_map's check up to JAX 0.5.3 (``_check_rep``) sees just the
+    # primitive and parameters, and JAX's interpreter of kernels (``pallas/hlo_interpreter.py``)
+    # ignores the equation's context.
 
     def _carrier(self, primitive: Primitive, scope: Scope) -> Any:
         overlays = tuple(overlay.entries for overlay in scope.overlays)
         key = (primitive, overlays, scope.binding, scope.policy, scope.active, scope.prove)
         with self.state.lock:
-            carrier: Any = self._carriers.get(key)  # its own attributes hide the class's methods
+            carrier: Any = self._carriers.get(key)  # its attributes hide the class's methods
             if carrier is None:
                 carrier = self._carriers[key] = copy.copy(primitive)
                 carrier.bind = self._scoped(lambda *a, **k: primitive.bind(*a, **k), scope)

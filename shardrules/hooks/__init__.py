@@ -1,4 +1,4 @@
-"""What is hooked into JAX: ``install()`` returns a handle that takes everything back."""
+"""Hook into JAX: ``install()`` returns a handle that undoes everything."""
 
 from shardrules.door.places import shard_map
 from shardrules.hooks.install import Handle, install, installed, replaced, touched, varying

@@ -1,6 +1,6 @@
-"""The state of this thread: one frame for each wing.
+"""Hold this thread's state in frames, one for each group of hooks.
 
-A frame never changes. To change the state, make a new frame; ``with`` puts it in force for a while.
+A frame never changes. To change the state, make a new frame; it is in force inside its ``with``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Axes = frozenset[str]
 
 
 class WingFrame:
-    """Base of all frames: a context in which this thread uses it as its wing's frame."""
+    """Base of all frames: a context manager that makes a frame the current one of its kind."""
 
-    # Not frozen: that costs a call for each field, and a kernel's call enters one.
+    # Not frozen, since that costs a call for each field, and each call of a kernel enters a frame.
 
-    wing: ClassVar[str]  # the attribute of ``here`` that holds it
+    wing: ClassVar[str]  # the attribute of ``here`` that holds the current frame
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
@@ -38,7 +38,7 @@ class KernelFrame(WingFrame):
 
     wing: ClassVar[str] = "kernel"
     # The primitive that is being bound, and its OpaqueCall. If a transformation binds another call
-    # in its place, the same rule holds for that.
+    # in its place, the same rule holds for that call.
     primitive: Any = None
     call: Any = None
     annotations: tuple[AxisType | None, ...] = ()  # the user's, of the mesh kernel being called
@@ -47,10 +47,10 @@ class KernelFrame(WingFrame):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class BodyFrame(WingFrame):
-    """The shard_map whose body is traced: what its errors and warnings will name."""
+    """The shard_map whose body is traced, with the facts that its errors and warnings name."""
 
     wing: ClassVar[str] = "body"
-    # where operations vary more than JAX says, each with its place
+    # operations whose results vary more than JAX says, each with its place
     notes: dict[tuple[str, Axes], Any] | None = None
     contradictions: list[Any] | None = None  # annotations that a kernel contradicts
 
@@ -60,9 +60,9 @@ class BwdFrame(WingFrame):
     """The custom_vjp whose fwd or bwd runs."""
 
     wing: ClassVar[str] = "bwd"
-    widened: Axes = frozenset()  # the axes that its primals were cast to
-    over: Axes = frozenset()  # the axes over which the primals of the running bwd vary too
-    cast: Axes = frozenset()  # those of them that they were cast to
+    widened: Axes = frozenset()  # the axes that its primals were cast to vary over
+    over: Axes = frozenset()  # the axes that the running bwd's primals have gained
+    cast: Axes = frozenset()  # the axes in ``over`` that they gained by a cast
     batched: Sequence[Any] | None = None  # avals of its primals in vmap
     running: tuple[Any, ...] = ()  # the running bwds under replication sets, outermost first
 
@@ -73,9 +73,9 @@ class TransposeFrame(WingFrame):
 
     wing: ClassVar[str] = "transpose"
     placed: bool = False  # whether its casts are placed already
-    # What reads it for shares of cotangents; None outside of a transposition.
+    # Reads the program for shares of cotangents; None outside of a transposition.
     shares: Callable[[], Any] | None = None
-    bwds: dict[Any, Any] | None = None  # bwds that were traced while casts are placed
+    bwds: dict[Any, Any] | None = None  # the bwds traced while casts are being placed
     summed: list[tuple[int, Axes]] | None = None  # positions and axes of a bwd's sums
 
 
@@ -90,21 +90,21 @@ class BranchFrame(WingFrame):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class LookFrame(WingFrame):
-    """What is recorded of a trace."""
+    """The records of a retrace."""
 
     wing: ClassVar[str] = "look"
-    met: list[Any] | None = None  # sites of the unchecked shard_maps inside of one that is traced
+    met: list[Any] | None = None  # the sites of unchecked shard_maps inside the retraced one
     # their errors, each with the innermost site that raised it
     blamed: list[tuple[Exception, Any]] = dataclasses.field(default_factory=list)
-    gradients: list[None] | None = None  # grows when something is differentiated in reverse
-    order: int = 0  # of the derivative that is traced
-    pulls: bool = False  # whether that derivative is pulled back, and no author's rule runs
-    # the axes over which casts sum in the gradients that the running bwd takes; None outside of one
+    gradients: list[None] | None = None  # grows if something is differentiated in reverse
+    order: int = 0  # the order of the derivative that is traced
+    pulls: bool = False  # whether this derivative is being pulled back
+    # the axes over which casts sum in gradients that the running bwd takes; None outside a bwd
     inner: list[Axes] | None = None
 
 
 class Here(threading.local):
-    """This thread's frames, its scope, and what one function of JAX hands on to the next."""
+    """This thread's frames, its scope, and values passed from one patched function to another."""
 
     def __init__(self) -> None:
         self.kernel = KernelFrame()
@@ -114,11 +114,11 @@ class Here(threading.local):
         self.branch = BranchFrame()
         self.look = LookFrame()
         self.scope: Any = None  # the scope that this thread is in
-        self.under: tuple[Any, Any, Any] = (None, None, None)  # overlays, a scope, both combined
+        self.under: tuple[Any, Any, Any] = (None, None, None)  # cache: overlays, scope, combination
         self.lowering: Any = None  # the context of the opaque call that is being lowered
-        # From the outputs' shapes to the trace of their kernel: the user's annotations.
+        # The user's annotations, passed from the outputs' shapes to their kernel's trace.
         self.annotations: list[AxisType | None] = []
-        # From an error about out_specs to its text: causes, and the outputs.
+        # Causes and outputs, passed from an error about out_specs to the text of its message.
         self.refused: tuple[str, Any] = ("", None)
 
 

@@ -36,7 +36,7 @@ _lock = threading.RLock()
 _state = State(default)
 _patches = Patches()
 _OPS = "declared ops"
-_holders: set[Any] = set()  # who needs JAX patched: handles, contexts, and _OPS
+_holders: set[Any] = set()  # JAX stays patched while it holds any: handles, contexts, _OPS
 
 
 class Handle:
@@ -45,7 +45,7 @@ class Handle:
     _decisions: Mapping[Any, UncheckedSite] = {}
 
     def unchecked(self) -> tuple[UncheckedSite, ...]:
-        """List the shard_maps whose check is off, the costliest first.
+        """Return the shard_maps whose check is off, the costliest first.
 
         Empty without ``install(unchecked="check")``. The list includes shard_maps that were called
         under other handles, also under those uninstalled since.
@@ -105,7 +105,7 @@ def install(
         force until its handle is uninstalled, whatever a later ``install()`` says.
 
     Returns:
-      A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
+      A handle; ``handle.uninstall()``, or leaving ``with install():``, restores JAX.
 
     Raises:
       UnsupportedJaxError: if this JAX lacks a private name that the hooks use, or is newer than
@@ -170,7 +170,7 @@ def replaced() -> tuple[str, ...]:
 
 
 def varying(value: Any) -> frozenset[str]:
-    """Return the mesh axes over which a value varies, as its type here says."""
+    """Return the mesh axes over which a value varies, according to its type."""
     door = internals.load()
     door.need_types("hooks.varying")
     return door.axis_type(door.typeof(value)).varying
@@ -196,7 +196,7 @@ def _hold(holder: Any) -> None:
     with _lock:
         if not _holders:
             door = internals.load()
-            # Only now, since these modules import jax.
+            # Import these modules late, since they import jax.
             from shardrules.hooks.order import SETS, TYPES
 
             is_first = not _state.hooks
@@ -241,8 +241,8 @@ def _self_test(door: Door) -> None:
 
 
 def hold_for_ops() -> None:
-    """Patch JAX for good once an op is called: its bwd is traced, and the op lowered, later."""
-    # The hooks are passive where no handle is installed and no declared op is running.
+    """Patch JAX for good once an op is called, since it is transposed and lowered later."""
+    # The hooks are passive while no handle is installed and no declared op is running.
     _hold(_OPS)
 
 
@@ -258,7 +258,7 @@ def _release(holder: Any) -> None:
 
 
 def call_declared(declared: Declared, *args: Any, **kwargs: Any) -> Any:
-    """Call a function declared by ``@no_communication``: an op by its rule, a kernel plainly."""
+    """Call a function declared by a decorator: an op under its rule, a kernel's body as it is."""
     import jax
 
     binding: Binding = declared.__shardrules__

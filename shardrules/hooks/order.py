@@ -1,4 +1,4 @@
-"""The order in which all hooks are installed."""
+"""List all hooks in the order of their installation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardrules.hooks.types.type_notes import TypeNoteHooks
 from shardrules.unchecked.hooks import UncheckedHooks
 
 # All hooks, in the order of installation. If two of them replace the same function of JAX, the
-# later hook calls the earlier one's. A class gets the hooks before it by ``state.of``.
+# later one calls the earlier one's replacement. A class gets earlier hooks from ``state.of``.
 TYPES: tuple[type[Hooks], ...] = (  # JAX 0.6 and newer: avals carry axis types
     Funnel,
     TypeNoteHooks,

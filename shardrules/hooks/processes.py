@@ -1,4 +1,4 @@
-"""Whether the processes of a job hold the same rules; they compare through JAX's own store."""
+"""Compare the rules of a job's processes, through JAX's key-value store."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _lock = threading.Lock()
 
 @checked
 def assert_same_rules(*, timeout_s: float = 60.0) -> None:
-    """Assert that all processes of this job hold the same rules; for each of them to call.
+    """Assert that all processes of this job hold the same rules; each process must call it.
 
-    Where they don't, they trace different programs, and the job hangs in its first collective.
-    Compared are rules by name, patterns and primitives in the order of their registration, the
-    scopes that this thread is in, rules that libraries ship, declared functions, how ``install``
-    was called, and the versions of JAX and shardrules. A rule that is a function is compared by
-    its code, its defaults, and what it closes over or reads of its module.
+    Processes with different rules trace different programs, and the job hangs in the first
+    collective. This compares rules by name, pattern and primitive in the order of registration, the
+    scopes of this thread, rules that libraries ship, declared functions, how ``install`` was
+    called, and the versions of JAX and shardrules. It compares a rule that is a function by its
+    code, its defaults, and what it closes over or reads from its module.
 
-    It returns at once where ``jax.distributed.initialize`` was not called: one process has nothing
-    to compare.
+    It returns at once if ``jax.distributed.initialize`` was not called, since a single process has
+    nothing to compare.
 
     Args:
       timeout_s: how many seconds to wait for the other processes.
 
     Raises:
       RulesDifferError: in every process, naming each rule that differs and in which process.
-      MissingProcessError: if a process did not call this within the time, with their numbers.
+      MissingProcessError: if some processes didn't call this in time, with their numbers.
       ShardrulesError: if ``timeout_s`` is not a positive number.
       UnsupportedJaxError: if this JAX has no such store.
 
@@ -78,7 +78,7 @@ def _listed(door: Door) -> list[ComparedRule]:
 
     state = hook_state()
     scope, options = state.scope, "not installed"
-    sites: dict[str, set[str]] = {}  # several bodies may be mapped at one place
+    sites: dict[str, set[str]] = {}  # a site may have several decisions
     if scope.active:
         options = (
             f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}, "
@@ -98,11 +98,12 @@ def _listed(door: Door) -> list[ComparedRule]:
 
 
 def _compare(job: Any, mine: list[ComparedRule], timeout_s: float) -> None:
-    """Meet the other processes; raise if one is missing, or differs."""
-    # Each process stores a digest, and its whole list only where digests differ.
+    """Compare with the other processes; raise if one is missing, or differs."""
+    # Each process stores a digest of its list, and waits for the others at a barrier. Only if the
+    # digests differ, each stores its whole list, and all of them read the lists that differ.
     client, me = job.client, str(job.process_id)
     calls = f"{_ROOT}/calls/{me}/"
-    # The store counts this process's calls, since jax.distributed may have been restarted.
+    # Count this process's calls in the store, since jax.distributed may have been restarted.
     round_ = len(client.key_value_dir_get(calls))
     digests, lists = f"{_ROOT}/digests/{round_}/", f"{_ROOT}/lists/{round_}/"
     client.key_value_set(digests + me, fingerprint.digest(mine))
@@ -110,7 +111,7 @@ def _compare(job: Any, mine: list[ComparedRule], timeout_s: float) -> None:
     started = time.monotonic()
     try:
         client.wait_at_barrier(f"{_ROOT}/{round_}", max(1, int(1000 * timeout_s)))
-    except Exception as error:  # a timeout, or the service knows that a process is gone  # noqa: BLE001
+    except Exception as error:  # a timeout, or a process that is gone  # noqa: BLE001
         _missing(job, digests, time.monotonic() - started, error)
     groups: dict[str, list[int]] = {}
     for process, digest in sorted(_stored(job, digests).items()):
@@ -123,7 +124,7 @@ def _compare(job: Any, mine: list[ComparedRule], timeout_s: float) -> None:
         text = client.blocking_key_value_get(f"{lists}{process}", max(1, int(1000 * timeout_s)))
         return [ComparedRule(*fields) for fields in json.loads(text)]
 
-    # The rules that most processes hold are compared with those of the rest.
+    # Compare the list that most processes hold with each other list.
     (_, most), *rest = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
     names, lines = [], []
     for _, processes in rest:

@@ -1,7 +1,7 @@
-"""What the hooks do to a dozen tiny programs, held against what they must do.
+"""Test what the hooks do to a dozen tiny programs.
 
-``install()`` runs it on a JAX that is newer than those that were tested. Everything is traced over
-a mesh without devices: nothing is compiled, and no device is opened.
+``install()`` runs it on a JAX that is newer than the tested versions. Everything is traced over a
+mesh without devices: nothing is compiled, and no device is opened.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardrules.registry.builtin import no_communication
 
 class SelftestBody(NamedTuple):
     name: str  # what messages call it
-    # of ``x``, which varies over data and model, and ``w``, which varies over model; both have
-    # shape (2, 2) in it
+    # takes ``x``, which varies over data and model, and ``w``, which varies over model; both have
+    # the local shape (2, 2)
     function: Callable[[Any, Any], Any]
-    axes: str  # over which its result must vary
-    # the axes of each all-reduce that the gradient for ``w`` must hold, None if not asked
+    axes: str  # the axes over which its result must vary
+    # the axes of each all-reduce that the gradient for ``w`` must hold; None to skip that test
     sums: tuple[str, ...] | None = None
 
 
@@ -45,7 +45,7 @@ def bodies() -> Iterator[SelftestBody]:
 
     kernel = pallas.pallas_call(shardrules_selftest, out_shape=shape)
     op = jax.custom_vjp(kernel)
-    # Its bwd returns this device's share of the cotangent of w: the hooks sum it.
+    # Its bwd returns this device's share of the cotangent of w, which the hooks must sum.
     op.defvjp(
         lambda x, w: (kernel(x, w), (x, w)),
         lambda kept, g: (kernel(g, kept[1]), kernel(g, kept[0])),
@@ -89,8 +89,8 @@ def bodies() -> Iterator[SelftestBody]:
 
 
 def differences(state: State) -> list[str]:
-    """Say what differs from what is expected: the program's name, and in what. JAX is patched."""
-    # A thread of its own is in no trace and in no mesh, whatever the caller is in.
+    """Return a line for each program with an unexpected result. JAX must be patched."""
+    # Use a new thread, which is in no trace and in no mesh, whatever the caller is in.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: list(_differences(state))).result()
 
@@ -98,9 +98,9 @@ def differences(state: State) -> list[str]:
 def _differences(state: State) -> Iterator[str]:
     for body in bodies():
         try:
-            with state.enter(Scope(True, "varying")):  # that is for a call without a rule
+            with state.enter(Scope(True, "varying")):  # the policy for the ffi_call
                 difference = _difference(body)
-        except Exception as error:  # whatever a JAX that nobody has tried raises  # noqa: BLE001
+        except Exception as error:  # an untested JAX may raise anything  # noqa: BLE001
             difference = f"it ended in {first_line(error)}"
         if difference:
             yield f"{body.name}: {difference}"
@@ -119,7 +119,7 @@ def _difference(body: SelftestBody) -> str:
         return result
 
     kinds = getattr(jax.sharding, "AxisType", None)
-    auto = getattr(kinds, "Auto", None)  # from JAX 0.12 axes are explicit if this is not said
+    auto = getattr(kinds, "Auto", None)  # since JAX 0.12, axes are explicit by default
     types = {} if auto is None else {"axis_types": (auto, auto)}
     mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"), **types)
     specs = (P("data", "model"), P(None, "model"))

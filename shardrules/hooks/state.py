@@ -1,4 +1,4 @@
-"""Which hooks are active where: handles, op scopes, and our part of JAX's trace key."""
+"""Track where the hooks are active: handles, scopes, and our part of JAX's trace key."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Scope:
     policy: str = "error"  # what happens to an opaque call without a rule or proof
     binding: Binding | None = None  # the rule of the innermost op declared by a decorator
     overlays: tuple[Overlay, ...] = ()  # the registry's scopes, outermost first
-    claims: Claims | None = None  # where the claims of ``already_summed`` are compared
+    claims: Claims | None = None  # records of ``already_summed``, if its claims are tested
     notes: Notes | None = None  # the records of a trace that is made only for them
     prove: bool = True  # whether a kernel's own jaxpr may prove its rule
     casts: Casts = "late"  # ``late``, where JAX puts them, or ``cheapest``
-    # For a shard_map whose check is off: ``leave`` it, or ``check``: switch it on if that is equal.
-    # ``on`` and ``off`` hold inside a shard_map that is decided.
+    # What to do with unchecked shard_maps: ``leave`` them, or ``check`` whether to switch them on.
+    # ``on`` and ``off`` are in force inside a shard_map once that is decided.
     unchecked: str = "leave"
-    derivatives_count: int = 0  # reverse passes around; only counted where casts are placed
-    in_bwd: bool = False  # whether a bwd runs, in a look with the check on
+    derivatives_count: int = 0  # enclosing reverse passes; counted only where casts are placed
+    in_bwd: bool = False  # whether a bwd runs, in a retrace with the check on
 
 
 class _Key:
@@ -61,7 +61,7 @@ class State:
         self.patched = False  # whether JAX is patched now
         self.warned: set[Any] = set()  # the warnings given since JAX was patched
         self.hooks: dict[type[Hooks], Hooks] = {}  # by class, in the order of installation
-        # From a primitive and parameters to the opaque call, or None; set by the funnel.
+        # Maps a primitive and parameters to the opaque call, or None; set by the funnel.
         self.opaque_call_of: Callable[[Any, dict[str, Any]], Any] = lambda primitive, params: None
         self._installed: list[tuple[object, Scope]] = []  # in the order of installation
         self.everywhere = Scope()
@@ -153,7 +153,7 @@ class State:
                 listener(placement.beyond(subject))
 
     def record_sum(self, index: int, axes: frozenset[str], value: Any, at: str, why: str) -> None:
-        """Record that the hooks sum a bwd's cotangent, if a frame asks for that."""
+        """Record that the hooks sum a bwd's cotangent, if a frame or notes want it."""
         if self.here.transpose.summed is not None:
             self.here.transpose.summed.append((index, axes))
         if (notes := self.scope.notes) is not None:
@@ -196,7 +196,7 @@ class State:
             self._trace_key.set_global(self._key(self.everywhere))
 
     def _key(self, scope: Scope) -> _Key | None:
-        # None while nothing is installed: JAX's caches are then those of plain JAX.
+        # None while nothing is installed, to share JAX's caches with plain JAX.
         if not scope.active and scope.claims is None:
             return None
         with self.lock:
@@ -222,5 +222,5 @@ class Hooks:
     @property
     def acts(self) -> bool:
         """Return whether the hooks follow types here."""
-        # The check is off inside kernels: testing it first keeps their tracing cheap.
+        # Test the check first: it is off inside kernels, so this keeps their tracing cheap.
         return self.door.checking() and self.state.active

@@ -1,7 +1,7 @@
-"""Casts that users write: an early one to varying, and a claim that a sum is whole.
+"""Define the casts that users write: an early cast to varying, and a claim that a sum is complete.
 
-Both act only where shard_map tracks how values vary by types on avals, with or without
-``shardrules.install()``; elsewhere they return their argument.
+Both act only if shard_map tracks axis types on avals, with or without ``shardrules.install()``;
+else they return their argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardrules.registry.binding import caller_place
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# The lines that need no warning: their call cast something, or the warning was given.
+# The lines that need no warning, since their call cast something or the warning was given.
 _settled: set[str] = set()
 
 _OUTSIDE = "it is not inside of a shard_map. Call it in the function that jax.shard_map maps"
@@ -43,22 +43,22 @@ _WHY = {
 
 @checked(own=("axes",))
 def vary(x: Any, *axes: str) -> Any:
-    """Cast a pytree of arrays to vary over mesh axes, here rather than where a kernel asks for it.
+    """Cast a pytree of arrays to vary over mesh axes here, rather than where a kernel needs it.
 
-    The cast moves nothing. Its transpose is a psum, over as many bytes as the value has at this
-    place: of a replicated bias that is broadcast over the local batch, say, the row is fewer
-    bytes than the block. Before a loop, the psum runs once and not in each step.
-    ``jax.lax.pcast(x, axes, to="varying")`` makes the same cast; it refuses what varies already
-    and exists from JAX 0.8.2 on, while a program with ``vary`` runs on any JAX, with its check on
+    The cast moves no data. Its transpose is a psum of the value's bytes at this place. For example,
+    a replicated bias has fewer bytes before it is broadcast over the local batch than after. If the
+    cast stands before a loop, the psum runs once instead of in each step.
+    ``jax.lax.pcast(x, axes, to="varying")`` makes the same cast, but it rejects values that vary
+    already, and exists since JAX 0.8.2; a program with ``vary`` runs on any JAX, with its check on
     or off.
 
     Args:
-      x: arrays; those that vary over the axes already stay as they are.
+      x: arrays; those that already vary over the axes stay as they are.
       *axes: manual mesh axes.
 
     Returns:
-      The same values; ``x`` itself outside ``shard_map(check_vma=True)``, and on JAX to 0.5.3,
-      where the check casts by itself. A line whose call casts nothing is warned of once.
+      The same values; ``x`` itself outside ``shard_map(check_vma=True)``, and on JAX 0.5.3 and
+      older, where the check casts by itself. A line whose call casts nothing is warned about once.
 
     Raises:
       AxisError: if an axis is not a manual mesh axis here, or a value is a partial sum over it.
@@ -100,7 +100,8 @@ def vary(x: Any, *axes: str) -> Any:
 def _warn_of_no_effect(call: str, axes: tuple[str, ...], why: str) -> None:
     """Warn once for a line that has not cast anything, and say what to do instead."""
     scope, where = state().scope, caller_place()
-    # Some traces are only looked at, and a shard_map may be traced with its check off and on.
+    # Don't warn in a trace that is made only for notes, or of a shard_map that is retraced with its
+    # check off and on.
     if where in _settled or scope.notes is not None or scope.unchecked != "leave":
         return
     _settled.add(where)
@@ -113,9 +114,9 @@ def _warn_of_no_effect(call: str, axes: tuple[str, ...], why: str) -> None:
 def place_casts(f: _F) -> _F:
     """Place the casts of one shard_map's body where its gradient's psums move the fewest bytes.
 
-    ``install()`` does this for all of a program's shard_maps. Forward passes stay
-    as they are. Where the linear part of ``f`` holds what can't be rewritten, and on JAX to 0.5.3,
-    casts stand where JAX puts them; ``explain`` says why.
+    ``install()`` does this for all of a program's shard_maps. Forward passes stay as they are. If
+    the linear part of ``f`` holds something that can't be rewritten, and on JAX 0.5.3 and older,
+    casts stay where JAX puts them; ``explain`` says why.
 
     Args:
       f: the body of a shard_map, or a part of it that is differentiated.
@@ -149,14 +150,13 @@ def place_casts(f: _F) -> _F:
 
 @checked(own=("axes",))
 def already_summed(ct: Any, *axes: str) -> Any:
-    """Claim, in a custom_vjp's bwd, that cotangents are the full sum over mesh axes already.
+    """Claim, in a custom_vjp's bwd, that cotangents are already the full sum over mesh axes.
 
-    A collective such as ``all_gather`` followed by a local sum gives the same on every device
-    along an axis, and still has a varying type. This makes the type invariant and moves nothing.
-    A claim that is wrong gives wrong gradients, one device's share for the sum: verify it with
-    ``shardrules.hooks.user_casts.checking_claims`` or by comparing gradients with a single
-    device's. Where the collective can be the last step, that is better: ``jax.lax.psum`` needs no
-    claim.
+    A collective such as ``all_gather`` followed by a local sum gives the same result on every
+    device along an axis, but still has a varying type. This makes the type invariant and moves no
+    data. A wrong claim gives wrong gradients, one device's share instead of the sum: verify it with
+    ``shardrules.hooks.user_casts.checking_claims``, or compare gradients with a single device's. If
+    the collective can be the last step, prefer that: ``jax.lax.psum`` needs no claim.
 
     Args:
       ct: a pytree of cotangents.
@@ -164,17 +164,17 @@ def already_summed(ct: Any, *axes: str) -> Any:
 
     Returns:
       The same values; ``ct`` itself outside ``shard_map(check_vma=True)``. A line that calls it
-      outside of any shard_map is warned of once.
+      outside of any shard_map is warned about once.
 
     Raises:
       AxisError: if an axis is not a manual mesh axis here, or a value is ``unreduced`` over it.
-      UnsupportedJaxError: on JAX to 0.5.3.
+      UnsupportedJaxError: on JAX 0.5.3 and older.
     """
     door = internals.load()
     named = _axes(door, "already_summed(ct, ...)", axes)
     door.need_types("already_summed (in its place, end bwd with the collective, jax.lax.psum)")
     if not door.checking():
-        # With the check off, a bwd that serves both ways claims nothing, and needs no warning.
+        # Don't warn if the check is off, since a bwd may be used with the check on and off.
         if door.why_casts_do_nothing() == "outside":
             _warn_of_no_effect("already_summed(ct", axes, _OUTSIDE)
         return ct
@@ -197,7 +197,7 @@ def already_summed(ct: Any, *axes: str) -> Any:
 
 @contextlib.contextmanager
 def checking_claims() -> Iterator[Claims]:
-    """Compare what ``already_summed`` claims to be equal, for what is traced and run inside.
+    """Test the claims of ``already_summed`` in programs that are traced and run inside.
 
     It costs two all-reduces for each claim, so it is for tests.
 
@@ -205,10 +205,10 @@ def checking_claims() -> Iterator[Claims]:
       A record of the claims, in ``made`` and ``wrong``.
 
     Raises:
-      CotangentError: at the end, if a claimed cotangent was different on two devices.
+      CotangentError: at the end, if a claimed cotangent differed between two devices.
     """
     claims = Claims()
-    with held() as hooks:  # for the trace key: what was traced without comparing is traced again  # noqa: SIM117
+    with held() as hooks:  # it changes the trace key, so that JAX traces again  # noqa: SIM117
         with hooks.enter(dataclasses.replace(hooks.scope, claims=claims)):
             yield claims
             jax.effects_barrier()
@@ -245,7 +245,7 @@ def _axes(door: Door, call: str, axes: tuple[Any, ...]) -> frozenset[str]:
 
 
 def _whole(door: Door, what: str, leaf: Any, axes: frozenset[str]) -> AxisType:
-    """Return a value's axis type; refuse one that is still to be reduced over ``axes``."""
+    """Return a value's axis type; raise if the value is still unreduced over ``axes``."""
     have = door.axis_type(door.typeof(leaf))
     if have.unreduced & axes:
         raise AxisError(

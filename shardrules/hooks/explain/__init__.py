@@ -1,1 +1,1 @@
-"""What the hooks did with a program: ``explain`` and ``scan_calls``."""
+"""Show what the hooks do with a program: ``explain`` and ``scan_calls``."""

@@ -1,8 +1,9 @@
-"""``explain`` shows what the check does with a program; ``scan_calls`` lists calls without a rule.
+"""Explain what the check does with a program, or list its calls without a rule.
 
-Both trace the program once more and read the jaxpr, with its backward passes, loops and nested
-calls. In that trace a call without a rule counts as one that does not communicate, so that the
-trace reaches the next call. A trace key of its own keeps it from being compiled or run.
+``explain`` and ``scan_calls`` retrace the program and read the jaxpr, with its backward passes,
+loops and nested calls. In this trace a call without a rule is assumed not to communicate, so that
+the trace reaches the next call. Its own trace key keeps the program from ever running with that
+assumption.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 @checked
 def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules:
-    """List the kernels of a program that have no rule, with lines to paste.
+    """Return the kernels of a program that have no rule, with lines to paste.
 
     The program is traced as after ``shardrules.install()``, not run. Calls inside a
     ``shard_map(check_vma=False)`` count: they need the rule once the check is on.
@@ -111,7 +112,7 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
 
 
 def _missing(explainer: _Explainer) -> tuple[MissingRule, ...]:
-    # First the calls noted while tracing, since the jaxpr may not hold them, in that order.
+    # First the calls that were noted while tracing, in that order, since the jaxpr may lack them.
     rows = [
         MissingRule(call.name, call.primitive, call.place, (), inputs, True, lines)
         for call, inputs, lines in explainer.notes.unknown
@@ -136,8 +137,8 @@ class _EqnPlace:
     at: str = ""  # its source line, or ``within`` and the source line of an equation around it
     checked: bool | None = None  # whether the check is on; None outside shard_map
     steps: int | None = 1  # how often the loops around it run it; None if unknown
-    outcome: str = "a result"  # what the outputs of its jaxpr become
-    # of its jaxpr's variables
+    outcome: str = "a result"  # what its jaxpr's outputs are for
+    # the uses of its jaxpr's variables
     uses: Mapping[Any, Sequence[tuple[Any, int]]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -161,7 +162,7 @@ class _Explainer:
         self.claims: list[str] = []
 
     def program(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace a program as after ``install()``, past calls without a rule, and read it."""
+        """Trace a program as under ``install()``, past calls without a rule, and read its jaxpr."""
         if not callable(f):
             raise ShardrulesError(
                 f"{type(f).__name__} can't be called; pass the function and its arguments, not its "
@@ -180,7 +181,7 @@ class _Explainer:
     def _equation(self, eqn: Eqn, place: _EqnPlace, read_inside: Inside[Any, Any]) -> Sequence[Any]:
         around = f"within {place.at.removeprefix('within ')}" if place.at else ""
         at = self.door.source_line(eqn.source_info)
-        if around and is_library(at):  # JAX's traceback ends at a library's own jit
+        if around and is_library(at):  # JAX's traceback stops at the jit of a library
             at = "" if is_library(place.at.removeprefix("within ")) else place.at
         here = dataclasses.replace(
             place,
@@ -220,7 +221,7 @@ class _Explainer:
 
     def _call(self, eqn: Eqn, opaque: OpaqueCall, place: _EqnPlace) -> None:
         count = len(eqn.invars) if opaque.operand_count is None else opaque.operand_count
-        # Raises where lowering would. On a copy, so that the status stays the declared one.
+        # Raise if lowering would. Use a copy, so that the status stays the declared one.
         check_declaration(
             dataclasses.replace(opaque), state(), eqn.primitive.name, eqn.params, count
         )
@@ -256,7 +257,7 @@ class _Explainer:
         self.casts.append(ExplainedCast(axes, to, value, size, place.at, place.phase, why))
 
     def _reason(self, uses_of: Sequence[tuple[Any, int]], outcome: str) -> str:
-        """Say why the first use of its result needs a cast."""
+        """Say why the first use of a cast's result needs the cast."""
         if not uses_of:
             return f"{outcome}, to vary as the others do"
         eqn, i = uses_of[0]

@@ -1,4 +1,4 @@
-"""The results of ``explain`` and ``scan_calls``: rows as data, and their text."""
+"""Define the results of ``explain`` and ``scan_calls``: rows as data, and their text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExplainedCall:
     status: str
     declared_at: str  # where the rule was declared, or what was proven; empty if there is none
     count: int = 1  # how many such calls the program holds, loops counted once
-    to_paste: tuple[str, ...] = ()  # without a rule: lines of which each would declare one
+    to_paste: tuple[str, ...] = ()  # lines to paste if there is no rule; one of them is enough
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _row(row: ExplainedCast | ExplainedSum, what: str, why: str) -> tuple[str, .
 
 
 def _advice(psum: ExplainedSum) -> str:
-    if psum.steps == 1 or psum.why == WRITTEN:  # no cast removes a psum of the program's own
+    if psum.steps == 1 or psum.why == WRITTEN:  # no cast removes the program's own psums
         return ""
     steps = f"each of {psum.steps} steps" if psum.steps else "every step"
     return (
@@ -194,7 +194,7 @@ def _times(text: str, count: int) -> str:
 
 
 def _show(types: Sequence[AxisType]) -> str:
-    """Write types in short: ``{data}``, ``{}``, ``{data} unreduced {model}``."""
+    """Return types in short form: ``{data}``, ``{}``, ``{data} unreduced {model}``."""
 
     def text(t: AxisType) -> str:
         unreduced = f" unreduced {show_axes(t.unreduced)}" if t.unreduced else ""
@@ -216,7 +216,7 @@ def _rule(call: ExplainedCall) -> str:
 
 
 def describe_placement(placement: Placement) -> str:
-    """Say how many bytes placing casts saves, with the line for each cast."""
+    """Say how many bytes the placement of casts saves, with the line to write for each cast."""
     if placement.why:
         return _wrap(f"the casts stay where JAX puts them: {placement.why}")
     of_these = "the psums of these cotangents"
@@ -251,7 +251,7 @@ def describe_placement(placement: Placement) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns that fit side by side; put the other cells below their row."""
+    """Return a table with the columns that fit side by side, and other cells below their row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     fit, columns = len(widths), fitting.width(sys.stdout)
     while fit > 1 and sum(widths[:fit]) + 2 * (fit - 1) > columns:

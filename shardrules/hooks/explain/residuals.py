@@ -1,4 +1,4 @@
-"""Whether each ``checkpoint_name`` is saved, offloaded, recomputed, or not a residual."""
+"""Tell whether each ``checkpoint_name`` is saved, offloaded, recomputed, or not a residual."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class NamedValue(NamedTuple):
     source: str  # ``file:line``, empty if JAX keeps none
 
 
-# Equations whose result is the same residual as their operand. A new name makes a new one.
+# Primitives whose result is the same residual as their operand. A new name makes a new residual.
 _SAME = ("copy", "copy_p", "device_put", "optimization_barrier", "reduce_precision", "pvary")
 _ORDER = ("offloaded", "saved", "recomputed", "not a residual")
 _EqnPlace = tuple[Any, ...]  # where a named value is made
 _Copied = frozenset[
     tuple[_EqnPlace, bool]
-]  # the named values that it copies; whether through the host
+]  # the named values that a value is a copy of, each with whether it went through the host
 _NONE: _Copied = frozenset()
 
 
 @checked
 def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
-    """List a program's named values, and what its backward pass does with each.
+    """Return a program's named values, with what its backward pass does with each.
 
     Args:
       f: the function that is compiled, jitted or not, with its gradient in it.
@@ -57,7 +57,7 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
             f"{type(f).__name__} holds no trace to read names from; pass the function and its "
             "arguments"
         )
-    if hasattr(f, "trace"):  # from JAX 0.4.31; it handles static arguments
+    if hasattr(f, "trace"):  # since JAX 0.4.31; it handles static arguments
         jaxpr = f.trace(*args, **kwargs).jaxpr.jaxpr
     else:
         jaxpr = jax.make_jaxpr(f)(*args, **kwargs).jaxpr
@@ -75,7 +75,8 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
             value = value._replace(status="offloaded")
         elif value.status != "recomputed" and (at, False) in names.kept:
             value = value._replace(status="saved")
-        # A recomputed value is in the forward pass too, where it is not a residual.
+        # A recomputed value also appears in the forward pass, where it is not a residual. Keep the
+        # most specific status.
         key = (value.name, value.source)
         if key not in values or _ORDER.index(value.status) < _ORDER.index(values[key].status):
             values[key] = value
@@ -83,7 +84,7 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
 
 
 class _Names(Fold[_Copied]):
-    """Follows each named value, and copies of it, to the backward passes that recompute."""
+    """Follows each named value and its copies to the backward passes that recompute."""
 
     bottom = _NONE
 
@@ -92,7 +93,7 @@ class _Names(Fold[_Copied]):
         self.line = internals.load().source_line
         self.has_backward = False
         self.values: dict[_EqnPlace, NamedValue] = {}
-        # The named values that enter such a pass, and whether by the host.
+        # The named values that enter such a pass, each with whether it went through the host.
         self.kept: set[tuple[_EqnPlace, bool]] = set()
 
     def literal(self, value: Any) -> _Copied:
@@ -112,7 +113,7 @@ class _Names(Fold[_Copied]):
             self.has_backward = True
             self.kept.update(*map(self.content, operands))
         if eqn.primitive.name == "scan":
-            # We don't follow a carry: it is the next trip's input, without a name.
+            # Don't follow a carry: it is the next iteration's input, without a name.
             _, carries = scan_counts(eqn.params)
             results = self.inside(eqn, eqn.params["jaxpr"], operands)
             return [*[_NONE] * carries, *results[carries:]]

@@ -1,1 +1,1 @@
-"""Loops, branches and refs: jaxprs whose inputs vary more than they were traced with."""
+"""Retype loops, branches and refs: jaxprs whose inputs vary more than when they were traced."""

@@ -1,8 +1,8 @@
-"""Gradient sums that only some devices reach, because a varying predicate chose their branch.
+"""Reject gradient sums that only some devices reach, since a varying predicate chose their branch.
 
-A collective waits for all devices of its group. If all branches hold the same ones, XLA moves them
-out; if not, the program hangs. Users' own collectives in a branch are left alone: the predicate may
-be equal whatever its type.
+A collective waits for all devices of its group. If all branches hold the same collectives, XLA
+moves them out; if not, the program hangs. Users' own collectives in a branch are left alone, since
+the predicate may be equal on all devices although its type says that it varies.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from shardrules.hooks.state import Hooks
 from shardrules.jaxprs.walk import Inside, visited
 from shardrules.registry.axistypes import show_axes
 
-# Primitives that name mesh axes and wait for no device along them.
+# Primitives that name mesh axes but wait for no other device.
 _LOCAL = CASTS | {"already_summed", "axis_index"}
 
-# From an equation to the mesh axes over which it waits for other devices.
+# Maps an equation to the mesh axes over which it waits for other devices.
 _AxesOf = Callable[[Any], frozenset[str]]
 
 
 class Divergent(Hooks):
-    """Refuses sums that some devices would wait in forever."""
+    """Rejects sums in which some devices would wait forever."""
 
     def install(self, patches: Patches) -> None:
         cond = self.door.cond_p
-        # JAX 0.12 transposes a node of its own, made of cond when one is first differentiated, with
-        # the rule that cond had then.
+        # When a cond is first differentiated, JAX 0.12 makes and caches a primitive for it, with
+        # the transpose rule that cond has at that time. So clear the cache.
         if self.door.vjp_node is not None:
             patches.copied(self.door.vjp_node)
         for table in (self.door.primitive_transposes, self.door.fancy_transposes):
@@ -58,12 +58,14 @@ class Divergent(Hooks):
 
     def check(self, trace: Any, over: frozenset[str], jaxprs: Sequence[Any], what: str) -> None:
         """Raise AxisError if devices that decide differently would sum gradients differently."""
+        # List each branch's collectives that wait over ``over``, and compare the lists. All
+        # branches must have the same kinds; a loop, whose number of steps differs, must have none.
         is_backward = trace is self.state.here.branch.trace
         axes_of = _summed
         if is_backward:
-            # Where the branches held collectives of their own, theirs are transposed with them, and
-            # nothing tells these from a bwd's. A transposed psum is a cast, so a sum here comes
-            # from a bwd.
+            # If the forward branches held collectives of their own, the transposed branches hold
+            # their transposes, which can't be told from a bwd's own collectives: count only sums. A
+            # transposed psum is a cast, so a sum here comes from a bwd.
             before, asked = map(opened, self.state.here.branch.branches), self._communicated
             if not any(_collectives(branch, over, True, asked) for branch in before):
                 axes_of = asked
@@ -106,7 +108,7 @@ class Divergent(Hooks):
         if opaque is None:
             return frozenset() if eqn.primitive.name in _LOCAL else named_axes(eqn.params)
         rule = None if opaque.registration is None else opaque.registration.rule
-        if rule is None or rule.name == "per_device":  # which only asks where it runs
+        if rule is None or rule.name == "per_device":  # it only reads the device's position
             return frozenset()
         effects = rule.effects(len(eqn.outvars) or 1) or ()
         return frozenset().union(*(effect.axes for effect in effects))
@@ -117,7 +119,7 @@ class Divergent(Hooks):
         jaxpr = opened(jaxpr)
         if not _collectives(jaxpr, over, everywhere, axes_of):
             return []
-        # XLA drops an unused cotangent's sum, too.
+        # Ignore sums of unused cotangents, which XLA removes.
         used = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
         return _collectives(used, over, everywhere, axes_of)
 
@@ -129,14 +131,15 @@ def _summed(eqn: Eqn) -> frozenset[str]:
 def _collectives(
     jaxpr: Jaxpr, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
 ) -> list[Any]:
-    """Return the collectives over some of ``over`` in order; of a call, (equation, list)."""
+    """Return (equation, inner lists) of each collective over ``over``, and each call of some."""
 
     def visit(
         eqn: Eqn, everywhere: bool, inside: Inside[Any, Any]
     ) -> Iterator[tuple[Any, list[Any]]]:
         waits = everywhere or is_transposed(eqn)
-        # What is cast to join a branch is a collective's result, of one that its user wrote there:
-        # inputs were cast before. The sum waits as that one does.
+        # Skip the transpose of a cast that joins a branch's result with the others'. Inputs were
+        # cast before the branch, so the result is that of a collective that the user wrote there,
+        # and the sum waits for the same devices as that collective.
         if waits and axes_of(eqn) & over and not is_in(eqn, JOINED):
             yield eqn, []
         elif eqn.primitive.name not in KERNELS and any(inner := inside(waits)):
@@ -146,7 +149,7 @@ def _collectives(
 
 
 def _kinds(collectives: Sequence[Any]) -> list[Any]:
-    """Return what distinguishes collectives that devices would run in each other's place."""
+    """Return keys that are equal for collectives that devices can run in place of each other."""
     kinds: list[Any] = []
     for eqn, inner in collectives:
         if not inner:

@@ -1,8 +1,8 @@
-"""Calls of jaxprs whose operands have come to vary over more mesh axes: loops, branches, jit, ...
+"""Retype calls of jaxprs whose operands vary over more mesh axes: loops, branches, jit and others.
 
-What a varying predicate chooses varies, and so does its gradient: JAX puts a psum wherever an
-invariant value was cast, and only the devices that took a branch run a psum inside it (JAX 0.6 to
-0.12: the program hangs). So operands are cast before the branches, and in these no cast is left.
+A value that a varying predicate chooses varies. For its gradient, JAX puts a psum wherever an
+invariant value was cast, but only the devices that take a branch run a psum inside it (JAX 0.6 to
+0.12: the program hangs). So operands are cast before the branches, and no cast is left inside.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from shardrules.jaxprs.reach import Reach
 from shardrules.jaxprs.rewrite import cast_outputs
 from shardrules.registry.axistypes import AxisType
 
-_THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
+_THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # parameters of custom_vjp and custom_jvp
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Whether a tangent is not zero, and over which axes its primal was cast to vary.
+    """A flag that a tangent is not zero, with the axes over which its primal was cast to vary.
 
     JAX traces a custom_vjp's fwd when it is differentiated, and tells it which tangents are not
-    zero. Only these marks reach it through jit, vmap and other traces. They are part of JAX's
-    cache key for the traced fwd.
+    zero. Only these flags reach it through jit, vmap and other traces, so they carry the axes, too.
+    They are part of JAX's cache key for the traced fwd.
     """
 
     nonzero: bool
@@ -52,12 +52,12 @@ class Mark:
 
 class Retyped(NamedTuple):
     operands: Sequence[AxisType]  # the axis types to which its operands are to be cast
-    changes: dict[str, Any]  # its parameters that change
-    results: Sequence[AxisType]  # the axis types of what it returns
+    changes: dict[str, Any]  # the parameters that change
+    results: Sequence[AxisType]  # the axis types of its results
 
 
 class HigherOrderOp:
-    """A call of jaxprs, which were traced with operands of the types ``traced``."""
+    """A call of jaxprs that were traced with operands of the types ``traced``."""
 
     def __init__(self, retyping: Any, params: Params, traced: Sequence[AxisType]):
         self.retyping = retyping
@@ -69,10 +69,10 @@ class HigherOrderOp:
     def of(
         retyping: Any, primitive: Primitive, params: Params, avals: Sequence[Any]
     ) -> HigherOrderOp | None:
-        """Return the call; None if it calls no jaxpr, or calls one with other values."""
+        """Return the call; None if it calls no jaxpr with its own operands."""
         door = retyping.door
         if primitive.name == "cond":
-            predicate = door.axis_type(avals[0])  # whatever it is
+            predicate = door.axis_type(avals[0])  # any type fits
             return _Cond(retyping, params, [predicate, *_entering(door, params["branches"][0])])
         if primitive.name == "while":
             condition = _entering(door, params["cond_jaxpr"])[: params["cond_nconsts"]]
@@ -94,7 +94,7 @@ class HigherOrderOp:
         return None
 
     def wanted(self, have: Sequence[AxisType]) -> list[AxisType]:
-        """Return the types to cast operands to first: those that the jaxprs take, or more."""
+        """Return the types to cast operands to first, which are at least the traced ones."""
         return [widened(own, traced.varying) for own, traced in zip(have, self.traced)]
 
     def retyped(self, types: Sequence[AxisType], what: str | None) -> Retyped | None:
@@ -104,6 +104,9 @@ class HigherOrderOp:
 
 class _Cond(HigherOrderOp):
     def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
+        # If the predicate varies, and a result doesn't or a branch casts an operand, cast all
+        # operands over the predicate's axes before the branches. Retype each branch, and cast its
+        # results to the join of all branches.
         door, retyping, branches = self.door, self.retyping, self.params["branches"]
         over, operands = types[0].varying, [*types[1:]]
         avals = [var.aval for var in opened(branches[0]).invars]
@@ -126,7 +129,7 @@ class _Cond(HigherOrderOp):
     def _casts_inside(
         self, over: frozenset[str], operands: Sequence[AxisType], avals: Sequence[Any]
     ) -> bool:
-        """Return whether a branch casts what may come from an operand, whose gradient is a psum."""
+        """Return whether a branch casts a value that comes from an operand; the transpose sums."""
         now = [*map(self.door.with_axis_type, avals, operands)]
         narrow = [
             i
@@ -140,7 +143,7 @@ class _Cond(HigherOrderOp):
 
 
 class _Casts(Reach):
-    """Whether a jaxpr casts what comes from inputs that don't vary over all of ``over``."""
+    """Finds whether a jaxpr casts values from inputs that don't vary over all of ``over``."""
 
     def __init__(self, retyping: Any, over: frozenset[str]):
         super().__init__()
@@ -157,7 +160,7 @@ class _Casts(Reach):
         takes = any(map(self.content, operands))
         if takes and eqn.primitive.name in TO_VARYING:
             self._is_found |= bool(self._over & named_axes(eqn.params))
-        if takes and "bwd" in eqn.params:  # a custom_vjp, whose bwd's cotangents are summed
+        if takes and "bwd" in eqn.params:  # a custom_vjp: the hooks sum its bwd's cotangents
             types = self.door.axis_types(v.aval for v in eqn.invars if is_inexact(v.aval))
             self._is_found |= len({operand.varying & self._over for operand in types}) > 1
         if self._opaque_of(eqn.primitive, eqn.params) is not None:
@@ -172,7 +175,9 @@ class _Casts(Reach):
 
 class _While(HigherOrderOp):
     def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
-        # A carry that the body returns as it is stays the same however often the body runs.
+        # Widen the carry by the types of the body's results and of the condition, until it stops
+        # changing. Skip leaves that the body returns unchanged: they stay the same, however often a
+        # device runs the body.
         door, retyping, params = self.door, self.retyping, self.params
         first, second = params["cond_nconsts"], params["body_nconsts"]
         constants, carry = list(types[: first + second]), list(types[first + second :])
@@ -218,7 +223,7 @@ class _Scan(HigherOrderOp):
 
 
 class _Alike(HigherOrderOp):
-    """A call whose transpose users wrote: all operands and the result vary alike."""
+    """A call whose transpose users wrote, so all operands and results must vary alike."""
 
     def wanted(self, have: Sequence[AxisType]) -> list[AxisType]:
         axes = union((*have, *self.traced))
@@ -226,7 +231,7 @@ class _Alike(HigherOrderOp):
 
 
 class _LinearSolve(_Alike):
-    """A linear solve: what its functions take varies alike."""
+    """A linear solve, whose functions' operands must vary alike."""
 
     @classmethod
     def of_jaxprs(cls, retyping: Any, params: Params) -> _LinearSolve:
@@ -268,7 +273,7 @@ class _JaxprCall(HigherOrderOp):
         if thunks:
             axes = gained(types, self.traced)
             types = [widened(have, axes) for have in types]
-            # The cast is before a branch: fwd and bwd give each device's own share.
+            # The cast stands before a branch, so fwd and bwd return each device's own share.
             cast = axes if what is not None and "bwd" in params else frozenset()
             for name in thunks:
                 primals = types[params["num_consts"] :]
@@ -314,13 +319,13 @@ def _entering(door: Door, jaxpr: Jaxpr) -> tuple[AxisType, ...]:
 
 
 def _missing(door: Door, over: frozenset[str], avals: Iterable[Any]) -> bool:
-    """Return whether a chosen value is typed as if all devices along ``over`` chose alike."""
+    """Return whether a value is typed as if all devices along ``over`` made the same choice."""
     types = [door.axis_type(aval) for aval in avals if door.can_cast(aval)]
     return any(over - axis_type.varying - axis_type.unreduced for axis_type in types)
 
 
 def _takes_operands(door: Door, variables: Sequence[Any], avals: Sequence[Aval]) -> bool:
-    """Return whether a jaxpr takes the operands of its call as they are."""
+    """Return whether a jaxpr's inputs have the shapes and dtypes of its call's operands."""
 
     def form(aval: Aval) -> Any:
         return (getattr(aval, "shape", None), getattr(aval, "dtype", None), door.can_cast(aval))

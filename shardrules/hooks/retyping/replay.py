@@ -1,12 +1,13 @@
-"""Jaxprs that were traced with invariant values and run on varying ones.
+"""Run jaxprs on varying values although they were traced with invariant ones.
 
-Libraries trace a function once and run the jaxpr on other values (closure conversion, a linear
-solve, an interpreter of jaxprs). JAX's functions cast operands that vary differently; the
-primitives in the jaxpr don't (0.6 to 0.12), and a jaxpr that is called keeps the types of its
-trace. So the hooks cast where an equation is bound, and retype a jaxpr for its call's operands.
+Libraries trace a function once and run its jaxpr on other values (closure conversion, a linear
+solve, an interpreter of jaxprs). JAX's functions cast operands that vary differently, but the
+primitives in a jaxpr don't (0.6 to 0.12), and a jaxpr that is called keeps the types of its trace.
+So the hooks cast operands when an equation is bound, and retype a jaxpr for its call's operands.
 
-What a predicate chooses varies as the predicate does, and JAX types it by the branches or the body
-alone. So results of cond, switch and while_loop get the predicate's axes when they are bound.
+A value that a predicate chooses varies as the predicate does, but JAX types it by the branches or
+the body alone. So results of cond, switch and while_loop get the predicate's axes when they are
+bound.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ReplayHooks(Hooks):
     def install(self, patches: Patches) -> None:
         door = self.door
         patches.attribute(door.JaxprEqnContext, "manager", self._managed())
-        # Where JAX has it, and where users take it from.
+        # Patch it in JAX's own module, and where users import it from.
         for owner in (door.owner("eval_jaxpr")[0], importlib.import_module("jax.core")):
             patches.attribute(owner, "eval_jaxpr", self._evaluator(door.eval_jaxpr))
         primitive = door.custom_vjp_call_p
@@ -75,7 +76,7 @@ class ReplayHooks(Hooks):
             return rest(primitive, trace, args, params)
         watched = self.state.here.look.gradients is not None
         if watched and any(map(gradient_sums, inner_jaxprs(params))):
-            self.state.record_gradient()  # a jit took it, traced before
+            self.state.record_gradient()  # an inner jit took it, when it was traced earlier
         fitted = self._fitted(primitive, trace, args, params)
         if fitted is not None:
             types, changes = fitted
@@ -84,7 +85,7 @@ class ReplayHooks(Hooks):
                 return type(primitive).bind(primitive, *args, **{**params, **changes})
         results = rest(primitive, trace, args, params)
         if self.state.here.body.contradictions:
-            # JAX binds some of these to a function instead of its jaxpr; those have none.
+            # JAX binds some of these primitives with a function instead of a jaxpr; skip them.
             called = opened(params.get(CALLS.get(primitive.name, "")))
             if called is not None:
                 note_called(self.state, called, results)
@@ -98,19 +99,19 @@ class ReplayHooks(Hooks):
         params: Params,
         error: Exception,
     ) -> Any:
-        """Bind what JAX refused with operands that its functions would cast, or raise its error."""
-        # Programs that JAX accepts never get here: they pay nothing and stay the same.
-        # JAX 0.10 has an option against casts by its functions.
+        """Bind an equation that JAX rejected, with its operands cast; or raise JAX's error."""
+        # Programs that JAX accepts don't get here, so they pay nothing and stay the same.
+        # JAX 0.10 has an option that forbids casts by its functions.
         door = self.door
         if not self.acts or (door.auto_pcast is not None and not door.auto_pcast.value):
             raise error
         have, named = door.axis_types(map(door.typeof, args)), named_axes(params)
         is_cast = primitive.name in TO_VARYING
-        if is_cast:  # over some axes over which a value varies already
+        if is_cast:  # JAX rejects it if the value already varies over some of the axes
             axes = named if named & union(have) else frozenset()
         else:
             axes = union(have)
-            if primitive.name not in CASTS:  # a collective: over the axes that it names, too
+            if primitive.name not in CASTS:  # a collective's operands vary over its axes, too
                 axes |= named & frozenset(door.manual_axes())
         with door.set_current_trace(trace):
             cast = door.cast_arrays(args, [widened(own, axes) for own in have])
@@ -126,19 +127,18 @@ class ReplayHooks(Hooks):
                 raise error from None
 
     def _managed(self) -> Any:
-        """Wrap how JAX enters an equation's context: with the current mesh if it had none."""
-        # JAX (0.6 to 0.12) runs equations that were traced outside of shard_map without a mesh, so
-        # inside shard_map it doesn't follow their types.
+        """Return a property to enter an equation's context, in the current mesh if it has none."""
+        # Inside shard_map, JAX (0.6 to 0.12) runs equations that were traced outside of it without
+        # a mesh, so it doesn't follow their types.
         hooks, door, plain = self, self.door, self.door.JaxprEqnContextManager
-        full: Any = None  # the last mesh that was not empty; a program has only one
+        full: Any = None  # the last mesh that wasn't empty; mostly, a program has one
 
         class Entered(plain):  # type: ignore[valid-type, misc]  # a class of JAX's, looked up here
             def __enter__(self) -> None:
                 super().__enter__()
-                door.use_abstract_mesh(self.mesh).__enter__()  # __exit__ puts back what was before
+                door.use_abstract_mesh(self.mesh).__enter__()  # __exit__ restores the mesh
 
-        # This replaces JAX's method and does what it does in its last line, instead of calling it:
-        # every equation comes here.
+        # Every equation comes here, so this doesn't call JAX's method; its last line does the same.
         def manager(self: Any) -> Any:
             nonlocal full
             mesh = self.cur_abstract_mesh
@@ -158,7 +158,7 @@ class ReplayHooks(Hooks):
         def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any, **options: Any) -> Any:
             if self.acts:
                 if self.state.here.look.gradients is not None and gradient_sums(jaxpr):
-                    self.state.record_gradient()  # it was taken before
+                    self.state.record_gradient()  # it was taken when the jaxpr was traced
                 avals = [*map(self.door.typeof, (*consts, *args))]
                 inputs = (*jaxpr.constvars, *jaxpr.invars)
                 self.retyping.check_gradients(jaxpr, inputs, avals)
@@ -166,7 +166,7 @@ class ReplayHooks(Hooks):
 
         return eval_jaxpr
 
-    # What calls jaxprs.
+    # Primitives that call jaxprs.
 
     def _fitted(
         self, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
@@ -196,7 +196,7 @@ class ReplayHooks(Hooks):
     def _decides(
         self, primitive: Primitive, avals: Sequence[Aval], params: Params
     ) -> tuple[str | None, frozenset[str]]:
-        """Return what devices decide differently here, if anything, and along which axes."""
+        """Return the name of the varying predicate that an equation has, or None, and its axes."""
         door = self.door
         if primitive is door.cond_p:
             decides = avals[0]
@@ -207,7 +207,7 @@ class ReplayHooks(Hooks):
         over = door.axis_type(decides).varying
         if not over:
             return None, over
-        # Refuse refs that would be written by some devices only, before what they hold is cast.
+        # Raise now for refs that only some devices would write, before their contents are cast.
         if any(isinstance(aval, door.AbstractRef) for aval in avals):
             primitive.abstract_eval(*avals, **params)
         return DECIDES[primitive.name], over
@@ -230,7 +230,7 @@ class ReplayHooks(Hooks):
         if isinstance(run, _Replayed) and self.acts:
             have = self.door.axis_types(map(self.door.typeof, args[first:]))
             run.axes = gained(have, run.traced)
-            # bwd runs for primals that vary as when it was traced, and over these axes too.
+            # bwd runs for primals that vary over the traced axes and over these.
             types = [
                 widened(own, traced.varying | run.axes) for own, traced in zip(have, run.traced)
             ]
@@ -245,7 +245,7 @@ class _Replayed:
         self.retyping = retyping
         self.bwd = bwd
         self.traced = traced  # the primals' types when the jaxpr was traced
-        self.axes: frozenset[str] = frozenset()  # those that the primals have gained since
+        self.axes: frozenset[str] = frozenset()  # the axes that the primals have gained since
         self.__name__ = retyping.door.function_name(bwd)
 
     def __call__(self, *args: Any) -> Any:
@@ -253,11 +253,11 @@ class _Replayed:
 
 
 def _as_traced(jaxpr: Any, avals: Sequence[Aval]) -> bool:
-    """Return whether a jaxpr is called with the avals that it was traced with, as jit mostly is."""
+    """Return whether a jaxpr is called with the avals it was traced with, as jit's mostly are."""
     jaxpr = opened(jaxpr)
     if jaxpr is None or len(jaxpr.invars) != len(avals):
         return False
-    for var, aval in zip(jaxpr.invars, avals):  # a loop, which makes no calls  # noqa: SIM110
+    for var, aval in zip(jaxpr.invars, avals):  # a loop is faster than ``all``  # noqa: SIM110
         if var.aval is not aval:
             return False
     return True

@@ -1,7 +1,7 @@
-"""Jaxprs for inputs that vary over more mesh axes than those they were traced with.
+"""Retype jaxprs for inputs that vary over more mesh axes than when they were traced.
 
-A jaxpr's types are computed from its inputs' types, equation by equation: casts that have become
-needless go, and no code of the user's runs twice.
+The types are computed again from the inputs' types, equation by equation. This removes casts that
+have become redundant, and runs no code of the user's again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardrules.registry.axistypes import AxisType, show_axes
 
 
 class Retyping(Hooks):
-    """From a jaxpr and its inputs' axis types to the jaxpr with all types derived from these."""
+    """Maps a jaxpr and its inputs' axis types to the jaxpr with all types derived from these."""
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
@@ -50,7 +50,7 @@ class Retyping(Hooks):
     # A bwd may run for primals that vary over more axes than when it was traced.
 
     def run_bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool, *args: Any) -> Any:
-        """Run a custom_vjp's bwd for primals that vary over ``axes`` too, or were cast to."""
+        """Run a custom_vjp's bwd for primals that gained ``axes``, by a cast if ``by_cast``."""
         frame = self.state.here.bwd
         cast = frame.cast | axes if by_cast else frame.cast
         with dataclasses.replace(frame, over=frame.over | axes, cast=cast):
@@ -61,7 +61,7 @@ class Retyping(Hooks):
         return self.door.wrapped(run, bwd)
 
     def run_hiding(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
-        """Run a bwd inside vmap's ``spmd_axis_name``, whose ``axes`` types don't show."""
+        """Run a bwd inside a vmap whose ``spmd_axis_name`` hides ``axes`` from the types."""
         frame = self.state.here.bwd
         hidden = dataclasses.replace(frame, over=frame.over - axes, cast=frame.cast - axes)
         with hidden:
@@ -70,7 +70,7 @@ class Retyping(Hooks):
     @contextlib.contextmanager
     def inside_bwd(self) -> Iterator[tuple[frozenset[str], frozenset[str]]]:
         """Yield the axes of the current bwd, and hide them from what it differentiates."""
-        # Those over which its primals vary too, and of these the ones over which they were cast.
+        # These are the axes that its primals gained, and the axes among them gained by a cast.
         frame = self.state.here.bwd
         bare = dataclasses.replace(frame, over=frozenset(), cast=frozenset())
         with bare:
@@ -82,26 +82,26 @@ class Retyping(Hooks):
     # A jaxpr.
 
     def jaxpr(self, jaxpr: Jaxpr, types: Sequence[AxisType], what: str | None) -> Any:
-        """Return a jaxpr for inputs of these types; the same object if they are what it takes."""
+        """Return a jaxpr for inputs of these types; the same object if they already fit."""
         if what is not None:
             return self._retyped(jaxpr, types, what)
         invars = opened(jaxpr).invars
         avals = [*map(self.door.with_axis_type, (var.aval for var in invars), types)]
         self.check_gradients(opened(jaxpr), invars, avals)
-        replayed = self._replayed.setdefault(jaxpr, {})  # one jaxpr is lowered and cached once
+        replayed = self._replayed.setdefault(jaxpr, {})  # JAX lowers and caches each jaxpr once
         key = (*types, self.door.abstract_mesh(), self.state.scope, self.state.registry.version)
         if key not in replayed:
             try:
                 new = self._retyped(jaxpr, types, None)
             except AxisError:
                 new = self._retraced(jaxpr, avals)
-            replayed[key] = None if new is jaxpr else new  # else the value would keep its key alive
+            replayed[key] = None if new is jaxpr else new  # a value must not keep its key alive
         return jaxpr if replayed[key] is None else replayed[key]
 
     def check_gradients(self, jaxpr: Jaxpr, variables: Any, avals: Sequence[Aval]) -> None:
         """Raise AxisError if a jaxpr sums a gradient over axes that an input gained."""
-        # The gradient of an invariant value is summed over the devices; a varying value has another
-        # gradient on each. The jaxpr doesn't say which psum belongs to which of its inputs.
+        # The gradient of an invariant value is summed over the devices, but a varying value has its
+        # own gradient on each device. The jaxpr doesn't say which psum belongs to which input.
         before = (var.aval for var in variables)
         over = gained(self.door.axis_types(avals), self.door.axis_types(before))
         over = over and over & gradient_sums(jaxpr)
@@ -123,7 +123,7 @@ class Retyping(Hooks):
     def _retraced(self, jaxpr: Any, avals: Sequence[Aval]) -> Any:
         run = functools.partial(jax.core.eval_jaxpr, opened(jaxpr), getattr(jaxpr, "consts", ()))
         new = jax.make_jaxpr(run)(*avals)
-        return new if isinstance(new, type(jaxpr)) else new.jaxpr  # it had no constants
+        return new if isinstance(new, type(jaxpr)) else new.jaxpr  # an open jaxpr has no constants
 
     def _retyped(self, jaxpr: Jaxpr, types: Sequence[AxisType], what: str | None) -> Any:
         new = Rewrite(jaxpr)
@@ -137,7 +137,7 @@ class Retyping(Hooks):
         def write(eqn: Eqn) -> None:
             operands = [value_of(env, atom) for atom in eqn.invars]
             if over and name_of(eqn) in NEW_REFS:
-                # A value that only some devices store there varies, whatever it was made of.
+                # Only some devices may store to this ref, so it varies, whatever its first value.
                 with eqn.ctx.manager:
                     _Equation(self, eqn, operands, new, what).made(over)
             elif all(new is old for new, old in zip(operands, eqn.invars)):
@@ -152,7 +152,7 @@ class Retyping(Hooks):
         return new.finish(invars, [value_of(env, atom) for atom in inner.outvars])
 
     def retype_variable(self, var: Var, axis_type: AxisType, new: Rewrite) -> Any:
-        """Return a variable of this type in the new jaxpr, in the place of ``var``."""
+        """Return a variable of this type in the new jaxpr that replaces ``var``."""
         has_type = self.door.can_cast(var.aval) or isinstance(var.aval, self.door.AbstractRef)
         if not has_type or self.door.axis_type(var.aval) == axis_type:
             return var
@@ -160,9 +160,9 @@ class Retyping(Hooks):
 
 
 class _Equation:
-    """One equation whose operands have become ``operands``, which vary over more axes.
+    """One equation with its new ``operands``, which vary over more axes.
 
-    ``new`` is the jaxpr into which it is written; ``what`` names the branch or loop that holds the
+    ``new`` is the jaxpr to which it is added; ``what`` names the branch or loop that holds the
     equation, for messages.
     """
 
@@ -184,7 +184,7 @@ class _Equation:
         """Write the equations that replace this one."""
         eqn = self.eqn
         if eqn.primitive.name in TO_VARYING:
-            # Only over the axes over which the operand doesn't vary yet.
+            # Cast only over the axes that the operand doesn't vary over yet.
             (out,) = eqn.outvars
             self._cast([widened(self.types[0], self.door.axis_type(out.aval).varying)])
             (self.new.env[out],) = self.operands
@@ -203,12 +203,12 @@ class _Equation:
         self._done(retyped.changes, retyped.results)
 
     def made(self, over: frozenset[str]) -> None:
-        """Write the equations that make this one's ref, which varies over ``over`` too."""
+        """Write the equations that make this one's ref, so that it also varies over ``over``."""
         self._cast([widened(self.types[0], over)])
         self._done({}, self.types)
 
     def _operation(self) -> None:
-        """Retype by the abstract eval; the operands vary alike, as JAX requires."""
+        """Write an operation with the types of its abstract eval, its operands cast to agree."""
         eqn = self.eqn
         if self.retyping.state.opaque_call_of(eqn.primitive, eqn.params) is None and any(
             var.aval.shape for inner in inner_jaxprs(eqn.params) for var in inner.invars
@@ -245,8 +245,9 @@ class _Equation:
         self._done(changes, types)
 
     def _sums_unseen(self) -> bool:
-        """Return whether an author's function that no rule describes gives the cotangents."""
-        # Written for an invariant operand it sums, and the cast before sums once more.
+        """Return whether an author's function that no rule describes returns the cotangents."""
+        # If it was written for an invariant operand, it sums its cotangent; the transpose of the
+        # cast that is added before it would sum once more.
         door, (primitive, params) = self.door, (self.eqn.primitive, self.eqn.params)
         if not any(is_inexact(atom.aval) for atom in self.operands):
             return False
@@ -300,12 +301,12 @@ class _Equation:
 
 def transposed_by_jax(door: Door, primitive: Primitive) -> bool:
     """Return whether a primitive's transpose is JAX's or ours, linear and without collectives."""
-    # A user's may clip a cotangent, or sum it, and has to be given what it was given before.
+    # A user's may clip or sum a cotangent, so it must get the same cotangent as before.
     return _are_jaxs(primitive, door.primitive_transposes, door.fancy_transposes)
 
 
 def differentiated_by_jax(door: Door, primitive: Primitive) -> bool:
-    """Return whether a primitive's jvp is JAX's, and so doesn't ask which tangents are zero."""
+    """Return whether a primitive's jvp is JAX's, so that it doesn't depend on zero tangents."""
     return _are_jaxs(primitive, door.primitive_jvps, door.primitive_linearizations)
 
 

@@ -1,1 +1,1 @@
-"""Placement of casts: the linear program, its cheapest cut, and the writer of the new jaxpr."""
+"""Place casts: the linear program as a graph, its cheapest cut, and the writer of the new jaxpr."""

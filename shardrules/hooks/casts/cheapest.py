@@ -1,10 +1,10 @@
-"""The cheapest casts of a linear program: minimum cuts, each over one mesh axis or several.
+"""Find the cheapest casts of a linear program by minimum cuts, each over one mesh axis or several.
 
-A tangent is labelled invariant or varying where it is made and where it is used. If it is made
-invariant over some axis and used as varying, its cast costs its bytes, times the runs of the loops
-around it. Over one axis the cheapest labels are a minimum cut. Casts of one tangent over several
-axes share one psum, which no single cut expresses. So cuts over several axes at once improve the
-labels until no cut helps (``_descend``), and a lower bound says when to stop
+A tangent is labelled as invariant or varying where it is made and where it is used. If it is made
+invariant over some axis and used as varying, its cast costs its bytes times the runs of the loops
+around it. Over one axis, the cheapest labels are a minimum cut. Casts of one tangent over several
+axes share one psum, which no single cut can express. So cuts over several axes at once improve the
+labels until no cut helps (``_descend``). If the labels reach a lower bound, the search stops early
 (``Limits.least_bytes``).
 """
 
@@ -21,7 +21,7 @@ from shardrules.hooks.casts.linear import NONE, Axes, Graph, Value
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cost:
-    """What the cotangents' psums move on each device: operand bytes, and bytes sent in a ring."""
+    """The bytes of the cotangents' psums on each device: of their operands, and sent in a ring."""
 
     bytes: int
     wire_bytes: fractions.Fraction
@@ -32,9 +32,9 @@ class Cost:
 
 
 def cheapest(limits: Limits, bound: Cost | None = None) -> Labels:
-    """Return the labels that sum the fewest bytes, of those within a bound if there are any."""
-    # The fewest bytes summed are not always the fewest on the wire. So labels that cost no more
-    # than JAX's late casts, and no more than with the check off, come first.
+    """Return the labels that sum the fewest bytes, if possible among those within a bound."""
+    # Labels that sum the fewest bytes don't always send the fewest. So prefer labels that cost no
+    # more, in both figures, than JAX's late casts and than the program with the check off.
     graph = limits.graph
     if not limits.groups:
         return limits.low
@@ -46,7 +46,7 @@ def cheapest(limits: Limits, bound: Cost | None = None) -> Labels:
     for labels in search.candidates():
         costs = cost(graph, labels)
         tried.append((not costs.within(bound), costs, labels))
-        # A single group has no second candidate.
+        # With a single group there is only one candidate.
         if len(limits.groups) > 1 and costs.bytes == limits.least_bytes and costs.within(bound):
             break
     best = min(tried, key=lambda each: each[:2])[2]
@@ -54,16 +54,16 @@ def cheapest(limits: Limits, bound: Cost | None = None) -> Labels:
 
 
 def cast_at(values: Iterable[Value], labels: Labels) -> list[Axes]:
-    """Return the axes over which each of these is cast under these labels."""
+    """Return the axes over which each of these values is cast under these labels."""
     return [labels[value.use] - labels[value] for value in values]
 
 
-# The work of one search: how many labels its cuts choose, all together. A label takes about 10 us.
+# The limit on one search: the number of labels that all its cuts choose. A label takes about 10 us.
 _WORK = 300_000
 
 
 class _Search:
-    """A local search by cuts. Its work is polynomial in the number of axes, and bounded."""
+    """A local search by cuts, whose work is polynomial in the number of axes, and bounded."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -72,6 +72,8 @@ class _Search:
 
     def candidates(self) -> Iterator[Labels]:
         """Yield locally cheapest labels from several starts; the most promising come first."""
+        # First cut over one group after another, in several orders; each cut also prices the psums
+        # over the groups before it. Then improve the best of these, and the extremes, by descent.
         limits, graph, groups = self.limits, self.limits.graph, self.limits.groups
         starts: list[Labels] = []
         for order in _orders(groups):
@@ -93,8 +95,9 @@ class _Search:
             yield self._descend(start, on_the_wire)
 
     def at_borders(self, labels: Labels) -> Labels:
-        """Among casts of one price, choose those at the shard_map's inputs, before any reorder."""
-        # No bwd that somebody wrote is passed for this: among equals, as few proofs as possible.
+        """Return labels of the same price that cast at shard_map's inputs, before any reorder."""
+        # Don't move casts past an author's bwd for this: that would rest on more proofs for
+        # nothing.
         graph, limits = self.limits.graph, self.limits
         borders = graph.borders
         if not borders:
@@ -104,7 +107,7 @@ class _Search:
         casts = NONE.union(*cast_at((value for value in limits.values if value.live), labels))
         chosen, prices = dict.fromkeys([casts, *limits.groups]), Prices(graph, graph.every)
         for axes in chosen:
-            cut = self._last  # with one group, the only one: its flow gives the earliest choice too
+            cut = self._last  # with one group it is the only cut, and also has the earliest choice
             if cut is None or fixed or graph.residuals or len(chosen) > 1:
                 self._left -= len(limits.free)
                 cut = Cut(limits, labels, limits.mixed(labels, axes, most), prices)
@@ -116,13 +119,13 @@ class _Search:
         return labels
 
     def together(self, labels: Labels) -> Labels:
-        """Cast over the axes of one device beside other casts, where that saves a psum."""
+        """Return labels that cast over uncounted axes together with others, if that saves psums."""
         axes = self.limits.uncounted
         return self._cut(labels, axes, Count()) if axes else labels
 
     def _descend(self, labels: Labels, prices: Prices) -> Labels:
-        """Improve the labels until no cut makes them cheaper, or the work is done."""
-        # The cuts are over all axes at once, over one group, all but one, and each two.
+        """Return labels improved until no cut makes them cheaper, or the work limit is reached."""
+        # Cut over all axes at once, over each group, over all but one group, and over each two.
         groups = self.limits.groups
         every = NONE.union(*groups)
         pairs = (first | second for first, second in itertools.combinations(groups, 2))
@@ -148,9 +151,9 @@ class _Search:
     def _cut(
         self, labels: Labels, axes: Axes, prices: Prices | Count, from_here: bool = False
     ) -> Labels:
-        """Return the cheapest choice of all labels' least or most over ``axes``."""
-        # Over a single group this is the optimum. ``from_here`` chooses between the present labels
-        # and the most, then between the result and the least.
+        """Return the cheapest choice between each label's least and most over ``axes``."""
+        # Over a single group this is the optimum. ``from_here`` first chooses between the present
+        # labels and the most, then between the result and the least.
         limits = self.limits
         self._left -= len(limits.free)
         high = limits.mixed(labels, axes, limits.high)
@@ -162,15 +165,15 @@ class _Search:
 
 
 def _orders(groups: Sequence[Axes]) -> list[tuple[Axes, ...]]:
-    """Return each rotation of the groups, in both directions: for up to three, all orders."""
+    """Return each rotation of the groups in both directions; up to three, that is all orders."""
     rotated = [(*groups[i:], *groups[:i]) for i in range(len(groups))]
     return list(dict.fromkeys([*rotated, *(order[::-1] for order in rotated)]))
 
 
 def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int]]:
-    """Yield the bytes, the axes and the runs of each psum under these labels.
+    """Yield the bytes (of all runs), the axes and the runs of each psum under these labels.
 
-    The bytes are of all runs. Psums of a custom_vjp and of residuals count as one run.
+    Psums of a custom_vjp and of residuals count as one run.
     """
     for value in graph.values.values():
         axes = labels[value.use] - labels[value]
@@ -185,12 +188,12 @@ def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int]]:
 
 
 def cost(graph: Graph, labels: Labels) -> Cost:
-    """Return what the cotangents' psums move under these labels."""
+    """Return the cost of the cotangents' psums under these labels."""
     return _cost(graph, ((count, axes) for count, axes, _ in _sums(graph, labels)))
 
 
 def cost_as_traced(graph: Graph) -> Cost:
-    """Return what the cotangents' psums move with the casts of the program as traced."""
+    """Return the cost of the cotangents' psums with the casts of the program as traced."""
     sums = [
         (value.cast_bytes, made.varying - value.varying) for value, made in graph.casts if made.live
     ]
@@ -200,9 +203,9 @@ def cost_as_traced(graph: Graph) -> Cost:
 
 
 def cost_unchecked(graph: Graph) -> Cost:
-    """Return what the cotangents' psums move with the check off."""
-    # JAX then sums each input's cotangent over every manual axis over which the input is invariant,
-    # and transposes a psum to a psum.
+    """Return the cost of the cotangents' psums with the check off."""
+    # With the check off, JAX sums each input's cotangent over every manual axis over which the
+    # input is invariant, and transposes a psum to a psum.
     inputs = [
         (value.cast_bytes, graph.every - value.varying) for value in graph.inputs if value.live
     ]
@@ -219,7 +222,9 @@ def _cost(graph: Graph, sums: Iterable[tuple[int, Axes]]) -> Cost:
     return Cost(size_bytes, fractions.Fraction(of_all, every))
 
 
-# Why the cheapest casts may move more than the check off would: by which rule.
+# The rules by which the cheapest casts may move more bytes than the program with the check off.
+# Each function lifts one rule from a graph, and returns the reason; empty if the graph has no such
+# case.
 
 
 def _allow_rounding(graph: Graph) -> str:
@@ -271,8 +276,9 @@ _RELAXED: Sequence[Callable[[Graph], str]] = (
 
 
 def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
-    """Return the rules that cost bytes beyond those of the check off; empty if none does."""
-    # Each rule is lifted alone, then all of them together.
+    """Return the reasons why casts cost more than the program with the check off; empty if not."""
+    # Lift each rule alone, then all of them together. The first that brings the cost down to that
+    # of the check off is the reason.
     off = cost_unchecked(make())
     if after.within(off):
         return ()
@@ -282,13 +288,13 @@ def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
         if reasons and _is_within(graph, off):
             return tuple(reasons)
     if _is_within(make(), off, off):
-        # Such casts are there, and were passed over for late ones' bounds.
+        # Casts as cheap as with the check off exist, but exceed late casts in one figure.
         return ("casts of so few bytes move more than late ones, in operands or on the wire",)
     return ("the cause is not known",)
 
 
 def in_the_way(make: Callable[[], Graph], least: Cost) -> str:
-    """Name the bwd without which casts would move fewer bytes, and how many; empty if none is."""
+    """Say without which bwd casts would sum fewer bytes, and how many; empty if there is none."""
     graph = make()
     if not (why := _trust_bwds(graph)):
         return ""

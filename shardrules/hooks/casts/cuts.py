@@ -1,8 +1,8 @@
-"""The least and the most that the labels of a linear program can be, and a minimum cut between two.
+"""Bound the labels of a linear program, and choose between two labellings by a minimum cut.
 
-A label is the axes over which something varies: a ``Value`` has one where it is made and another
-where it is used (by its ``use``), a ``Step`` has one. A use that needs fewer axes reads the value
-before the cast.
+A label is a set of axes: a ``Value`` has one label for the axes over which it varies where it is
+made, and another (keyed by its ``use``) for where it is used; a ``Step`` has one. A use that needs
+fewer axes reads the value before the cast.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shardrules.hooks.casts.mincut import Network
 
 Labels = dict[Any, Axes]
 
-_SCALE = 1 << 40  # among choices of equal bytes, fewer psums win
+_SCALE = 1 << 40  # the price of a byte, so large that the number of psums only breaks ties
 
 
 class Limits:
-    """The least and the most that each label can be; ValueError if no labels suit the program."""
+    """The least and the most of each label; raises ValueError if no labels suit the program."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -30,25 +30,26 @@ class Limits:
         self.low, self.high = self._settled(low, grow=True), self._settled(high, grow=False)
         if any(label - high[key] for key, label in low.items()):
             raise ValueError("no casts suit the program")
-        # The labels that are not settled yet, and the sums whose price depends on them.
+        # The labels that still have a choice, and the values, steps and rules that depend on them.
         self.free = [key for key, label in low.items() if label != high[key]]
         free = set(self.free)
         self.free_values = [v for v in self.values if v in free or v.use in free]
         self.free_steps = [step for step in graph.steps if step in free]
         self.rules = [rule for rule in self.rules if rule[0] in free and rule[1] in free]
         some = NONE.union(*(high[key] - low[key] for key in self.free))
-        # No cast is over an axis over which nothing has to vary: that is the cheapest there.
+        # If nothing has to vary over an axis, casting nothing over it is the cheapest. So consider
+        # only the others: those of one device (uncounted), and the counted ones in groups.
         self.uncounted = (some & NONE.union(*low.values())).difference(graph.counted)
         self.groups = self._alike([axis for axis in graph.counted if axis in some])
 
     @functools.cached_property
     def least_bytes(self) -> int:
-        """Return a lower bound of the bytes that any labels sum."""
-        # The bound adds the maximum flows over one axis after another. Each flow can use only what
-        # earlier flows left of a price, since a psum over several axes is paid once. For a single
-        # axis the bound is the cost of the cheapest cut.
+        """Return a lower bound on the bytes that any labels sum."""
+        # Add up the maximum flows over one group of axes after another. A psum over several axes is
+        # paid only once, so each flow can use only the part of a price that earlier flows left
+        # over. For a single group, the bound is the cost of the cheapest cut.
         graph = self.graph
-        sure: dict[Any, int] = {}  # what every choice sums
+        sure: dict[Any, int] = {}  # the bytes that every choice sums
         for value in self.values:
             if value.live and graph.counts(self.low[value.use] - self.high[value]):
                 sure[value] = value.cast_bytes
@@ -71,20 +72,20 @@ class Limits:
         return total
 
     def mixed(self, labels: Labels, axes: Axes, other: Labels) -> Labels:
-        """Return labels, with ``axes`` taken from ``other``."""
+        """Return ``labels``, but over ``axes`` those of ``other``."""
         mixed = dict(labels)
-        for key in self.free:  # all others have the same label in both
+        for key in self.free:  # the other labels are equal in both
             mixed[key] = (labels[key] - axes) | (other[key] & axes)
         return mixed
 
     def below(self, labels: Labels, fixed: Iterable[Any]) -> Labels:
-        """Return the most that labels can be if the ``fixed`` ones are as in ``labels``."""
+        """Return the most of each label if those of ``fixed`` are as in ``labels``."""
         most = {**self.high, **{key: labels[key] for key in fixed}}
         return self._settled(most, grow=False)
 
     def _alike(self, axes: list[str]) -> list[Axes]:
-        """Group the axes that only occur together, so that one choice is the best for all."""
-        # A batch that is split over seven axes varies over all of them or over none.
+        """Return groups of axes that only occur together, since the same choice is best for all."""
+        # For example, a batch that is split over seven axes varies over all of them or over none.
         graph = self.graph
         if len(axes) < 2:
             return [frozenset(axes)] if axes else []
@@ -101,23 +102,23 @@ class Limits:
         return NONE if step.fixed is None else self.graph.every - step.fixed
 
     def _rules(self) -> Iterator[tuple[Any, Any, Axes]]:
-        """Yield a label, one that varies over its axes too, and the axes for which that holds."""
+        """Yield (first, then, axes): over ``axes``, ``then`` varies wherever ``first`` does."""
         for value in self.values:
             yield value, value.use, self.graph.every
-            # A tangent that is used as varying over these axes has to be made varying over them.
+            # Where a cast is not allowed, a tangent used as varying must be made varying.
             yield value.use, value, value.narrow if value.castable else self.graph.every
         for step in self.graph.steps:
             free = self._free(step)
             for value in step.inputs:
                 yield step, value if step.ties else value.use, free
-                # What was not invariant as traced can't come back.
+                # A use can't be invariant again if the value was varying as traced.
                 yield value, step, free if step.ties else free & value.varying
             for value in step.outputs:
                 yield step, value, free - step.moves
                 yield value, step, free - step.moves
 
     def _starts(self) -> tuple[Labels, Labels]:
-        """Return the least and the most that each label can be by itself."""
+        """Return the least and the most of each label, regarded by itself."""
         keys = [*self.values, *(value.use for value in self.values), *self.graph.steps]
         low, high = dict.fromkeys(keys, NONE), dict.fromkeys(keys, self.graph.every)
         for value in self.values:
@@ -138,7 +139,7 @@ class Limits:
         return low, high
 
     def _settled(self, labels: Labels, grow: bool) -> Labels:
-        """Let labels grow, or shrink, until all rules hold."""
+        """Return labels grown, or shrunk, until all rules hold."""
         rules, changed = self.rules, True
         while changed:
             changed = False
@@ -154,7 +155,7 @@ class Limits:
 
 
 def sent_by_all(graph: Graph, axes: Axes) -> int:
-    """Return what all devices of the mesh send in a ring psum for each byte of its operand."""
+    """Return the bytes that all devices together send in a ring psum for each operand byte."""
     n = graph.device_count(axes)
     return 2 * (n - 1) * (graph.device_count(graph.every) // n)
 
@@ -162,8 +163,8 @@ def sent_by_all(graph: Graph, axes: Axes) -> int:
 class Prices:
     """The prices of psums; a psum over none of the ``counted`` axes is free."""
 
-    # ``wire`` counts the bytes sent in a ring instead of the operands'. ``left`` is for a lower
-    # bound: the bytes that are still unpaid. Without it, fewer psums win among equal bytes.
+    # ``wire`` counts the bytes sent in a ring instead of the operands' bytes. ``left`` is for a
+    # lower bound: it holds the bytes that are still unpaid. Without it, fewer psums break ties.
 
     def __init__(self, graph: Graph, counted: Axes, wire: bool = False, left: Any = None):
         self._left = {} if left is None else left
@@ -184,7 +185,7 @@ class Prices:
 
 
 class Count:
-    """Prices by which each run of a psum costs one, whatever it sums and over which axes."""
+    """Prices by which each run of a psum costs one, whatever its bytes and axes."""
 
     def of(self, key: Any, size_bytes: int, runs: int, sets: Iterable[Axes]) -> list[int]:
         return [runs if axes else 0 for axes in sets]
@@ -193,7 +194,11 @@ class Count:
 class Cut:
     """The cheapest choice between two labels, ``low`` and ``high``, for each tangent and step."""
 
-    # Both choices suit the program, and no label of ``high`` is smaller than that of ``low``.
+    # Both labellings suit the program, and each label in ``high`` contains the one in ``low``. A
+    # label with a choice is a node: on the source's side of the cut it is low (invariant), on the
+    # sink's side it is high (varying). An edge is paid for if only its tail is on the source's
+    # side, so the edges of a psum are made such that each choice pays its price. A rule is an edge
+    # of infinite capacity. The minimum cut is then the cheapest choice.
 
     def __init__(
         self,
@@ -201,12 +206,12 @@ class Cut:
         low: Labels,
         high: Labels,
         prices: Prices | Count,
-        of_all: bool = False,  # whether to price what has no choice, too
+        of_all: bool = False,  # whether to price values and steps without a choice, too
     ):
         self._low, self._high, self._prices = low, high, prices
         self.net = Network()
-        self.always = 0  # what every choice pays
-        # For each tangent, residual, or sum of a step: what every choice pays, and its edges.
+        self.always = 0  # the price that every choice pays
+        # For each tangent, residual, or sum of a step: the price of every choice, and its edges.
         self.paid: list[tuple[Any, int, list[int]]] = []
         nodes = {key: self.net.node() for key in limits.free if low[key] != high[key]}
         self._nodes = nodes
@@ -240,6 +245,9 @@ class Cut:
         self.paid.append((key, always, [self.net.edge(*edge) for edge in edges if edge[2] > 0]))
 
     def _value(self, value: Value) -> None:
+        # A cast is over the axes that the use has and the value lacks. Price the four choices: both
+        # low; made low and used high (a late cast); made high and used low; both high (no cast
+        # here).
         makes, uses = self._nodes.get(value), self._nodes.get(value.use)
         made = self._low[value], self._high[value]
         used = self._low[value.use], self._high[value.use]
@@ -256,7 +264,9 @@ class Cut:
         elif uses is None:
             self._pay(value, early, [(makes, sink, both - early)])
         else:
-            possible = made[1] <= used[0]  # made as the most, used as the least
+            possible = made[1] <= used[0]  # whether it can be made high and used low
+            # The three edges add ``both - least`` if it is made low, ``none - least`` if it is used
+            # high, and if both hold, what makes the sum ``late``.
             least = min(both, none, early) if possible else min(both, none)
             edges = [(makes, sink, both - least), (source, uses, none - least)]
             self._pay(value, least, [*edges, (makes, uses, late + least - both - none)])

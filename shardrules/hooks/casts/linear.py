@@ -1,4 +1,4 @@
-"""The linear program that JAX transposes, as a graph in which casts are placed.
+"""Represent the linear program that JAX transposes as a graph in which casts are placed.
 
 ``jax.grad`` transposes a jaxpr whose inputs are residuals (their values are known) and tangents.
 Each cast of a tangent from invariant to varying becomes a psum of its cotangent. The cast may be
@@ -29,28 +29,28 @@ from shardrules.hooks.types.identities import MARK
 from shardrules.jaxprs.fold import Fold
 from shardrules.jaxprs.reach import Reach
 
-# The primitives that return their operand with another type: the cast to varying, and the mark.
+# Primitives that return their operand with another type: the cast to varying, and the mark.
 CAST = "pvary"
 IDENTITIES = (CAST, MARK)
-# The primitives that reorder or select elements. A psum behind one stands apart from the border,
-# where a sharded array is gathered and its cotangent sliced: XLA makes one reduce-scatter of a psum
-# and the slice beside it, through reshapes and conversions, but not through these.
+# Primitives that reorder or select elements. At the border a sharded array is gathered, and its
+# cotangent sliced. XLA fuses a psum with that slice into one reduce-scatter, even if reshapes and
+# conversions stand between them, but not if one of these does.
 REORDERS = frozenset(
     "concatenate dynamic_slice dynamic_update_slice gather pad rev scatter scatter-add select_n "
     "slice split".split()
 )
-# Gathers whose result is invariant: the transpose slices.
+# Gathers whose result is invariant; their transposes slice.
 GATHERS = ("all_gather_invariant",)
-# The primitives whose jaxprs are followed; any other that holds jaxprs is one step.
+# Primitives whose jaxprs are followed. Any other primitive that holds jaxprs is one step.
 _FOLLOWED = frozenset((*CALLS, "scan", "cond"))
-# The primitives that read, store or add, and so return no new ref.
+# Primitives that read, store or add, and so return no new ref.
 REFS = ("get", "swap", "addupdate")
 
 Axes = frozenset[str]
 NONE: Axes = frozenset()
 Sums = Sequence[tuple[int, Axes]]
 Where = tuple[Any, ...]  # the ids of the equations (and the branches' numbers) around a jaxpr
-Values = Sequence["Value | None"]  # of an equation's operands: the tangents among them
+Values = Sequence["Value | None"]  # for each operand of an equation: its tangent, or None
 
 
 class Unplaceable(Exception):
@@ -59,19 +59,19 @@ class Unplaceable(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    aval: Any  # in the program as traced
-    varying: Axes  # the mesh axes over which it varies there
+    aval: Any  # its aval in the program as traced
+    varying: Axes  # the mesh axes over which it varies as traced
     runs: int  # how often one execution of the program makes it
     source: Any  # JAX's record of the lines that made it; None for an input
     cast_bytes: int  # the cost of casting it: its bytes times its runs
-    castable: bool  # whether it may be cast: not in a branch that only some devices take
+    castable: bool  # whether it may be cast: False in a branch that only some devices take
     live: bool = False  # whether its cotangent may be nonzero
-    # The axes over which it must stay invariant, since what is cast later is more precise.
+    # The axes over which it must stay invariant, since a later value that is cast is more precise.
     stays: Axes = NONE
-    # The axes over which it must not be cast, since what is cast earlier is more precise.
+    # The axes over which it must not be cast, since an earlier value that is cast is more precise.
     narrow: Axes = NONE
-    is_gathered: bool = False  # its cotangent is sliced at once, by the gather's transpose
-    use: object = dataclasses.field(default_factory=object)  # where it is used, as a key of labels
+    is_gathered: bool = False  # whether a gather made it, whose transpose slices its cotangent
+    use: object = dataclasses.field(default_factory=object)  # the key of its label where it is used
 
     @property
     def precision(self) -> tuple[int, int]:
@@ -92,12 +92,12 @@ class Residual:
 
 
 class BwdSums(NamedTuple):
-    """What a custom_vjp's bwd and the hooks around it sum."""
+    """The sums that a custom_vjp's bwd and the hooks around it make."""
 
     sums: Sums  # the bytes and the axes of each sum
     moves: Axes  # the axes over which the primals may be cast instead
     by_itself: Axes | None = NONE  # the axes over which bwd sums; None if it is not linear
-    differentiates: bool = False  # whether it takes derivatives by its residuals
+    differentiates: bool = False  # whether it differentiates with respect to its residuals
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,7 +106,7 @@ class Step:
 
     inputs: list[Value]  # the tangents that it takes
     outputs: list[Value]  # the tangents that it makes
-    needed: Axes = NONE  # the axes over which it must vary, as a residual does
+    needed: Axes = NONE  # the axes over which it must vary, because a residual that it takes does
     # The axes over which operands and results keep their types; None for all axes.
     fixed: Axes | None = NONE
     # The sums of cotangents at the operation, for each operand: the bytes, and the axes.
@@ -114,7 +114,7 @@ class Step:
     # The axes over which its operands may be cast instead, which removes the sums over these.
     moves: Axes = NONE
     ties: bool = False  # whether operand and result are one value: a scan's carry and last state
-    bwd: BwdSums | None = None  # of a custom_vjp
+    bwd: BwdSums | None = None  # the sums of a custom_vjp's bwd
     reorders: bool = False  # whether it is one of ``REORDERS``
 
     def left(self, over: Axes) -> Iterator[tuple[int, Axes]]:
@@ -125,7 +125,7 @@ class Step:
 
 
 class Graph(Fold["Value | None"]):
-    """The tangents of a linear program and the steps between them, or Unplaceable."""
+    """The tangents of a linear program and the steps between them; may raise Unplaceable."""
 
     def __init__(
         self,
@@ -142,21 +142,21 @@ class Graph(Fold["Value | None"]):
         self.again = again
         info = getattr(jaxpr, "debug_info", None)
         source = getattr(info, "func_src_info", None) or ""
-        # A function of JAX's own around the user's (``f_wrapped``) tells nothing.
+        # JAX's own wrapper of the user's function (``f_wrapped``) would say nothing.
         self.function: str = "" if places.owns(source.rpartition(" at ")[2]) else source
         self._sizes = door.manual_sizes()
         self.every = frozenset(self._sizes)
-        # An axis of one device varies nothing and costs nothing: no cast is placed because of it.
+        # Along an axis of one device nothing differs, so no cast is placed because of it.
         self.counted = tuple(axis for axis, size in self._sizes.items() if size > 1)
-        # For each jaxpr, how often it runs, and whether casts may stand in it.
+        # For each jaxpr, how often it runs, and whether it may hold casts.
         self._around: dict[Where, tuple[int, bool]] = {}
         self._where: Where = ()  # the place of the jaxpr that is being read
         self.values: dict[tuple[Where, Any], Value] = {}
         self.steps: list[Step] = []
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
         self.residuals: dict[tuple[Where, Any], Residual] = {}
-        self.customs: list[tuple[Step, Any, int]] = []  # what sums: step, equation, runs
-        self.summed: list[tuple[Value, Axes]] = []  # by psums of the program
+        self.customs: list[tuple[Step, Any, int]] = []  # custom_vjps: step, equation, runs
+        self.summed: list[tuple[Value, Axes]] = []  # results and axes of the program's psums
         # The casts of the program as traced: operand and result.
         self.casts: list[tuple[Value, Value]] = []
         ends = self._walk(jaxpr, (), linear, 1, True)
@@ -174,7 +174,7 @@ class Graph(Fold["Value | None"]):
     # From the program to the graph.
 
     def placed(self, labels: dict[Any, Axes]) -> list[PlacedCast]:
-        """Return the casts that labels need of the tangents whose cotangents are not zero."""
+        """Return the casts under these labels, of tangents whose cotangents may be nonzero."""
         casts = []
         for value in self.values.values():
             axes = (labels[value.use] - labels[value]).intersection(self.counted)
@@ -185,7 +185,7 @@ class Graph(Fold["Value | None"]):
         return casts
 
     def line(self, value: Value) -> str:
-        """Return the source line that made a tangent, or nothing."""
+        """Return the source line that made a tangent; empty for an input."""
         return "" if value.source is None else self.door.source_line(value.source)
 
     def _value(self, where: Where, var: Var, source: Any = None) -> Value:
@@ -281,7 +281,7 @@ class Graph(Fold["Value | None"]):
             self._operation(eqn, name, inside, inputs, results([True] * len(eqn.outvars)))
 
     def _join(self, givers: Values, takers: Values, atoms: Sequence[Var]) -> None:
-        """Add steps from givers to takers; a taker of a residual varies as the residual does."""
+        """Add steps from givers to takers; a taker without a giver varies as its residual does."""
         for giver, taker, atom in zip(givers, takers, atoms):
             if taker is not None and giver is not None:
                 self.steps.append(Step([giver], [taker]))
@@ -333,7 +333,7 @@ class Graph(Fold["Value | None"]):
         joined = NONE.union(*types)
         differing = NONE.union(*[joined ^ axes for axes in types])
         differing = differing.union(*[joined ^ value.varying for value in outputs])
-        # A share may be too small or too large for float16 even if the sum fits.
+        # In float16, a share may overflow or underflow even if the sum doesn't.
         rounds = not WIDE.issuperset([v.aval.dtype for v in step.inputs + outputs])
         rounds = rounds or rounded_to(eqn) is not None
         is_known = named or (not differing and (has_refs or not eqn.effects))
@@ -351,7 +351,7 @@ class Graph(Fold["Value | None"]):
         step.sums = [(count * runs, axes) for count, axes in bwd.sums]
 
     def most_sums(self, eqn: Eqn) -> BwdSums:
-        """Return the upper bounds: what ``settle`` gets for a bwd that sums nothing by itself."""
+        """Return the upper bound of a bwd's sums, which holds if it sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
         arriving = self._axes(*eqn.invars[:count], *eqn.outvars)
@@ -363,17 +363,17 @@ class Graph(Fold["Value | None"]):
         return BwdSums(sums, arriving & frozenset().union(*(axes for _, axes in sums)))
 
     def settle(self, custom: Callable[[Any], BwdSums]) -> bool:
-        """Replace the upper bounds of custom_vjps' sums by ``custom``'s, then keep precision.
+        """Replace the upper bounds of custom_vjps' sums by ``custom``'s, and protect precision.
 
-        Returns whether that may have changed anything.
+        Returns whether this may have changed anything.
         """
         for step, eqn, runs in self.customs:
             self._custom(step, eqn, runs, custom(eqn))
         if len({value.aval.dtype for value in self.values.values()}) < 2:
             return bool(self.customs)
-        # Suppose a bf16 tangent becomes float32 and is then cast. The cast must not move to the
-        # bf16 tangent, nor to what that is made of: the shares would be rounded to bf16 before they
-        # are summed. Nor may the cast of a float32 tangent move to a bf16 tangent made of it.
+        # Suppose a bf16 tangent is converted to float32 and then cast. The cast must not move to
+        # the bf16 tangent or to its operands, since the shares would be rounded to bf16 before they
+        # are summed. Nor may the cast of a float32 tangent move to a bf16 tangent made from it.
         for axis in self.counted:
             sites = [
                 value
@@ -388,9 +388,9 @@ class Graph(Fold["Value | None"]):
         return True
 
     def narrower(self, axis: str, sites: Sequence[Value], before: bool) -> list[Value]:
-        """Return the tangents before, or after, the sites that are less precise than these."""
-        # Before the sites follow only invariant tangents, after them only varying ones: beyond a
-        # psum over the axis, tangents have casts of their own.
+        """Return the tangents before, or after, the sites that are less precise than a site."""
+        # Follow only invariant tangents before the sites, and only varying ones after them: beyond
+        # a psum over the axis, tangents have their own casts.
         links: dict[Value, list[Value]] = {}
         for step in self.steps:
             ends = (step.outputs, step.inputs) if before else (step.inputs, step.outputs)
@@ -411,7 +411,7 @@ class Graph(Fold["Value | None"]):
 
     @functools.cached_property
     def borders(self) -> list[Value]:
-        """Return the inputs, and gathers' invariant results, that are reordered before a cast."""
+        """Return the inputs and gathered values that a step reorders before they are cast."""
         makers: dict[Value, list[Step]] = {}
         for step in self.steps:
             if step.bwd is None and step.fixed is not None:
@@ -439,7 +439,7 @@ class Graph(Fold["Value | None"]):
         return list(found)
 
     def cast_as_traced(self, values: Iterable[Value]) -> list[Axes]:
-        """Return the axes over which each of these is cast in the program as traced."""
+        """Return the axes over which each of these values is cast in the program as traced."""
         axes: dict[Value, Axes] = {}
         for value, made in self.casts:
             axes[value] = axes.get(value, NONE) | (made.varying - value.varying)
@@ -495,7 +495,7 @@ def bytes_of(aval: Aval) -> int:
 
 
 class _Tangents(Reach):
-    """Which values are tangents, in the same steps as ``Graph``'s."""
+    """Finds which values are tangents, following the same jaxprs as ``Graph``."""
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if name_of(eqn) in _FOLLOWED:

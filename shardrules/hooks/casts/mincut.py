@@ -1,23 +1,23 @@
-"""The minimum cut of a small directed graph, by Dinic's algorithm.
+"""Find the minimum cut of a small directed graph by Dinic's algorithm.
 
 Y. Dinitz, "Algorithm for solution of a problem of maximum flow in networks with power estimation",
-Soviet Mathematics Doklady 11 (1970). Written here because no dependency of the package has it.
+Soviet Mathematics Doklady 11 (1970). It is written here since no dependency of the package has it.
 """
 
 from __future__ import annotations
 
 import collections
 
-INFINITE = 1 << 100  # integers don't overflow here; no sum of bytes comes near it
+INFINITE = 1 << 100  # Python's integers don't overflow, and no sum of bytes comes near it
 
 
 class Network:
     def __init__(self) -> None:
         self._heads: list[int] = []
-        self._left: list[int] = []  # what each edge can still take; edge e's reverse is e ^ 1
+        self._left: list[int] = []  # each edge's residual capacity; the reverse of edge e is e ^ 1
         self._edges: list[list[int]] = []
         self._total = 0
-        self._reached: set[int] | None = None  # from the source, once the flow is the maximum
+        self._reached: set[int] | None = None  # nodes reached from the source at maximum flow
         self.source, self.sink = self.node(), self.node()
 
     def node(self) -> int:
@@ -25,7 +25,7 @@ class Network:
         return len(self._edges) - 1
 
     def edge(self, tail: int, head: int, capacity: int = INFINITE) -> int:
-        """Add an edge; a cut pays for it if only ``tail`` is at the source's side."""
+        """Add an edge, for which a cut pays if only ``tail`` is on the source's side."""
         number = len(self._heads)
         self._heads += head, tail
         self._left += capacity, 0
@@ -38,7 +38,10 @@ class Network:
         return self._left[edge ^ 1]
 
     def flow(self) -> int:
-        """Send the maximum flow and return it; ValueError if each cut has an infinite edge."""
+        """Return the maximum flow; raise ValueError if each cut has an infinite edge."""
+        # Compute the levels of all nodes, and saturate the shortest paths. Repeat until no path
+        # from the source reaches the sink: the nodes that it still reaches are its side of a
+        # minimum cut.
         while self._reached is None:
             level = self._levels()
             if self.sink in level:
@@ -48,7 +51,7 @@ class Network:
         return self._total
 
     def sink_side(self) -> set[int]:
-        """Return the nodes at the sink's side of the minimum cut that is nearest to the sink."""
+        """Return the nodes on the sink's side of the minimum cut that is nearest to the sink."""
         self.flow()
         side, queue = {self.sink}, [self.sink]
         while queue:
@@ -60,13 +63,13 @@ class Network:
         return side
 
     def source_side(self) -> set[int]:
-        """Return the nodes at the source's side of the minimum cut nearest to the source."""
+        """Return the nodes on the source's side of the minimum cut nearest to the source."""
         self.flow()
         assert self._reached is not None
         return self._reached
 
     def _levels(self) -> dict[int, int]:
-        """Return the distance from the source of each node that more can be sent to."""
+        """Return the distance from the source of each node that can still be reached."""
         level, queue = {self.source: 0}, collections.deque([self.source])
         while queue:
             node = queue.popleft()
@@ -79,6 +82,9 @@ class Network:
 
     def _block(self, level: dict[int, int]) -> None:
         """Saturate all shortest paths, one path at a time and without recursion."""
+        # Extend a path along edges with residual capacity to the next level. At the sink, send as
+        # much as the path can take, and go back to the first full edge. At a dead end, go back one
+        # edge and never try that edge again.
         todo = [list(edges) for edges in self._edges]
         path: list[int] = []
         while True:

@@ -1,9 +1,10 @@
-"""Casts of tangents at the minimum cut: the default of ``install()``, unless ``casts="late"``.
+"""Place the casts of tangents at a minimum cut, as ``install()`` does unless ``casts="late"``.
 
 JAX casts as late as it can. In the backward pass the cast becomes a psum at the same place: in
-every step of a scan, or over the many rows that a single row was broadcast to. So the hooks place
-the casts of the linear part of a shard_map's body again just before JAX transposes it (``linear``).
-Nothing else of the program changes: not the forward pass, the residuals, nor a bwd's equations.
+every step of a scan, or over the many rows that a single row was broadcast to. So just before JAX
+transposes the linear part of a shard_map's body (``linear``), the hooks place its casts again.
+Nothing else in the program changes: neither the forward pass, nor the residuals, nor the equations
+of a bwd.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class CastHooks(Hooks):
                 patches.attribute(*self.door.owner(key), functools.partial(self._run, transpose))
 
     def _linearize(self, *args: Any, **kwargs: Any) -> Any:
-        # The count is in the scope, and so in JAX's trace key: a jit inside that takes a gradient
-        # is traced again for this derivative.
+        # The count is in the scope, and so in JAX's trace key. An inner jit that takes a gradient
+        # is therefore traced again for this derivative.
         scope = self.state.scope
         if scope.active and (scope.casts == "cheapest" or scope.notes is not None):
             scope = dataclasses.replace(scope, derivatives_count=scope.derivatives_count + 1)
@@ -76,7 +77,7 @@ class CastHooks(Hooks):
         if self.state.here.transpose.placed or not self.door.checking():
             return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
         asked, values = self._asked(jaxpr), [*consts, *primals_in]
-        # Read only where a bwd or a decision asks for it.
+        # Computed only if a bwd or a decision needs it.
         shares = functools.cache(lambda: self._shares(jaxpr, values))
         notes = self.state.scope.notes
         if not asked and notes is None:
@@ -87,12 +88,12 @@ class CastHooks(Hooks):
             notes.reasons_to_leave += shares().reasons_to_leave()
             look, over = self.state.here.look, shares().over
             if over and look.inner is not None and only_casts_sum(self.door, jaxpr):
-                look.inner.append(over)  # the bwd around it is asked how it uses these sums
+                look.inner.append(over)  # how the enclosing bwd uses these sums decides
                 within = jax.named_scope(INNER)
             elif over and not look.pulls:
                 notes.reasons_to_leave.append(gradient_over(over))
         cotangents = rest[0] if rest else next(iter(kwargs.values()))
-        # Programs that are transposed inside are part of this one: their casts are placed here.
+        # Programs that are transposed inside are part of this one, so their casts are placed here.
         frame = dataclasses.replace(self.state.here.transpose, placed=True, bwds={}, shares=shares)
         with frame, within:
             placed = self._placed(jaxpr, values, cotangents, asked)
@@ -112,7 +113,7 @@ class CastHooks(Hooks):
         primals_in: Sequence[Any],
         cotangents: Any,
     ) -> Any:
-        """Transpose a program that casts residuals; JAX 0.7 and older need it to be all linear."""
+        """Transpose a program that casts residuals, if JAX needs it to be all linear."""
         # Evaluate the equations of residuals first, as shard_map's own transpose does there.
         door = self.door
         linear = [isinstance(x, door.UndefinedPrimal) for x in primals_in]
@@ -132,26 +133,30 @@ class CastHooks(Hooks):
         ]
 
     def _asked(self, jaxpr: Jaxpr) -> bool:
-        """Return whether ``install``, or ``place_casts`` in the program, places its casts."""
+        """Return whether ``install`` or ``place_casts`` asks to place a program's casts."""
         scope = self.state.scope
         return (scope.active and scope.casts == "cheapest") or bool(named(jaxpr, MARK))
 
     def _linear(self, jaxpr: Jaxpr, values: Sequence[Any]) -> list[bool]:
         """Return whether each input is a tangent."""
         tangents = tuple(filter(None, (self.door.UndefinedPrimal, self.door.GradAccum)))
-        # In JAX 0.12 and older, constants are the first inputs.
+        # Up to JAX 0.12, constants are the first inputs.
         return [isinstance(x, tangents) for x in values[len(jaxpr.constvars) :]]
 
     def _is_opaque(self, eqn: Eqn) -> bool:
         return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
 
     def _shares(self, jaxpr: Jaxpr, values: Sequence[Any]) -> Shares:
-        # With the check off, what the gradient inside summed is each device's own share.
+        # With the check off, the inner gradient's sums were each device's own shares.
         again = self.state.here.look.order > 1 and self.state.scope.derivatives_count == 0
         return Shares(self.door, self._is_opaque, jaxpr, self._linear(jaxpr, values), again)
 
     def _placed(self, jaxpr: Jaxpr, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
         """Return the program with its casts placed, or unchanged if that saves too little."""
+        # Build the graph, and return early if even a lower bound shows that nothing can be saved.
+        # Settle the graph: trace the bwds to learn what they sum. Find the cheapest labels, and
+        # write the program if they save bytes, or cost the same and stand at a border. Note the
+        # result.
         linear = self._linear(jaxpr, values)
         wanted = [not isinstance(ct, self.door.Zero) for ct in cotangents]
         again = self.state.scope.derivatives_count > 0
@@ -177,7 +182,7 @@ class CastHooks(Hooks):
             if not (is_explained or is_watched or borders):
                 limits = Limits(graph)
                 if _saves_little(before, limits.least_bytes, off):
-                    return jaxpr  # the case of most programs
+                    return jaxpr  # as for most programs
             if graph.settle(self._sums) or limits is None:
                 limits = Limits(graph)
             before = cost_as_traced(graph)
@@ -190,7 +195,7 @@ class CastHooks(Hooks):
             placed, after_bytes, casts = jaxpr, before_bytes, list[PlacedCast]()
             is_better = after < before and after.within(before)
             saves = is_better and not _saves_little(before, after.bytes, off)
-            # Among equals, casts stand at an input that is reordered before its use.
+            # At equal cost, prefer casts at inputs that are reordered before their use.
             nearer = [
                 graph.counts(new - old)
                 for new, old in zip(cast_at(borders, labels), graph.cast_as_traced(borders))
@@ -220,15 +225,15 @@ class CastHooks(Hooks):
         return placed
 
     def _sums(self, eqn: Eqn) -> BwdSums:
-        """Return what the hooks sum of a custom_vjp's cotangents, for ``Graph.settle``."""
-        # If bwd itself returns a cotangent that is already summed over an axis, the axis is not
-        # among ``moves``: an earlier cast would only add a psum. Over axes over which bwd does not
-        # sum, it may get the shares of a cotangent, and its results are summed instead.
+        """Return the sums of a custom_vjp's cotangents, for ``Graph.settle``."""
+        # If bwd returns a cotangent that is already summed over an axis, the axis is not in
+        # ``moves``, since an earlier cast would only add a psum. Over the axes that bwd doesn't sum
+        # over, it may get shares of a cotangent, and its results are summed instead.
         count = eqn.params["num_res"]
         arriving = self._varying((*eqn.invars[:count], *eqn.outvars))
         try:
             run = _TracedBwd(self, eqn, NONE)
-        except UnreadBwd:  # its types stay, so it sums the same wherever the casts stand
+        except UnreadBwd:  # keep its types, so that it sums the same wherever the casts stand
             return BwdSums([], NONE, None)
         absent = absent_tangents(eqn)
         tangents = {i: atom for i, atom in enumerate(eqn.invars[count:]) if not absent[i]}
@@ -238,21 +243,21 @@ class CastHooks(Hooks):
             if run.summed.get(i)
         ]
         fixed, differentiates = NONE, any(map(is_differentiated, equations(run.jaxpr)))
-        # The pullback of a function whose gradient is zero has no equation to tell it by.
+        # The pullback of a function whose gradient is zero holds no equation that shows it.
         if differentiates or run.ignores_a_cotangent:
-            # A gradient by a residual is summed inside of bwd where the residual is invariant.
-            # Where the residual is cast, bwd returns a share instead, and the hooks sum it.
+            # If a residual is invariant, bwd itself sums a gradient with respect to it. If the
+            # residual is cast, bwd returns a share instead, and the hooks sum it.
             sums += transposed_sums(run.jaxpr)
             every = frozenset(self.door.manual_axes())
             try:
                 moved = _TracedBwd(self, eqn, arriving)
                 _TracedBwd(self, eqn, every, every)
-            except Exception:  # a pullback that fwd saved takes cotangents of its own types alone  # noqa: BLE001
+            except Exception:  # a pullback saved by fwd accepts only its own types  # noqa: BLE001
                 return BwdSums(sums, NONE, None)
         if differentiates:
             fixed = self._needed_inside(run, moved)
             run = moved
-        whole: set[str] = set()  # over these axes bwd returns a cotangent that is already summed
+        whole: set[str] = set()  # the axes over which bwd returns a cotangent already summed
         for i, atom in tangents.items():
             if not run.zeros[i]:
                 whole |= arriving - self._varying([atom]) - run.summed.get(i, NONE)
@@ -261,9 +266,9 @@ class CastHooks(Hooks):
         return BwdSums(sums, moves, by_itself, differentiates)
 
     def _needed_inside(self, run: _TracedBwd, moved: _TracedBwd) -> Axes:
-        """Return the axes of the gradient sums that have to stay inside of a bwd."""
-        # These are: the sums that are coefficients of the cotangents, or of which it is not known
-        # how the cotangents enter; and those that a result needs that is not summed afterwards.
+        """Return the axes of the gradient sums that must stay inside a bwd."""
+        # A sum must stay if it is a coefficient of the cotangents, or if it isn't known how the
+        # cotangents enter it; and if a result needs it that the hooks don't sum afterwards.
         if run.linear_in is None or moved.linear_in is None:
             return gradient_sums(run.jaxpr)
         axes = linearity(run.jaxpr, run.cotangents).summed_of_others
@@ -279,7 +284,7 @@ class CastHooks(Hooks):
 
 
 class _TracedBwd:
-    """The bwd of a custom_vjp's linear part, traced with residuals and cotangents that are cast."""
+    """The bwd of a custom_vjp's linear part, traced with cast residuals and cotangents."""
 
     def __init__(self, hooks: CastHooks, eqn: Eqn, residuals: Axes, cotangents: Axes = NONE):
         door, count = hooks.door, eqn.params["num_res"]
@@ -291,11 +296,11 @@ class _TracedBwd:
             else aval
             for aval, axes in wanted
         ]
-        self.zeros: list[bool] = []  # of each cotangent that bwd returns
+        self.zeros: list[bool] = []  # whether each cotangent that bwd returns is a known zero
 
         def run(*flat: Any) -> Any:
             returned = eqn.params["bwd"].call_wrapped(*flat)
-            if returned and isinstance(returned[0], (list, tuple)):  # with logs, from JAX 0.11
+            if returned and isinstance(returned[0], (list, tuple)):  # with logs, since JAX 0.11
                 returned = returned[0]
             nothing = (door.Zero, door.SymbolicZero, type(None))
             self.zeros = [isinstance(x, nothing) for x in returned]
@@ -306,7 +311,7 @@ class _TracedBwd:
         with frame:
             self.jaxpr = door.jaxpr_of(run, avals)
         self.summed: dict[int, Axes] = dict(recorded)  # the axes of the hooks' sum of each result
-        # From JAX 0.11 closed-over values come first.
+        # Since JAX 0.11, closed-over values come first.
         self.cotangents = self.jaxpr.invars[len(self.jaxpr.invars) - len(eqn.outvars) :]
         used = set(map(id, self.jaxpr.outvars))
         for equation in equations(self.jaxpr):
@@ -325,7 +330,7 @@ class _TracedBwd:
             self.linear_in |= moved_by_kernels(hooks.state, self.jaxpr, every)
 
     def _by_precision(self, door: Door) -> Iterator[Jaxpr]:
-        """Yield the program, in a part for each result where they have several dtypes."""
+        """Yield the program; if its results have several dtypes, a part for each result."""
         outs = self.jaxpr.outvars
         if len({getattr(atom.aval, "dtype", None) for atom in outs}) < 2:
             yield self.jaxpr
@@ -336,7 +341,9 @@ class _TracedBwd:
 
 
 def _saves_little(before: Cost, least: int, off: Cost) -> bool:
-    """Return whether moves save no byte, or under 0.1% where the check off costs no less."""
+    """Return whether ``least`` saves too little to place casts."""
+    # If the traced casts cost no more than with the check off, require a saving of 0.1%. If they
+    # sum more bytes, require any saving. If they only send more bytes, no saving is too little.
     saved = before.bytes - least
     if before.within(off):
         return 1000 * saved < before.bytes or not before.bytes

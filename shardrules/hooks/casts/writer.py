@@ -1,4 +1,4 @@
-"""The writer: a linear program, rewritten with its casts where the labels say."""
+"""Rewrite a linear program with its casts where the labels say."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Writer:
         self.labels = labels
         self._written: dict[Any, Any] = {}
         self._casts: dict[Any, list[Any]] = {}
-        # For each place, the tangents in and under it, and the labels that decide how to write it.
+        # For each place, the tangents inside it, and the keys of labels that decide how to write
+        # it.
         self._values: dict[Where, list[Value]] = collections.defaultdict(list)
         self._keys: dict[Where, list[Any]] = collections.defaultdict(list)
         for (where, _), value in graph.values.items():
@@ -53,7 +54,7 @@ class Writer:
         return self.door.with_axis_type(value.aval, new)
 
     def cast(self, atom: Var, want: Axes, source: Any) -> list[Any]:
-        """Return equations that cast an atom, or un-cast it; the last result replaces the atom."""
+        """Return equations that cast or un-cast an atom; the last one's result replaces it."""
         have = self.door.axis_type(atom.aval)
         wide = have.vary(*want)
         if (have, want) not in self._casts:
@@ -64,7 +65,7 @@ class Writer:
                 return uncast(x, order) if order else x
 
             self._casts[have, want] = jax.make_jaxpr(cast)(atom.aval).jaxpr.eqns
-        # The same equations cast an array of another shape or dtype.
+        # Reuse the same equations for arrays of other shapes and dtypes.
         eqns = []
         for eqn in self._casts[have, want]:
             (var,) = eqn.outvars
@@ -75,8 +76,8 @@ class Writer:
         return eqns
 
     def jaxpr(self, jaxpr: Jaxpr, where: Where, ends: Sequence[Any]) -> Any:
-        """Return a jaxpr of the program, rewritten so that its outputs have the avals ``ends``."""
-        # A jaxpr that is called in two places stays a single object if its labels agree.
+        """Return a jaxpr of the program, rewritten to have outputs with the avals ``ends``."""
+        # If the labels agree in two places that call one jaxpr, both get the same new jaxpr.
         types = self.door.axis_types(ends)
         key = id(jaxpr), types, *(self.labels[key] for key in self._keys[where])
         if key in self._written:
@@ -92,7 +93,7 @@ class Writer:
         new = body.new.finish(invars, outvars)
         if where and all(self.labels[value] == value.varying for value in self._values[where]):
             if self.door.axis_types(atom.aval for atom in inner.outvars) == types:
-                new = jaxpr  # its casts stay where they are
+                new = jaxpr  # no cast in it moves
         self._written[key] = new
         return new
 
@@ -119,8 +120,8 @@ class Body:
         return self.new.renew(var, self.writer.aval(value))
 
     def read(self, atom: Var, want: Axes | None, source: Any) -> Any:
-        """Return an atom that varies over ``want``; None means no particular type."""
-        # A tangent is cast once, to all the axes that any use needs. A use that needs fewer axes
+        """Return an atom that varies over ``want``; None means any type."""
+        # A tangent is cast once, to all axes that any use needs. A use that needs fewer axes
         # un-casts the result, so that all cotangents share one psum.
         value, now = self.value(atom), value_of(self.new.env, atom)
         have = self.door.axis_type(now.aval).varying
@@ -138,7 +139,7 @@ class Body:
         return self.cast[atom, want]
 
     def _cast(self, atom: Var, want: Axes, source: Any) -> Any:
-        """Append equations that cast an atom, or un-cast it."""
+        """Append equations that cast or un-cast an atom, and return the result."""
         self.new.eqns += self.writer.cast(atom, want, source)
         return self.new.eqns[-1].outvars[0]
 
@@ -154,7 +155,7 @@ class Body:
         elif name in CALLS:
             self._calls(eqn, CALLS[name], [inside], [var.aval for var in eqn.outvars])
         elif name == "scan":
-            # A carry varies as the body takes it.
+            # A carry's result has the type with which the body takes it.
             constants, carries = scan_counts(eqn.params)
             before = opened(eqn.params["jaxpr"]).invars[constants : constants + carries]
             ends = [var.aval for var in eqn.outvars]
@@ -207,8 +208,9 @@ class Body:
             wants = [None if self.value(a) is None else w for a, w in zip(eqn.invars, wants)]
         elif name_of(eqn) == "custom_lin":
             gained = over - step.fixed
-            # A bwd that differentiates by its residuals needs them to vary as the cotangents do.
-            # Others take the same residuals as when their sums were counted: no second trace.
+            # If a bwd differentiates with respect to its residuals, they must vary as the
+            # cotangents do. Any other bwd takes the residuals as it did when its sums were counted,
+            # which avoids a second trace.
             kept = 0 if step.bwd and step.bwd.differentiates else eqn.params["num_res"]
             wants[kept:] = [type_.varying | gained for type_ in types[kept:]]
             if gained:

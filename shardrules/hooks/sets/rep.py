@@ -1,11 +1,11 @@
-"""Replication sets: the check in JAX 0.5.3 and older (``check_rep=True``).
+"""Follow replication sets, as the check in JAX 0.5.3 and older does (``check_rep=True``).
 
-A tracer of shard_map's own carries the set of mesh axes over which a value is replicated. Two
-tables hold, for each primitive, how the sets pass through it (*check*) and which casts its operands
-need (*rewrite*). Each opaque primitive has one entry, which asks the registry at every call.
+shard_map's own tracer carries the set of mesh axes over which a value is replicated. Two tables
+hold, for each primitive, how the sets pass through it (*check*) and which casts its operands need
+(*rewrite*). Each opaque primitive has one entry, which asks the registry at every call.
 
 JAX sums every cotangent that varies over an axis over which its primal doesn't, even if bwd has
-summed it already (144 instead of 36). So the hooks first look at what bwd does.
+already summed it (144 instead of 36). So the hooks examine first what bwd does.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.identities import leave_out_zeros
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, show_axes
 
-# JAX's own primitives whose table entries are too invariant: each group has its own maximum, and a
-# generator without a key draws on every device for itself.
+# JAX's own primitives whose table entries are too invariant: with groups, each group has its own
+# maximum; and a generator without a key draws separately on each device.
 _BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))
 
 
 class _SetBwd(Bwd):
-    """One run of a bwd; its cotangents are matched in order after it returned."""
+    """One run of a bwd, whose cotangents are matched in order after it has returned."""
 
     entering: tuple[AxisType, ...] = ()  # empty before bwd is entered
     returned = False  # whether bwd has returned
     matched = 0  # how many cotangents are matched
 
     def enter(self, parts: CustomVjpInfo, args: tuple[Any, ...]) -> None:
-        """Take the types of the arguments' leaves, those of the outputs' cotangents last."""
+        """Record the types of the arguments' leaves; the outputs' cotangents come last."""
         self.parts = self.refusals.parts = parts
         axes = (_varying(self.mesh_axes, leaf) for leaf in tree_leaves(args))
         self.entering = tuple(map(AxisType, axes))
@@ -62,7 +62,7 @@ class SetVjpHooks(CustomVjpHooks):
         yield Gained(frozenset(), frozenset())  # no types that could gain axes
 
     def _recording(self, bwd: FlatBwd, gained: Gained) -> FlatBwd:
-        """Let bwd run in its scope, and record its arguments."""
+        """Return a bwd that runs in its scope and records its arguments."""
         see = functools.partial(self.state.of(SetHooks).see, self.parts(bwd))
         scoped = self.door.scoped(bwd.fun, self.state.enter, bwd.scope, see)
         return dataclasses.replace(bwd, fun=scoped)
@@ -72,7 +72,7 @@ class SetVjpHooks(CustomVjpHooks):
 
 class SetPrimitiveHooks(PrimitiveHooks):
     def unchecked(self, opaque: OpaqueCall, params: Params) -> dict[str, Any]:
-        """Return parameters that carry the OpaqueCall: the check reads it outside the scope."""
+        """Return parameters that carry the OpaqueCall to the check outside the scope."""
         return params if opaque.registration is None else self.carrying(opaque, params)
 
 
@@ -81,10 +81,10 @@ class SetHooks(Hooks):
         super().__init__(door, state)
         self.primitives = state.of(SetPrimitiveHooks)
         self.custom_vjp = state.of(SetVjpHooks)
-        # A user's primitive carries nothing from the rewrite (in the scope of the trace) to the
-        # check (at the end of the trace, outside every op).
+        # The OpaqueCalls of users' primitives, whose parameters can't carry them from the rewrite
+        # (in the scope of the trace) to the check (at the end of the trace, outside every op).
         self._rewritten: dict[tuple[str, str], OpaqueCall] = {}
-        self._counts: dict[tuple[str, str], int] = {}  # of results, where parameters don't say
+        self._counts: dict[tuple[str, str], int] = {}  # numbers of results that parameters lack
 
     def install(self, patches: Patches) -> None:
         door = self.door
@@ -103,7 +103,7 @@ class SetHooks(Hooks):
         opaque = (door.pallas_call_p, door.ffi_call_p, door.pure_callback_p, door.io_callback_p)
         for primitive in filter(None, (*opaque, door.tpu_custom_call_p)):
             entries(primitive, self.check, self.rewrite)
-        if door.cond_p in door.rewrite_rules:  # not to 0.4.35
+        if door.cond_p in door.rewrite_rules:  # since JAX 0.4.36
             rewrite = functools.partial(self._rewrite_cond, door.rewrite_rules[door.cond_p])
             patches.entry(door.rewrite_rules, door.cond_p, rewrite)
         patches.attribute(*door.owner("rule_missing"), self._missing)
@@ -186,8 +186,8 @@ class SetHooks(Hooks):
         for i, (rep, want) in enumerate(zip(in_rep, resolution.inputs)):
             lost = want.varying - _type(mesh, rep).varying
             if rep is not None and lost:
-                # For example, vmap with spmd_axis_name over shard_map adds its axis after the
-                # casts: the input's gradient would lack the psum that is a cast's transpose.
+                # For example, a vmap with spmd_axis_name over shard_map adds its axis after the
+                # casts. The input's gradient would lack the psum that is a cast's transpose.
                 raise RuleError(
                     f"input {i} of {opaque.call} is invariant over {show_axes(lost)}, but "
                     "another input came to vary over that after shard_map's casts were put in. "
@@ -203,8 +203,8 @@ class SetHooks(Hooks):
         self, original: Callable[..., Any], mesh: JaxMesh, in_rep: Any, /, *args: Any, **params: Any
     ) -> Any:
         """Cast operands before branches that devices choose differently."""
-        # A cast in a branch is a psum in its gradient, which the devices that took another branch
-        # never reach (JAX 0.5.3: the program hangs).
+        # A cast in a branch becomes a psum in its gradient, and devices that took another branch
+        # never reach it (JAX 0.5.3: the program hangs).
         cast, in_rep = [*args], [*in_rep]
         over = _type(mesh, in_rep[0]).varying if self.state.active else frozenset()
         for i, (x, rep) in enumerate(zip(cast, in_rep)):
@@ -215,15 +215,15 @@ class SetHooks(Hooks):
         return original(mesh, in_rep, *cast, **params)
 
     def _missing(self, primitive: Primitive, /, *args: Any, **params: Any) -> Any:
-        """Answer for a primitive that no table holds, as for a user's own."""
+        """Check or rewrite a primitive that no table holds, such as a user's own."""
         original = functools.partial(self.door.rule_missing, primitive)
         if next(inner_jaxprs(params), None) is not None:
-            return original(*args, **params)  # not opaque: to 0.4.35, JAX has no rule for cond
-        # The arguments are the missing rule's: the check gets a set (None for a constant) for each
-        # operand; the rewrite gets all of them in one sequence, then the operands.
+            return original(*args, **params)  # not opaque: up to 0.4.35, JAX has no rule for cond
+        # The arguments are those of the missing rule. A check gets a set for each operand (None for
+        # a constant). A rewrite gets all sets in one sequence, and then the operands.
         rewrites = len(args) > 1 and isinstance(args[1], (list, tuple))
-        # ``name`` returns its operand (no rule in JAX 0.5.3 and older), and ``platform_index`` a
-        # number that is the same on all devices (no rule in 0.4.35 and older).
+        # ``name`` returns its operand (no rule up to JAX 0.5.3), and ``platform_index`` a number
+        # that is the same on all devices (no rule up to 0.4.35).
         if primitive in (self.door.name_p, self.door.platform_p) and self.state.active:
             mesh, *reps = args if not rewrites else (args[0], *args[1])
             rep = reps[0] if reps else set(mesh.axis_names)
@@ -239,7 +239,7 @@ class SetHooks(Hooks):
     def _leaves(
         self, primitive: Primitive, original: Callable[..., Any], opaque: OpaqueCall
     ) -> bool:
-        """Return whether JAX's table decides: outside our scopes, or by a user's entry."""
+        """Return whether JAX's table decides, outside our scopes or for an entry of the user's."""
         if not opaque.active(self.state):
             return True
         return (
@@ -325,14 +325,14 @@ class SetHooks(Hooks):
     def see(self, parts: CustomVjpInfo, *args: Any) -> None:
         """Record a bwd's CustomVjpInfo and the types of its arguments."""
         running = self.state.here.bwd.running
-        # Only once: bwd may differentiate something whose own bwd runs inside it.
+        # Record only the first, since bwd may differentiate a function whose own bwd runs inside.
         if running and not running[-1].returned and not running[-1].entering:
             running[-1].enter(parts, args)
 
     def _match_replication(self, src: Any, dst: Any, x: Any) -> Any:
-        """Sum a cotangent that varies where its primal doesn't, unless it is whole already."""
+        """Sum a cotangent that varies where its primal doesn't, unless it is already the sum."""
         running = self.state.here.bwd.running
-        if not running or not running[-1].returned:  # a custom_jvp's tangents
+        if not running or not running[-1].returned:  # called for a custom_jvp's tangents
             return self.door.match_replication(src, dst, x)
         run = running[-1]
         index, run.matched = run.matched, run.matched + 1
@@ -344,12 +344,12 @@ class SetHooks(Hooks):
 
 
 def _type(mesh: JaxMesh, rep: Any) -> AxisType:
-    """Return the axis type of a replication set; None is a constant."""
+    """Return the axis type of a replication set, or of a constant, whose set is None."""
     return AxisType() if rep is None else AxisType(frozenset(mesh.axis_names) - frozenset(rep))
 
 
 def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
-    """Return the axes over which a value varies, also in a tracer of vmap or of a derivative."""
+    """Return the axes over which a value varies, even inside a tracer of vmap or a derivative."""
     if hasattr(value, "rep"):
         return axes - frozenset(value.rep)
     inner = (getattr(value, name, None) for name in ("val", "primal", "tangent"))
@@ -358,7 +358,7 @@ def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
 
 def _weaker(earlier: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
     """Return the effects that hold for both of a call's rewrites."""
-    # Only ``typed(axes)`` differs between rewrites: equal on devices along all other axes.
+    # Two ``typed`` effects hold together over the union of their axes.
     if earlier is None or len(earlier) != len(effects):
         return effects
     return tuple(

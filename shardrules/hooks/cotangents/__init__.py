@@ -1,1 +1,1 @@
-"""Derivatives: the types of cotangents, custom_vjp, batching, forward mode."""
+"""Handle derivatives: the types of cotangents, custom_vjp, batching, forward mode."""

@@ -1,4 +1,4 @@
-"""A custom_vjp under ``vmap``, where mesh axes carry the batch."""
+"""Sum the cotangents of a custom_vjp under a ``vmap`` whose batch is split over mesh axes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shardrules.hooks.state import Hooks, State
 
 
 class BatchedVjpHooks(Hooks):
-    # vmap sums the cotangent of an unbatched primal over the batch, and each device holds a part of
-    # the batch. JAX (0.6.0 to 0.12) adds no psum over the mesh axes that carry the batch, and then
-    # rejects the cotangent's type.
+    # vmap sums the cotangent of an unbatched primal over the batch, but each device holds only a
+    # part of the batch. JAX (0.6.0 to 0.12) adds no psum over the mesh axes that split the batch,
+    # and then rejects the cotangent's type.
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
@@ -35,9 +35,9 @@ class BatchedVjpHooks(Hooks):
         patches.attribute(*self.door.owner("batch_bwd"), self._batch)
         psum, table = self.door.psum_invariant_p, self.door.batchers
         in_jaxpr = self.door.vjp_in_jaxpr_p
-        if in_jaxpr is not None:  # JAX 0.6.0 batches a jaxpr's custom_vjp by this rule instead
+        if in_jaxpr is not None:  # JAX 0.6.0 batches custom_vjps in jaxprs by this rule instead
             patches.entry(table, in_jaxpr, functools.partial(self._see_rule, table[in_jaxpr]))
-        if psum in table and not psum.multiple_results:  # from JAX 0.8
+        if psum in table and not psum.multiple_results:  # since JAX 0.8
             patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
 
     def _batch_psum(
@@ -48,7 +48,7 @@ class BatchedVjpHooks(Hooks):
         dims_in: Sequence[Any],
         axes: Any,
     ) -> Any:
-        """Batch a psum without the parameter that JAX 0.8.3 wrongly passes it."""
+        """Batch a psum without the parameter that JAX 0.8.3 wrongly passes to it."""
         if not self.state.active or axis_data.name in axes or len(vals_in) != 1:
             return rule(axis_data, vals_in, dims_in, axes)
         return self.door.psum_invariant_p.bind(*vals_in, axes=axes), dims_in[0]
@@ -93,7 +93,7 @@ class BatchedVjpHooks(Hooks):
         dims = rest[1] if len(rest) > 1 else named["out_dim_dests"]
 
         def run(*args: Any) -> Any:
-            # Primals that were cast to vary over these axes are summed by the cast's transpose.
+            # If the primals were cast to vary over some axes, the cast's transpose sums over these.
             cast = axes & self.state.here.bwd.over
             return self._sum(batched.call_wrapped(*args), primals, axes - cast, cast, dims)
 
@@ -109,7 +109,7 @@ class BatchedVjpHooks(Hooks):
     ) -> Any:
         if not self.door.checking():
             return cotangents
-        if cotangents and isinstance(cotangents[0], (list, tuple)):  # with logs, from JAX 0.11
+        if cotangents and isinstance(cotangents[0], (list, tuple)):  # with logs, since JAX 0.11
             first, *logs = cotangents
             return (self._sum(first, primals, axes, cast, out_dim_dests), *logs)
         summed = []
@@ -120,7 +120,7 @@ class BatchedVjpHooks(Hooks):
                 have = self.door.axis_type(self.door.typeof(ct))
                 over = axes & have.varying - want.axes
                 whole = cast - want.axes - have.axes
-            if whole and is_inexact(ct):  # the sum already: each device gets its part of it
+            if whole and is_inexact(ct):  # already the sum: give each device an equal share of it
                 share = ct / jax.lax.psum(1, tuple(sorted(whole)))
                 ct = self.door.cast(share, have.vary(*whole))
             summed.append(jax.lax.psum(ct, tuple(sorted(over))) if over else ct)

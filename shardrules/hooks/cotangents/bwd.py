@@ -1,8 +1,8 @@
-"""One run of a custom_vjp's bwd: the cotangents that it returns, and the proofs on its jaxpr.
+"""Run a custom_vjp's bwd, and prove from its jaxpr what the cotangents that it returns are.
 
-A bwd is written for one device. Its communication and the types of the cotangents that arrive
-decide whether it returns this device's share of a gradient or the whole gradient. Where they don't
-decide, an error shows both correct forms.
+A bwd is written for one device. Its communication and the types of the arriving cotangents show
+whether it returns this device's share of a gradient or the whole gradient. If they don't, an error
+shows both correct forms.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Bwd:
         self.args = args
         self.refusals = Refusals(self.door, parts, self._declared)
         self._cached: dict[Any, Origins] = {}
-        # The axes over which casts sum in each gradient that it takes, where its program is
-        # traced to look at it.
+        # For each gradient that it takes itself, the axes over which casts sum; filled only while
+        # its program is retraced.
         self.inner: list[frozenset[str]] = []
 
     # hooks/sets/rep.py (JAX 0.5.3 and older) assigns the next four, from replication sets.
@@ -75,11 +75,11 @@ class Bwd:
         return self.entering[self.first :]
 
     def cotangents(self) -> Any:
-        # The checks read the same jaxpr. Tracing bwd's kernels twice would double the time of the
-        # backward pass.
+        # Run the same jaxpr that the checks read, since tracing bwd's kernels twice would double
+        # the time of the backward pass.
         try:
             return self.trace.run()
-        except AxisError as error:  # jax.grad of a value that now varies
+        except AxisError as error:  # bwd takes the gradient of a value that now varies
             if not is_library(self.parts.place) or not hasattr(error, "why"):
                 raise
             raise CotangentError(
@@ -89,11 +89,13 @@ class Bwd:
             ) from None
 
     def share(self, path: Path, axes: frozenset[str]) -> Any:
-        """Return this device's share of a cotangent that bwd sums, or None if that is unproven."""
+        """Return this device's share of a cotangent that bwd sums; None if that is unproven."""
         # In a branch that only some devices take, the sum would wait for the other devices. The
-        # primal is cast before the branch, and the cast's transpose sums after it. So we leave out
-        # the sums inside the branch if all that follows them is linear in them. All other values
-        # that it depends on are equal along the axes, as the cotangent is.
+        # primal is cast before the branch, and the cast's transpose sums after it. So leave out the
+        # sums inside the branch, if everything after them is linear in them. All other values that
+        # the cotangent depends on are equal along the axes, as the cotangent is.
+        # Split the jaxpr at these sums, prove that the rest is linear in their results, and run the
+        # rest on their operands instead.
         trace, jaxpr = self.trace, self.sliced(path)
         sums, after = split(
             jaxpr,
@@ -118,7 +120,7 @@ class Bwd:
 
         consts, args = inputs[: len(jaxpr.constvars)], inputs[len(jaxpr.constvars) :]
         summed: list[Any] = []
-        others: list[tuple[str, ...]] = []  # the other axes over which each of them is summed
+        others: list[tuple[str, ...]] = []  # the other axes over which each operand is summed
         for eqn in sums:
             over = tuple(sorted(named_axes(eqn.params) - axes))
             summed += eqn.invars
@@ -129,7 +131,7 @@ class Bwd:
 
     def differs(self, path: Path) -> frozenset[str]:
         """Return the axes along which devices may hold different values of one cotangent."""
-        # The type may name more axes: a value that was cast is still equal along them.
+        # The type may name more axes, since a value that was cast is still equal along them.
         seen = self._argument_origins()
         if seen is None:
             return self.mesh_axes
@@ -150,9 +152,9 @@ class Bwd:
     def check_share(self, ct: Cotangent, axes: frozenset[str]) -> None:
         """Raise unless this cotangent is one device's share of the sum over ``axes``."""
         # It is a share if nothing that it depends on communicates over these axes, and each
-        # arriving cotangent that it depends on varies over them. Where one of these is invariant,
-        # the output is one value for all devices, and a residual, perhaps of a gathered argument,
-        # made this one vary: it may be the whole gradient.
+        # arriving cotangent that it depends on varies over them. If an arriving cotangent is
+        # invariant, the output has one value for all devices, and a residual (perhaps of a gathered
+        # argument) makes this cotangent vary: it may be the whole gradient.
         if not self._is_silent:
             for call in self._communicates(self.sliced(ct.path), axes):
                 raise self.refusals.undecided(ct, axes, f"bwd holds {call}")
@@ -192,15 +194,15 @@ class Bwd:
     def _check_sums(self, ct: Cotangent) -> None:
         """Raise if this cotangent depends on a sum of values that are equal on the devices."""
         # The cotangent of an output that is invariant over an axis arrives summed over it. A bwd
-        # that is right with the check off (psum, psum_scatter) then gives N times the gradient.
-        # Such a sum is right only where the forward itself sums equal values over the axis.
+        # that is right with the check off (psum, psum_scatter) then returns N times the gradient.
+        # Such a sum is right only if the forward itself sums equal values over the axis.
         if self._is_silent:
             return
         arriving_axes = frozenset().union(*map(axes_of, self.arriving))
         dropped = axes_of(ct.want) - arriving_axes
-        # JAX accepts a cotangent that varies as its primal does. It may be right where no kernel
-        # made an output invariant over the axis (a forward of several reductions). Where a kernel
-        # did, it is wrong.
+        # JAX accepts a cotangent that varies as its primal does. It may be right if no kernel made
+        # an output invariant over the axis (a forward of several reductions). If a kernel did, it
+        # is wrong.
         by = next(self._communicates(self.sliced(ct.path), dropped, reductions=True), None)
         if dropped and by is not None:
             kernel = self._forward.dropping(dropped)
@@ -229,10 +231,10 @@ class Bwd:
         return self.refusals.summed(ct, axes, by, kernel, shapes)
 
     def _is_redundant(self, reduction: Reduction, origins: Origins, sizes: set[int | None]) -> bool:
-        """Return whether a sum of equal values is a mean, not the transpose of the forward's."""
-        # The forward may divide by the number of devices: then this can be a psum, which is right
-        # with the check off, and that division's transpose. All divisions of the forward have to be
-        # among those of bwd, outside of bwd's means.
+        """Return whether a sum of equal values is a mean, rather than the forward's transpose."""
+        # If the forward divides by the number of devices, this may instead be a psum (right with
+        # the check off) and the transpose of that division. So bwd must hold all divisions of the
+        # forward apart from its own means.
         if self._forward.jaxpr is None:
             return not reduction.divisors.isdisjoint(sizes)
         forward = self._forward.origins
@@ -241,10 +243,10 @@ class Bwd:
 
     def _check_whole(self, ct: Cotangent) -> None:
         """Raise if each device would receive the sum of all devices' cotangents of one output."""
-        # An invariant output's cotangent is that sum. For a varying primal it is right where the
+        # An invariant output's cotangent is that sum. For a varying primal the sum is right if the
         # forward made the output by a collective along that axis, since a psum's transpose is the
-        # identity. Elsewhere (straight-through estimators, replaced gradients) each device has a
-        # cotangent of its own.
+        # identity. Otherwise (straight-through estimators, replaced gradients) each device must get
+        # its own cotangent.
         arriving = self.arriving
         for axis in sorted(ct.want.varying):
             if all(axis in type_.axes for type_ in arriving):
@@ -266,7 +268,7 @@ class Bwd:
                     raise self.refusals.unmoved(ct, axis, i, why, averaged)
 
     def _unscaled(self, ct: Cotangent, axis: str) -> tuple[str, bool]:
-        """Say why the whole is not each device's cotangent, and whether the forward averages."""
+        """Say why the sum is not each device's cotangent, and whether the forward averages."""
         if size_of(frozenset((axis,))) == 1:
             return "", False
         sums = [s for s in self._forward.origins.reductions if ct.index in s.origin.inputs]
@@ -277,7 +279,7 @@ class Bwd:
         if size and sums and all(s in means for s in sums):
             scale = self.origins_of(ct.path, self._argument_origins() or ()).scale
             scale *= self._forward.saved_scale()
-            # A mean over elements is divided by their number too, if bwd shows that division.
+            # A mean over elements also divides by their number, if bwd shows that division.
             elements = self._forward.origins.mean_size
             needed = size * (elements if _divides(elements, scale) else 1)
             text = "the forward averages that primal, and bwd doesn't divide by the device count"
@@ -288,7 +290,7 @@ class Bwd:
 
     def _check_others(self, ct: Cotangent) -> None:
         """Raise if a cotangent is equal along axes over which its primal and others differ."""
-        # It is then a sum, which holds the cotangents of other devices' values.
+        # Such a cotangent is a sum that includes the cotangents of other devices' values.
         used = self._used(ct.path)
         outputs = self._forward.outputs
         axes = ct.missing & frozenset().union(*(axes_of(self.arriving[i]) for i in used))
@@ -301,8 +303,9 @@ class Bwd:
 
     def _check_type(self, ct: Cotangent) -> None:
         """Raise if JAX wrongly typed this cotangent as invariant."""
-        # JAX rejects a cotangent that varies less than its primal; our cast makes it pass. Where
-        # the type is wrong (an opaque primitive), JAX's error was the only sign of it.
+        # JAX rejects a cotangent that varies less than its primal, but our cast makes it pass. If
+        # the type is wrong (as of an opaque primitive), JAX's error would have been the only sign
+        # of it.
         for equation in equations(self.sliced(ct.path)):
             name = equation.primitive.name
             if self.hooks.state.opaque_call_of(equation.primitive, equation.params) is not None:
@@ -333,8 +336,8 @@ class Bwd:
         leaves, structure = jax.tree_util.tree_flatten(self.args)
         if kept is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
             return Trace(self.door, self.bwd, self.args)
-        # Casts are placed by its sums, so it isn't traced once more to be run. The kept trace holds
-        # the function, so that no other has its id.
+        # Casts are placed by bwd's sums, so it was traced for that: run the same trace. The entry
+        # also holds the function, so that no other function gets its id.
         key = id(self.parts.rule.bwd), structure, *map(self.door.typeof, leaves)
         if key not in kept:
             kept[key] = self.parts.rule.bwd, Trace(self.door, self.bwd, self.args)
@@ -350,9 +353,10 @@ class Bwd:
         return TracedFwd(self)
 
     def _argument_origins(self) -> list[Origin] | None:
-        """Return where each argument comes from, as fwd shows; None if fwd can't be traced again.
+        """Return each argument's origin as fwd shows it; None if fwd can't be traced again.
 
-        That is: the axes along which it differs, and its value if it is one number.
+        An origin here holds the axes along which the argument differs, and its value if it holds a
+        single number.
         """
         saved, typed = self._forward.saved, self._typed
         if saved is None:
@@ -390,13 +394,13 @@ class Bwd:
         return functools.reduce(Origin.__or__, origins.outputs, NOWHERE)
 
     def _used(self, path: Path, declared: str = "") -> set[int]:
-        """Return the outputs whose cotangents it needs, without those cast over ``declared``."""
+        """Return the outputs whose cotangents it needs, except those cast over ``declared``."""
         leaves = self._leaves(self._origin(path, declared))
         return {i - self.first for i in leaves if i >= self.first}
 
     def _reductions(self, path: Path, arriving: frozenset[str]) -> Sequence[Reduction]:
-        # A residual that was cast may still be equal on the devices. That matters over axes along
-        # which no cotangent differs (they differ along ``arriving``), and the forward shows it.
+        # A residual that was cast may still be equal on the devices, which only the forward shows.
+        # That matters over axes along which no cotangent differs (they differ along ``arriving``).
         typed = self.origins_of(path).reductions
         if all(reduction.differing <= arriving for reduction in typed):
             return typed
@@ -405,8 +409,8 @@ class Bwd:
 
     def _summed_before(self, residuals: Sequence[int], axes: frozenset[str]) -> frozenset[str]:
         """Return the axes over which the forward summed a gradient that these residuals hold."""
-        # Sums saved beside a residual that varies over the axis are statistics. A forward that
-        # can't be traced again may hold either.
+        # If another residual varies over the axis, saved sums are statistics rather than gradients.
+        # A forward that can't be traced again may hold either.
         equal = axes.difference(*(axes_of(self.entering[i]) for i in residuals))
         suspect = axes if self.parts.gradients else equal
         if not suspect or not residuals:
@@ -421,13 +425,13 @@ class Bwd:
     def sliced(self, path: Path) -> Jaxpr:
         trace = self.trace
         used = [p == path for p in trace.paths]
-        if path not in trace.returned:  # a bwd that returns another structure each time
+        if path not in trace.returned:  # a bwd that returns a different structure each time
             used = [True] * len(trace.paths)
         jaxpr: Jaxpr = self.door.dce_jaxpr(trace.jaxpr, used, instantiate=True)[0]
         return jaxpr
 
     def _declared(self, ct: Cotangent, axes: frozenset[str]) -> str:
-        """Say which declared rule over some axes its forward or the bwd holds; empty for none."""
+        """Say which declared rule over some axes forward or bwd relies on; empty if none."""
         jaxprs = [j for j in (self._forward.jaxpr, self.sliced(ct.path)) if j is not None]
         return next(filter(None, (declared(self.hooks.state, j, axes) for j in jaxprs)), "")
 

@@ -1,4 +1,4 @@
-"""Which equations of a bwd may move data between devices."""
+"""Find the equations of a bwd that may move data between devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardrules.jaxprs.walk import equations
 from shardrules.paths import here
 from shardrules.registry.axistypes import Effect, show_axes
 
-# Parts of the names of JAX's primitives, and of rules, that sum over mesh axes.
+# Parts of the names of primitives and of rules that sum over mesh axes.
 _REDUCTIONS = ("psum", "reduce_scatter")
 _REDUCING_RULES = ("all_reduce", "reduce_scatter")
 
@@ -21,7 +21,7 @@ _REDUCING_RULES = ("all_reduce", "reduce_scatter")
 def communicates(
     state: State, jaxpr: Jaxpr, axes: frozenset[str], *, reductions: bool = False
 ) -> Iterator[str]:
-    """Describe each equation that may move data along ``axes``, or only those that may sum."""
+    """Yield a description of each equation that may move data along ``axes``, or may sum."""
     for equation in equations(jaxpr):
         name = equation.primitive.name
         opaque = state.opaque_call_of(equation.primitive, equation.params)
@@ -36,7 +36,7 @@ def communicates(
 
 
 def moved_by_kernels(state: State, jaxpr: Jaxpr, axes: frozenset[str]) -> frozenset[str]:
-    """Return those of ``axes`` along which opaque calls may move data, as their rules say."""
+    """Return the axes among ``axes`` along which opaque calls may move data by their rules."""
     calls = []
     for equation in equations(jaxpr):
         opaque = state.opaque_call_of(equation.primitive, equation.params)
@@ -53,7 +53,7 @@ def moved_by_kernels(state: State, jaxpr: Jaxpr, axes: frozenset[str]) -> frozen
 
 
 def declared(state: State, jaxpr: Jaxpr, axes: frozenset[str]) -> str:
-    """Say which rule over some axes nothing proves, and how to test it; empty for none."""
+    """Say which unproven rule over some axes a jaxpr holds, and how to test it; empty if none."""
     for equation in equations(jaxpr):
         opaque = state.opaque_call_of(equation.primitive, equation.params)
         entry = None if opaque is None else opaque.registration
@@ -79,7 +79,7 @@ def _opaque(
         return
     if reductions and not any(word in rule.name for word in _REDUCING_RULES):
         return
-    # A kernel that returns nothing (a core_map) writes to refs: one effect describes them all.
+    # A kernel that returns nothing (a core_map) writes to refs, which one effect describes.
     for effect in rule.effects(output_count or 1) or (Effect("unknown"),):
         if effect.kind in ("unknown", "typed"):
             yield f"{opaque.call}, whose rule {rule!r} does not say what it communicates"

@@ -1,9 +1,10 @@
-"""custom_vjp under shard_map's check: scopes that outlive the trace, cotangents of the right type.
+"""Run custom_vjps under shard_map's check in their scopes, and give cotangents the right types.
 
 JAX requires each cotangent that a bwd returns to have its primal's type. A kernel's cotangent for a
 replicated weight varies over the batch's axes: it is one device's share, and one psum makes it
-whole. But a bwd that communicates may have summed already, and a second psum would silently give N
-times the gradient. So we insert the psum only where bwd's jaxpr proves that it has not summed.
+the gradient. But a bwd that communicates may have summed already, and a second psum would silently
+give N times the gradient. So the hooks insert the psum only if bwd's jaxpr proves that it hasn't
+summed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class FlatBwd:
     fun: Any
     in_tree: Any  # the pytree of the primals
     in_avals: tuple[Any, ...]
-    trees: Any  # returns the outputs' and residuals' trees, once fwd ran
+    trees: Any  # returns the outputs' and residuals' trees, once fwd has run
     rest: tuple[Any, ...]  # the other arguments of JAX's function
     scope: Scope  # the scope that its forward ran under
 
@@ -48,27 +49,26 @@ class FlatBwd:
 class Gained(NamedTuple):
     """The axes that a bwd's primals gained since it was traced."""
 
-    axes: frozenset[str]  # over which they vary too
-    by_cast: frozenset[str]  # of these, the ones over which they were cast
+    axes: frozenset[str]  # all axes that they gained
+    by_cast: frozenset[str]  # the axes among these that they gained by a cast
 
 
 class UnreadBwd(ShardrulesError):
-    """Raised for a bwd whose cotangents the hooks don't see, where casts are placed around it."""
+    """Raised if casts are placed around a bwd whose cotangents the hooks don't see."""
 
 
 Stage = Callable[[Any, FlatBwd, Gained], FlatBwd]
-# What is done to one cotangent that a bwd returned: prove, sum, cast.
+# One step for a cotangent that a bwd returned: prove, sum or cast.
 Step = Callable[[Any, Bwd, Cotangent, Any], Any]
 
 
 class CustomVjpHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # JAX passes a function that returns the trees from fwd to bwd. It is the key here; the
-        # value is fwd, whether fwd takes gradients, which of its arguments are perturbed, and what
-        # its author wrote.
+        # JAX passes a function that returns the trees from fwd to bwd. Keyed by that function: fwd,
+        # whether fwd takes gradients, which of its arguments are perturbed, and the author's fwd.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        # From the functions that JAX binds to the rules that they run.
+        # Maps the functions that JAX binds to the rules that they run.
         self._rules: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
@@ -107,7 +107,7 @@ class CustomVjpHooks(Hooks):
         return widened_fwd(self.door, self.state, fwd, *rest, **options)
 
     def trees_over(self, trees: Any, axes: frozenset[str]) -> Any:
-        """Return the trees of a fwd whose primals were cast to vary over ``axes`` too."""
+        """Return the trees of a fwd whose primals were also cast to vary over ``axes``."""
         widened = self.state.widening(axes, trees)
         if trees in self._forwards:
             self._forwards[widened] = self._forwards[trees]
@@ -119,13 +119,13 @@ class CustomVjpHooks(Hooks):
         if not scope.active:
             return flat
         in_tree, in_avals, trees, *others = rest
-        logs = others[-1:] == [True]  # from JAX 0.11; older ones have no others
+        logs = others[-1:] == [True]  # since JAX 0.11; before, there are no other arguments
         bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(others), scope)
 
         def run(*args: Any) -> Any:
             if logs:
                 self._unread(fun, "returns logs")
-            # It is traced after its forward's scope has closed.
+            # bwd is traced after its forward's scope has closed, so enter that scope again.
             with self._inside_bwd() as gained:
                 staged = bwd
                 for stage in self.stages:
@@ -137,7 +137,7 @@ class CustomVjpHooks(Hooks):
         return self.door.wrapped(run, flat)
 
     def _unread(self, bwd: Any, does: str) -> None:
-        """Note a bwd whose cotangents the hooks don't see; raise where casts ask for its sums."""
+        """Note a bwd whose cotangents the hooks don't see; raise if casts depend on its sums."""
         why = f"the bwd {self.door.function_name(bwd)!r} {does}, so its gradients can't be compared"
         if (notes := self.state.scope.notes) is not None:
             notes.reasons_to_leave.append(why)
@@ -145,7 +145,7 @@ class CustomVjpHooks(Hooks):
             raise UnreadBwd(why)
 
     def rule_of(self, bwd: Any) -> Any:
-        """Return the author's fwd and bwd, with their static arguments, of what JAX binds."""
+        """Return the author's fwd and bwd, with static arguments, for a bwd that JAX binds."""
         return self._rules.get(getattr(bwd, "f", bwd))
 
     @contextlib.contextmanager
@@ -161,7 +161,7 @@ class CustomVjpHooks(Hooks):
         return CustomVjpInfo(name, fwd, gradients, perturbed, tree, avals, place, None, rule)
 
     def _scope_of_rules(self) -> Scope:
-        """Return the scope in which fwd and bwd run: outside of the innermost reverse pass."""
+        """Return the scope of fwd and bwd, which run outside the innermost reverse pass."""
         scope = self.state.scope
         count = scope.derivatives_count
         return dataclasses.replace(scope, derivatives_count=count - 1) if count else scope
@@ -183,11 +183,11 @@ class CustomVjpHooks(Hooks):
     def _enter(
         self, name: str, scope: Scope, gradients: list[None] | None = None, in_bwd: bool = False
     ) -> contextlib.ExitStack:
-        """Enter the scope of a custom_vjp; raise if the hooks are gone."""
+        """Enter the scope of a custom_vjp; raise if the hooks are uninstalled."""
         if not self.state.patched and self.door.checking():
             raise self.state.outlived(f"{name!r}, of a custom_vjp,", function=name)
         context = contextlib.ExitStack()
-        # What is jitted is traced apart in a bwd that is looked at: see ``inner_sums``.
+        # In a retraced bwd, ``in_bwd`` makes JAX trace inner jits separately: see ``inner_sums``.
         if scope.in_bwd != in_bwd:
             scope = dataclasses.replace(scope, in_bwd=in_bwd)
         context.enter_context(self.state.enter(scope))
@@ -196,10 +196,10 @@ class CustomVjpHooks(Hooks):
             context.enter_context(self.state.recording_gradients(gradients))
         return context
 
-    # The stages: from a bwd to a bwd whose results the next one takes.
+    # The stages. Each wraps the bwd of the stage before it.
 
     def _sharing(self, bwd: FlatBwd, gained: Gained) -> FlatBwd:
-        """Let a bwd whose primals vary over more axes than when it was traced return shares."""
+        """Return a bwd that returns shares, if its primals gained axes since it was traced."""
         axes, by_cast = gained
         if not axes:
             return bwd
@@ -209,7 +209,7 @@ class CustomVjpHooks(Hooks):
         return dataclasses.replace(bwd, fun=shares, in_avals=avals, trees=trees)
 
     def _typing(self, bwd: FlatBwd, gained: Gained) -> FlatBwd:
-        """Let a bwd return cotangents of their primals' types."""
+        """Return a bwd whose cotangents have their primals' types."""
         run = self.door.transformation(self._run_bwd)
         typed = run(bwd.fun, bwd.scope, self.parts(bwd), bool(gained.axes))
         return dataclasses.replace(bwd, fun=typed)
@@ -223,8 +223,10 @@ class CustomVjpHooks(Hooks):
         self, fun: Any, parts: CustomVjpInfo, axes: Any, by_cast: frozenset[str], *args: Any
     ) -> Any:
         """Run a bwd, and replace each cotangent that is a full sum by this device's share."""
-        # A bwd that was written for an invariant primal may reduce its cotangent. The primal is now
-        # cast before the branch, and the cast's psum adds up what the devices return.
+        # A bwd that was written for an invariant primal may reduce its cotangent. Now the primal is
+        # cast before the branch, and the transpose of that cast sums the devices' results. So each
+        # device must return a share: leave out bwd's own sums if that is proven to be right, or
+        # else divide the sum by the number of devices.
         if by_cast:
             avals = tuple(self._wider(aval, by_cast) for aval in parts.in_avals)
             parts = dataclasses.replace(parts, fwd_avals=avals)
@@ -233,7 +235,7 @@ class CustomVjpHooks(Hooks):
         notes = self.state.scope.notes
         is_read = by_cast or kept or notes is not None
         cotangents = bwd.cotangents() if is_read else fun(*args)
-        if notes is not None:  # before shares are divided, of which the author wrote nothing
+        if notes is not None:  # before shares are divided, which the author's bwd doesn't do
             self._note_computed(notes, bwd)
 
         def share_of(path: Path, index: int, value: Any) -> Any:
@@ -243,7 +245,7 @@ class CustomVjpHooks(Hooks):
             have = self.door.axis_type(self.door.typeof(value))
             want = self.door.cotangent_type(aval)
             share = by_cast & have.varying - want.varying - want.unreduced
-            equal = share and share - bwd.differs(path)  # typed varying only because of the cast
+            equal = share and share - bwd.differs(path)  # it varies only by the cast's type
             share -= equal
             if share:
                 bwd.check_share(Cotangent(path, index, have, want), share)
@@ -310,15 +312,15 @@ class CustomVjpHooks(Hooks):
             value = step(self, bwd, ct, value)
         return value
 
-    # The steps: what becomes of one cotangent.
+    # The steps that one cotangent goes through.
 
     def _check(self, bwd: Bwd, ct: Cotangent, value: Any) -> Any:
-        """Raise CotangentError unless a psum over ``ct.extra``, then a cast, make it right."""
+        """Raise CotangentError unless a psum over ``ct.extra`` and a cast make it right."""
         bwd.check(ct)
         return value
 
     def _sum(self, bwd: Bwd, ct: Cotangent, value: Any) -> Any:
-        """Sum one device's share over the axes that its primal lacks."""
+        """Return the sum of the devices' shares over the axes that the primal lacks."""
         if not ct.extra:
             return value
         door, order = self.door, tuple(a for a in self.door.manual_axes() if a in ct.extra)
@@ -334,7 +336,7 @@ class CustomVjpHooks(Hooks):
         return total
 
     def _cast(self, bwd: Bwd, ct: Cotangent, value: Any) -> Any:
-        """Give it its primal's type."""
+        """Return the cotangent cast to its primal's type."""
         return self.door.cast(value, ct.want)
 
     steps: ClassVar[tuple[Step, ...]] = (_check, _sum, _cast)
@@ -344,13 +346,13 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
     """Return a flat fwd and the function that returns its trees, as JAX's function does.
 
     fwd may save the pullback of a ``jax.vjp``, which sums the cotangents of invariant values over
-    the devices wherever bwd calls it. In a branch that only some devices take, that sum waits
+    the devices wherever bwd calls it. In a branch that only some devices take, that sum would wait
     forever for the other devices. So fwd is traced with the types that its primals have in the
-    branch (``retyping/higher_order.py``), and each device saves residuals of its own.
+    branch (``retyping/higher_order.py``), and each device saves its own residuals.
     """
     *before, primal = rest
-    kept: dict[frozenset[str], Any] = {}  # the trees, for each set of axes of casts
-    current: frozenset[str] = frozenset()  # that set, of the current run
+    kept: dict[frozenset[str], Any] = {}  # the trees, keyed by the axes of casts
+    current: frozenset[str] = frozenset()  # the axes of casts of the current run
     returned: Any = None
 
     def see(fwd: Any, *args: Any) -> Any:
@@ -359,7 +361,7 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
         return returned
 
     def out_type() -> Any:
-        """Give the primal's outputs the types of fwd's outputs, which JAX compares with them."""
+        """Return the primal's outputs with the types of fwd's, since JAX compares the two."""
         tree, avals, *others = primal()
         if current:
             leaves = jax.tree_util.tree_leaves(returned[0])
@@ -386,7 +388,7 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
         kept[axes] = trees()
         return results
 
-    def trees_of_run() -> Any:  # JAX's own function returns only the trees of the last run
+    def trees_of_run() -> Any:  # JAX's own function only returns the trees of the last run
         axes = state.here.bwd.widened
         return kept[axes] if axes in kept else trees()
 

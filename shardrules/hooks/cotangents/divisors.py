@@ -1,4 +1,4 @@
-"""The known numbers by which a jaxpr divides a sum: whether the sum is a mean."""
+"""Find the known numbers by which a jaxpr divides a sum, to tell whether the sum is a mean."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from shardrules.door.jaxprs import CASTS
 from shardrules.door.protocols import Eqn, Jaxpr, Var
 
-Number = Callable[[Any], "float | None"]  # from an atom to the number that all its elements hold
-# From a jaxpr's variables to the equation that makes each, and to those that use it.
+Number = Callable[[Any], "float | None"]  # maps an atom to the number that all its elements hold
+# Map a jaxpr's variables to the equation that makes each, and to the equations that use it.
 Makers = Mapping[Any, Any]
 Uses = Mapping[Any, "list[tuple[Any, int]]"]
 
@@ -19,9 +19,9 @@ SAME_VALUES = CASTS | set(
     "broadcast_in_dim convert_element_type reshape squeeze stop_gradient".split()
 )
 
-# These, and the equations that change only a sign.
+# Equations that change at most the sign of their operand's values.
 _SAME_SIZE = SAME_VALUES | {"neg"}
-_MOST_FACTORS = 12  # whose products are formed
+_MOST_FACTORS = 12  # the most factors of which all products are formed
 
 
 def divisors_of(
@@ -29,8 +29,10 @@ def divisors_of(
 ) -> list[float]:
     """Return the known numbers that divide a sum's operand, or all uses of its result.
 
-    A sum over elements divides by one over their number.
+    A sum over elements counts as a division by one over their number.
     """
+    # Follow the operand back through divisions by known numbers. Then follow the result forward, as
+    # long as all its uses divide by the same number and the jaxpr doesn't return it.
     divisors: list[float] = []
     maker = maker_of(made, operand)
     while maker is not None and (divisor := _scaled_by(maker, number)) != 1:
@@ -41,7 +43,7 @@ def divisors_of(
     while returned.isdisjoint(names):
         scales: set[float] = set()
         divided: dict[Any, None] = {}
-        for name in names:  # grows
+        for name in names:  # the list grows meanwhile
             for eqn, _ in used.get(name, ()):
                 if eqn.primitive.name in _SAME_SIZE:
                     names += eqn.outvars
@@ -69,7 +71,7 @@ def size_ratio(eqn: Eqn) -> float:
 
 
 def maker_of(made: Makers, atom: Var) -> Any:
-    """Return the equation that computed an atom's values, before reshapes; None for an input."""
+    """Return the equation that computed an atom's values, skipping reshapes; None for an input."""
     while not hasattr(atom, "val"):
         eqn = made.get(atom)
         if eqn is None or eqn.primitive.name not in _SAME_SIZE:
@@ -79,7 +81,7 @@ def maker_of(made: Makers, atom: Var) -> Any:
 
 
 def divided_by(name: str, first: float | None, second: float | None) -> float:
-    """Return the known number by which a ``div`` or ``mul`` divides its other operand, or 1."""
+    """Return the known number by which a ``div`` or ``mul`` divides its other operand, else 1."""
     if (first is None) == (second is None):
         return 1
     if name == "div":

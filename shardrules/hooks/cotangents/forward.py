@@ -1,10 +1,10 @@
-"""Forward mode under shard_map's check: a primal varies at least as its tangent does.
+"""Cast primals in forward mode, so that a primal varies at least as its tangent does.
 
 A random probe that differs by device (Hutchinson's estimator, a forward gradient) is a varying
 tangent of an invariant primal. JAX (0.6 to 0.12) gives tangents the types of their primals wherever
-it traces a jaxpr (jit, scan, cond, a custom_jvp), so the result was silently typed invariant, or
-types no longer matched. We cast primal and tangents to the join of their types, as if the primal
-had been cast before jvp was called. A gradient taken inside is then each device's own.
+it traces a jaxpr (jit, scan, cond, a custom_jvp). The result was then silently typed as invariant,
+or types didn't match. The hooks cast primal and tangents to the join of their types, as if the
+primal had been cast before the call of jvp. A gradient taken inside is then each device's own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The sums of a gradient that a bwd takes itself, of a value that is equal on the devices.
+"""Compare the gradients that a bwd takes itself with the check on and off.
 
 ``def bwd(res, g): return jax.vjp(reference, *res)[1](g)`` is how most kernels are differentiated.
-With the check on, the casts in ``reference`` become psums inside of bwd; with it off, bwd returns
-each device's share, and shard_map sums that at its inputs. Both are one gradient where all that
-follows such a psum is linear in it and in nothing else, and equal on the devices.
+With the check on, the casts in ``reference`` become psums inside bwd. With it off, bwd returns each
+device's share, and shard_map sums the shares at its inputs. Both give the same gradient if every
+step after such a psum is linear in the psum alone, with coefficients that are equal on the devices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardrules.hooks.state import State
 from shardrules.jaxprs.fold import TooLong
 from shardrules.jaxprs.walk import Inside, equations, visited
 
-# The name scope of a transposition inside of a bwd, in a trace that is made to look.
+# The name scope of a transposition inside a bwd, in a retrace.
 INNER = "shardrules.inner_gradient"
 
 # Equations that only run the jaxprs that they hold.
@@ -49,7 +49,7 @@ _CALLING = frozenset((*CALLS, "scan", "cond", "while"))
 
 def only_casts_sum(door: Door, jaxpr: Jaxpr) -> bool:
     """Return whether each psum in the transpose of a linear program comes from a cast."""
-    # An author's rule may sum there, and a transposition may compute a sum once more (remat).
+    # An author's rule may sum there, and a transposition may recompute a sum (remat).
     return not any(
         has_rule(door, eqn)
         or name_of(eqn) == "custom_lin"
@@ -79,7 +79,7 @@ def sums_otherwise(door: Door, state: State, jaxpr: Jaxpr, axis: str) -> bool:
     """Return whether anything but ``inner_sums`` may move data along an axis."""
     inner = {id(eqn) for eqn in inner_sums(jaxpr) if not eqn.params.get("axis_index_groups")}
     return bool(moved_by_kernels(state, jaxpr, frozenset({axis}))) or any(
-        # A higher derivative would run an author's rule, which may take a gradient, too.
+        # A higher derivative would run an author's rule, and that may take a gradient, too.
         has_rule(door, eqn)
         or (
             axis in named_axes(eqn.params)
@@ -91,9 +91,10 @@ def sums_otherwise(door: Door, state: State, jaxpr: Jaxpr, axis: str) -> bool:
 
 
 def is_total(door: Door, jaxpr: Jaxpr, axis: str) -> bool | None:
-    """Return whether a bwd's result is the sum along an axis of what each device has without it.
+    """Return whether a bwd's result is the sum along an axis of its results without the psums.
 
-    False if it is the same without the psums, None if neither is proven. The jaxpr has one result.
+    False if the result doesn't depend on the psums, None if neither is proven. The jaxpr must have
+    one result.
     """
     fold = _AfterSums(door, axis)
     try:
@@ -110,7 +111,7 @@ def is_total(door: Door, jaxpr: Jaxpr, axis: str) -> bool | None:
 
 
 class _AfterSums(Linearity):
-    """Says whether a value is linear in the psums along an axis, unknown, or fixed."""
+    """Finds whether values are linear in the psums along an axis, fixed, or unknown."""
 
     def __init__(self, door: Door, axis: str):
         super().__init__(kernels=False)
@@ -129,7 +130,7 @@ class _AfterSums(Linearity):
 
     def other(self, eqn: Eqn, name: str, operands: list[str]) -> Sequence[str]:
         inside = (each for jaxpr in inner_jaxprs(eqn.params) for each in equations(jaxpr))
-        if any(self.axis in named_axes(each.params) for each in inside):  # it isn't read
+        if any(self.axis in named_axes(each.params) for each in inside):  # the fold skips these
             return [UNKNOWN] * len(eqn.outvars)
         return super().other(eqn, name, operands)
 
@@ -140,9 +141,9 @@ class _AfterSums(Linearity):
         return LINEAR if operand == FIXED and known else UNKNOWN
 
     def _equal(self, eqn: Eqn, result: str) -> str:
-        """Return a result, or that it is unknown where its coefficients differ along the axis."""
+        """Return the result, or UNKNOWN if its coefficients differ along the axis."""
         name, atoms = name_of(eqn), [*eqn.invars, *eqn.outvars]
-        if name in _CALLING and name != "while":  # each equation in it was asked
+        if name in _CALLING and name != "while":  # each inner equation was tested
             atoms = atoms[: name == "cond"]  # its predicate
         differs = any(self.axis in self.door.axis_type(atom.aval).axes for atom in atoms)
         return UNKNOWN if differs else result

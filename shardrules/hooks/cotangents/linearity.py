@@ -1,6 +1,6 @@
-"""A proof that a jaxpr is linear, and how far it rounds: through loops, refs and Pallas kernels.
+"""Prove that a jaxpr is linear and how far it rounds, through loops, refs and Pallas kernels.
 
-The claim of each row is executed by tests/hooks/cotangents/test_rows.py.
+tests/hooks/cotangents/test_rows.py runs a program for the claim of each row.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shardrules.hooks.types.owners import is_users
 from shardrules.jaxprs.fold import NESTED, Cell, Fold, TooLong
 from shardrules.jaxprs.walk import equations, is_same_program
 
-# How a value depends on the inputs: it is zero, it doesn't, linearly, or in an unknown way.
+# How a value depends on the inputs: it is zero; not at all; linearly; in an unknown way.
 ZERO, FIXED, LINEAR, UNKNOWN = "zero", "fixed", "linear", "unknown"
 _KNOWN = frozenset({ZERO, FIXED})
 
-# Primitives that only read and store, by the names of JAX 0.6 to 0.12; of these, copies.
+# Primitives that only read and store, and those that copy, by their names in JAX 0.6 to 0.12.
 _STORES = READS | set("swap addupdate masked_swap".split())
 _COPIES = frozenset("dma_start dma_wait".split())
 
@@ -43,7 +43,7 @@ _SHOWING = frozenset(
     "PrintEffect ErrorEffect".split()
 )
 
-# How many fwds and rules are read, each within another.
+# How deeply nested fwds and rules are read.
 _MOST_RULES = 4
 
 Precision = tuple[int, int]  # bits of the mantissa and of the exponent
@@ -54,15 +54,15 @@ def precision(dtype: Any) -> Precision:
     return kind.nmant, kind.nexp
 
 
-# A power of two of a value is as exact as the value, unless its exponent doesn't fit. Of types with
-# fewer bits than float32 has, a share may be too small or the sum of the shares too large.
+# A value times a power of two is as exact as the value, unless its exponent doesn't fit. In types
+# with fewer exponent bits than float32, a share may underflow, or the sum of the shares overflow.
 _EXPONENT_BITS = 8
 _WIDE = "float32 float64 complex64 complex128 bfloat16".split()
-WIDE = frozenset({*map(jax.numpy.dtype, _WIDE), jax.dtypes.float0})  # float0 is of integers
+WIDE = frozenset({*map(jax.numpy.dtype, _WIDE), jax.dtypes.float0})  # float0: integers' tangents
 
 
 def is_narrow(a: Precision) -> bool:
-    """Return whether a share may be out of a type's range where the sum isn't, or the sum."""
+    """Return whether a share or the sum may be out of a type's range when the other isn't."""
     return a[1] < _EXPONENT_BITS
 
 
@@ -71,7 +71,7 @@ def is_less(a: Precision, b: Precision) -> bool:
 
 
 def rounded_to(eqn: Eqn) -> Precision | None:
-    """Return the precision that an equation rounds cotangents to in one dtype, or None."""
+    """Return the precision to which an equation rounds values without changing their dtype."""
     name, params = name_of(eqn), eqn.params
     if name == "reduce_precision":
         return params["mantissa_bits"], params["exponent_bits"]
@@ -85,42 +85,42 @@ def rounded_to(eqn: Eqn) -> Precision | None:
 
 
 def _algorithm(asked: Any) -> Precision | None:
-    """Return what a dot rounds its operands to if the program asks for an algorithm, or None."""
-    named = getattr(asked, "name", "")  # of a jax.lax.DotAlgorithmPreset, "BF16_BF16_F32" say
+    """Return the precision to which a dot's algorithm rounds operands; None if there is none."""
+    named = getattr(asked, "name", "")  # a DotAlgorithmPreset's, such as "BF16_BF16_F32"
     if hasattr(asked, "num_primitive_operations") and not named:  # a jax.lax.DotAlgorithm
         kinds = asked.lhs_precision_type, asked.rhs_precision_type, asked.accumulation_type
         bits = [precision(jax.numpy.dtype(kind)) for kind in kinds]
         return min(b[0] for b in bits), min(b[1] for b in bits)
-    if named.endswith(("_X3", "_X6", "_X9")):  # sums of as many products
+    if named.endswith(("_X3", "_X6", "_X9")):  # a sum of that many products
         return {"BF16_BF16_F32_X3": (15, 8)}.get(named)
     return {"ANY": (2, 4), "F16": (10, 5), "BF16": (7, 8), "TF32": (10, 8)}.get(named.split("_")[0])
 
 
 class LinearityProof(NamedTuple):
-    """What a jaxpr does to some of its inputs."""
+    """Facts about how a jaxpr's outputs depend on some of its inputs."""
 
-    # The mesh axes that it sums over, if it is linear in them; else None. Over these axes, the sum
-    # of the devices' results is not one device's result for the sum.
+    # If it is linear in the inputs, the mesh axes that it sums over; else None. Over these axes,
+    # the sum of the devices' results is not the result for the sum of the inputs.
     summed: frozenset[str] | None
-    summed_of_others: frozenset[str]  # the axes of its sums of values that don't depend on them
-    rounds: bool  # whether a value that depends on them is less precise than both ends
-    is_narrow: bool  # whether something that depends on them has a narrow range
-    shows: bool = False  # whether the host, or a foreign call, sees a value that depends on them
+    summed_of_others: frozenset[str]  # the axes of sums of values that don't depend on the inputs
+    rounds: bool  # whether a value that depends on the inputs is less precise than both ends
+    is_narrow: bool  # whether a value that depends on the inputs has a narrow range
+    shows: bool = False  # whether the host or a foreign call sees a value that depends on them
 
 
 def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> LinearityProof:
     """Prove that a jaxpr is linear in ``inputs`` together, or not.
 
-    With ``kernels``, Pallas kernels are read, and collectives may move the inputs. Of outputs that
-    differ in precision, give one at a time: what is rounded for one may be so for another.
+    With ``kernels``, Pallas kernels are read, and collectives may move the inputs. If outputs
+    differ in precision, pass a jaxpr for each, since the widest output decides what rounds.
     """
     fold = Linearity(kernels)
     given = {v: LINEAR if v in inputs else FIXED for v in jaxpr.invars}
     of_outputs = _most(jaxpr.outvars)
     try:
         results = fold.run(jaxpr, [*given.values()])
-        # A value as precise as one input may be less precise than another, which it rounds. So
-        # the inputs of each precision are followed alone, with the others zero.
+        # A value that is as precise as one input may be less precise than another input, and round
+        # it. So follow the inputs of each precision separately, with the others zero.
         alike: dict[Precision, list[Any]] = {}
         for v in inputs:
             if is_inexact(v.aval):
@@ -148,7 +148,7 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
 
 
 def _most(atoms: Sequence[Any]) -> Precision:
-    """Return the most bits that any of these has."""
+    """Return the most bits, of mantissa and exponent, that any of these atoms has."""
     kept = [precision(atom.aval.dtype) for atom in atoms if is_inexact(atom.aval)]
     return max((p[0] for p in kept), default=0), max((p[1] for p in kept), default=0)
 
@@ -158,6 +158,10 @@ ROWS: dict[str, Row] = {}
 
 
 class Linearity(Fold[str]):
+    # A value is ZERO, FIXED, LINEAR or UNKNOWN. ``ROWS`` says what each primitive makes of its
+    # operands' values; a primitive without a row makes UNKNOWN, unless no operand depends on the
+    # inputs.
+
     bottom = ZERO
 
     def __init__(self, kernels: bool):
@@ -165,9 +169,9 @@ class Linearity(Fold[str]):
         self.reads_kernels = kernels
         self.summed: set[str] = set()
         self.summed_of_others: set[str] = set()
-        self.precisions: set[Precision] = set()  # of all values that depend on the inputs
+        self.precisions: set[Precision] = set()  # those of all values that depend on the inputs
         self.shows = False
-        self._rules: dict[Any, Any] = {}  # of each custom_vjp and custom_jvp, by place
+        self._rules: dict[Any, Any] = {}  # the rules of custom_vjps and custom_jvps, by place
         self._reading: list[Any] = []  # the jaxprs of the rules that are being read
 
     def literal(self, value: Any) -> str:
@@ -196,9 +200,9 @@ class Linearity(Fold[str]):
         return results
 
     def _differentiated(self, eqn: Eqn, operands: list[Any]) -> Sequence[str]:
-        """Return the values that a derivative of this program gets from a custom_vjp or custom_jvp.
+        """Return a custom_vjp's or custom_jvp's results in a derivative of this program.
 
-        It runs the author's fwd or rule instead, which may return something else.
+        The derivative runs the author's fwd or rule instead, which may return something else.
         """
         unknown = [UNKNOWN] * len(eqn.outvars)
         if any(isinstance(operand, Cell) for operand in operands):
@@ -211,12 +215,12 @@ class Linearity(Fold[str]):
             return unknown
         jaxpr, tangent_count, results = found
         if any(is_same_program(jaxpr, around) for around in self._reading):
-            # It calls itself: linear if all else that it does is.
+            # The rule calls itself, so it is linear if all its other steps are.
             return [ZERO] * len(eqn.outvars)
         if len(self._reading) > _MOST_RULES:
             return unknown
         given = [*operands[eqn.params["num_consts"] :], *[ZERO] * tangent_count]
-        # From JAX 0.11 the constants are leading inputs.
+        # Since JAX 0.11, the constants are leading inputs.
         constants = [FIXED] * (len(jaxpr.invars) - len(given))
         self._reading.append(jaxpr)
         made: list[str] = self.inside(eqn, jaxpr, [*constants, *given], at=1)
@@ -224,7 +228,7 @@ class Linearity(Fold[str]):
         return [*made[results]]
 
     def finished(self, jaxpr: Jaxpr, read: Callable[[Any], str]) -> None:
-        if not self.place:  # a write to a ref from outside can be read there
+        if not self.place:  # outermost: the caller can read what was written to its refs
             refs = (var for var in jaxpr.invars if hasattr(var.aval, "inner_aval"))
             self.shows |= any(self.content(read(var)) not in _KNOWN for var in refs)
 
@@ -247,7 +251,7 @@ class Linearity(Fold[str]):
         return row(self, eqn, given)
 
     def _note_inside(self, eqn: Eqn) -> None:
-        """Note that anything inside of an equation may depend on the inputs."""
+        """Record that every value inside an equation may depend on the inputs."""
         for jaxpr in inner_jaxprs(eqn.params):
             for other in equations(jaxpr, kernels=True):
                 self._note_rounding(other)
@@ -272,7 +276,7 @@ class Linearity(Fold[str]):
         known = name in _STORES or name in _COPIES
         if name == "atomic_rmw":
             known = getattr(eqn.params["atomic_type"], "value", None) == "add"
-        if not is_inexact(eqn.invars[0].aval):  # integers that are data or positions
+        if not is_inexact(eqn.invars[0].aval):  # a ref of integers: other integers may be its data
             data, positions = [*data, *positions], []
         known &= not _reinterprets(eqn)
         if not known:
@@ -296,10 +300,11 @@ def _reinterprets(eqn: Eqn) -> bool:
 
 
 def _shows(eqn: Eqn, operands: Sequence[str]) -> bool:
-    """Return whether an equation shows operands that depend on the inputs, or shows by them."""
+    """Return whether the host sees operands that depend on the inputs, or whether they hold."""
     if _SHOWING.isdisjoint(type(effect).__name__ for effect in eqn.effects):
         return False
-    # A call shows operands by equations inside it; a predicate, or a loop, decides whether it does.
+    # Inner equations of a call are tested themselves. A predicate or a loop decides whether they
+    # run.
     if name_of(eqn) == "cond":
         operands = operands[:1]
     elif name_of(eqn) in NESTED - {"while"}:
@@ -309,27 +314,27 @@ def _shows(eqn: Eqn, operands: Sequence[str]) -> bool:
 
 @functools.cache
 def _is_users(primitive: Primitive) -> bool:
-    """Return whether a primitive isn't JAX's, though it may have the name of one of JAX's."""
+    """Return whether a primitive isn't JAX's own, even if it has the name of one that is."""
     return is_users(load(), primitive)
 
 
 def ruled(eqn: Eqn) -> tuple[Any, int, slice] | None:
-    """Trace a custom_vjp's fwd, or a custom_jvp's rule; None if that fails.
+    """Trace a custom_vjp's fwd, or a custom_jvp's rule; return None if that fails.
 
-    Returns its jaxpr, which takes primals, and the number of tangents that it takes after them; and
-    which of its results are the primal ones.
+    Returns the jaxpr, the number of tangents that it takes after the primals, and which of its
+    results are primal.
     """
     params, count = eqn.params, len(eqn.outvars)
-    if params.get("symbolic_zeros"):  # what it returns may depend on what is differentiated
+    if params.get("symbolic_zeros"):  # its results may depend on what is differentiated
         return None
     given = eqn.invars[params["num_consts"] :]
     is_fwd = "fwd_jaxpr_thunk" in params
-    zeros = [not is_inexact(atom.aval) for atom in given]  # of the tangents
+    zeros = [not is_inexact(atom.aval) for atom in given]  # which tangents are zero
     rule: Any = params.get("jvp_jaxpr_fun", params.get("jvp_jaxpr_thunk"))
     rule, marks = (params["fwd_jaxpr_thunk"], [True] * len(given)) if is_fwd else (rule, zeros)
     try:
         jaxpr, consts = getattr(rule, "call_wrapped", rule)(*marks)[:2]
-    except Exception:  # it needs what was there when it was traced  # noqa: BLE001
+    except Exception:  # it may need a trace that has ended  # noqa: BLE001
         return None
     if any(isinstance(const, jax.core.Tracer) for const in consts):
         return None
@@ -352,7 +357,7 @@ def _rows(names: str) -> Callable[[Row], Row]:
     "with_memory_space_constraint sharding_constraint layout_constraint"
 )
 def _together(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
-    """Judge what is linear in all float operands together; the others are positions."""
+    """Judge an equation that is linear in all float operands together; others are positions."""
     if _applies(eqn):
         fold._note_inside(eqn)
         return UNKNOWN
@@ -368,11 +373,12 @@ def _together(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
 
 
 def _applies(eqn: Eqn) -> bool:
-    """Return whether a scatter applies a function of the program's (``x.at[i].apply(f)``)."""
+    """Return whether a scatter applies the program's function (``x.at[i].apply(f)``)."""
     update = opened(eqn.params.get("update_jaxpr"))
     if update is None or name_of(eqn) != "scatter":
         return False
-    # One that returns a constant has no equations: it is affine, as `lambda z: 2.0` is.
+    # A function that returns a constant, such as ``lambda z: 2.0``, has no equations, but is
+    # affine.
     given = {id(var) for var in update.invars}
     return any(equations(update)) or any(id(var) not in given for var in update.outvars)
 
@@ -392,7 +398,7 @@ def _sum(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
 
 @_rows("ppermute all_gather all_gather_invariant all_to_all reduce_scatter")
 def _moved(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
-    """Judge what is linear and moves data between devices, if the question includes such moves."""
+    """Judge a linear collective that moves data; unknown unless such moves are allowed."""
     if not fold.reads_kernels:
         return UNKNOWN
     fold.summed |= strings(eqn.params)
@@ -401,7 +407,7 @@ def _moved(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
 
 @_rows("mul dot_general conv_general_dilated")
 def _bilinear(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
-    """Judge what is linear in one operand while the other is fixed."""
+    """Judge an equation that is linear in either operand if the other one is fixed."""
     if ZERO in given:
         return ZERO
     fold._note_rounding(eqn)
@@ -410,7 +416,7 @@ def _bilinear(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
 
 @_rows("div dynamic_slice gather")
 def _in_first(fold: Linearity, eqn: Eqn, given: list[str]) -> str:
-    if eqn.params.get("fill_value") not in (None, 0):  # a gather that fills what is out of bounds
+    if eqn.params.get("fill_value") not in (None, 0):  # a gather that fills in another number
         return UNKNOWN
     return given[0] if _KNOWN.issuperset(given[1:]) else UNKNOWN
 

@@ -1,8 +1,9 @@
-"""The origin of each value in a jaxpr: the inputs it depends on, and the axes where it differs.
+"""Find the origin of each value in a jaxpr: its inputs, and the axes along which it differs.
 
 A type names the mesh axes over which a value *may* vary, and a cast adds axes to it. This module
-finds the axes along which devices can really hold different values: a sum of equal values counts
-each of them once per device. It also finds the cotangents that a returned cotangent depends on.
+finds the axes along which devices can really hold different values, since a sum of equal values
+counts each of them once per device. It also finds the arriving cotangents that a returned cotangent
+depends on.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from shardrules.registry.axistypes import show_axes
 # Equations whose results hold a number if all of their operands hold it.
 _SAME_NUMBER = SAME_VALUES | {"transpose", "copy", "slice", "rev", "select_n", "pmax", "pmin"}
 
-# Equations whose results are zero if all operands are, and if one operand is.
+# Equations whose results are zero if all operands are; and those for which one zero is enough.
 _OF_ZEROS = frozenset("neg add add_any sub cumsum".split())
 _OF_ONE_ZERO = frozenset("mul dot_general".split())
 
@@ -67,16 +68,16 @@ class Origin:
     inputs: frozenset[int] = frozenset()  # the positions of the jaxpr's inputs on which it depends
     # the mesh axes along which devices may hold different values of it
     axes: frozenset[str] = frozenset()
-    # the mesh axes over which a collective summed or moved something that it depends on (gathered
+    # the mesh axes over which a collective summed or moved a value that it depends on (gathered
     # values may be added up later)
     sums: frozenset[str] = frozenset()
-    # of these, the axes over which a backward pass summed
+    # the axes in ``sums`` over which a backward pass summed
     gradients: frozenset[str] = frozenset()
     # pairs of an input and a mesh axis along which a collective brought it here
     crossed: frozenset[tuple[int, str]] = frozenset()
     # the number that all its elements hold, if known; it then depends on no input
     number: float | None = None
-    # the mesh axes whose devices' values it holds side by side, each with what was gathered
+    # mesh axes along which it holds all devices' values, each with the origin of those values
     gathered: frozenset[tuple[frozenset[str], Origin]] = frozenset()
 
     def __or__(self, other: Origin) -> Origin:
@@ -102,18 +103,18 @@ class Origin:
         return dataclasses.replace(self, axes=self.axes - axes)
 
     def summed(self, axes: frozenset[str], in_gradient: bool = False) -> Origin:
-        """Replace axes along which it differs by axes over which it is summed."""
+        """Return the origin of the sum over ``axes``, along which the sum is equal."""
         gradients = self.gradients | axes if in_gradient else self.gradients
         axes, sums = self.axes - axes, self.sums | axes
         return dataclasses.replace(self, axes=axes, sums=sums, gradients=gradients)
 
     def gathering(self, axes: frozenset[str]) -> Origin:
-        """Note that it holds the values of all devices along ``axes``."""
+        """Return the origin of the values of all devices along ``axes``."""
         values = (axes, dataclasses.replace(self, gathered=frozenset()))
         return dataclasses.replace(self.summed(axes), gathered=self.gathered | {values})
 
     def crossing(self, axes: frozenset[str]) -> Origin:
-        """Note that a collective brought its inputs along ``axes``."""
+        """Return the origin with the record that a collective moved its inputs along ``axes``."""
         pairs = frozenset((at, axis) for at in self.inputs for axis in axes)
         return dataclasses.replace(self, crossed=self.crossed | pairs, number=None)
 
@@ -127,7 +128,7 @@ class Reduction:
 
     text: str  # the equation, for messages
     axes: frozenset[str]  # the axes that it sums over
-    origin: Origin  # of what is summed
+    origin: Origin  # the origin of the operand
     # known numbers that divide the operand or the sum, and the products of some of them
     divisors: frozenset[float] = frozenset()
     products: frozenset[float] = frozenset()
@@ -137,7 +138,7 @@ class Reduction:
         return self.axes & self.origin.axes
 
     def is_mean(self, *sizes: float | None) -> bool:
-        """Return whether it is divided by one of these numbers of devices, at once or in steps."""
+        """Return whether it is divided by one of these numbers, at once or in steps."""
         return not self.products.isdisjoint(sizes)
 
 
@@ -160,15 +161,15 @@ class Origins(Fold[Origin]):
         self.opaque_of = opaque_of
         self.mesh_axes = mesh_axes
         self.declared = declared
-        # Keyed by place, since several equations may hold one jaxpr and loops are read repeatedly.
+        # Keyed by place, since several equations may share a jaxpr, and loops are read repeatedly.
         self._reductions: dict[tuple[Any, ...], Reduction] = {}
         self._divisors: dict[
             tuple[Any, ...], float
-        ] = {}  # of the equations that divide by a known number
+        ] = {}  # the divisors of equations that divide by a known number
         self._means: dict[
             tuple[Any, ...], float
-        ] = {}  # of the equations that divide a sum over elements
-        # The entries to complete once the jaxpr at a place is read: see ``finished``.
+        ] = {}  # the divisors of equations that divide a sum over elements
+        # The entries to complete after the jaxpr at a place was read: see ``finished``.
         self._noted: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, int | None]]] = {}
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
         self.outputs = self.run(jaxpr, [*map(self.constant, closed), *inputs])
@@ -183,12 +184,12 @@ class Origins(Fold[Origin]):
 
     @property
     def products(self) -> frozenset[float]:
-        """Return the products of some known divisors that are not part of a mean over elements."""
+        """Return all products of known divisors that are not part of a mean over elements."""
         return products_of([by for at, by in self._divisors.items() if at not in self._means])
 
     @property
     def mean_size(self) -> float:
-        """Return the product of the numbers of elements that are averaged on one device."""
+        """Return the product of the numbers of elements that means on one device average."""
         return product_of(self._means.values())
 
     @property
@@ -223,7 +224,7 @@ class Origins(Fold[Origin]):
         if opaque is not None:
             joined = _union(map(self.content, operands))
             result = self._opaque(eqn, opaque, joined, len(eqn.outvars) or 1)
-            return self.one_step(eqn, operands, result)  # one without results writes to refs
+            return self.one_step(eqn, operands, result)  # a call without results writes to refs
         results = super().equation(eqn, operands)
         name = eqn.primitive.name
         if name in ("div", "mul"):
@@ -257,7 +258,7 @@ class Origins(Fold[Origin]):
         ]
 
     def finished(self, jaxpr: Jaxpr, read: Callable[[Any], Any]) -> None:
-        """Complete the reductions of a jaxpr by the numbers that divide them there."""
+        """Add to a jaxpr's reductions the known numbers that divide them in it."""
         noted = self._noted.pop(self.place, None)
         if noted is None:
             return
@@ -277,7 +278,7 @@ class Origins(Fold[Origin]):
             reduction = self._reductions[(*key, i)]
             result = eqn.outvars[min(i, len(eqn.outvars) - 1)]
             factors = divisors_of(jaxpr, made, used, number, eqn.invars[i], result)
-            if eqn.primitive.name == "reduce_sum":  # of gathered values, and elements
+            if eqn.primitive.name == "reduce_sum":  # sums gathered values, and elements
                 elements = size_ratio(eqn) * (size_of(reduction.axes) or 1)
                 factors.insert(0, elements)
             self._reductions[(*key, i)] = dataclasses.replace(
@@ -301,7 +302,7 @@ class Origins(Fold[Origin]):
         if "psum" in name or scatters:
             text = f"{name} over {show_axes(over)}"
             for i, origin in enumerate(operands):
-                if origin.number is None:  # not a count of the devices
+                if origin.number is None:  # else it counts the devices
                     self._reduces(eqn, i, Reduction(text, over, origin))
         if "axis_size" in name:
             return [joined] * len(eqn.outvars)
@@ -309,7 +310,7 @@ class Origins(Fold[Origin]):
             operands = [operand.crossing(over) for operand in operands]
             joined = joined.crossing(over)
         whole = eqn.params.get("axis_index_groups") is None and not scatters
-        if whole and "all_gather" in name:  # equal, even if its type varies
+        if whole and "all_gather" in name:  # its result is equal, even if its type varies
             return [joined.gathering(over)] * len(eqn.outvars)
         if whole and name in ("pmax", "pmin"):
             return [origin.equal(over) for origin in operands]
@@ -341,7 +342,7 @@ class Origins(Fold[Origin]):
 
 
 def rule_of(opaque: OpaqueCall) -> Any:
-    """Return the rule that an opaque call obeys, or None; None for other equations."""
+    """Return the rule that an opaque call obeys; None if it has none, or isn't an opaque call."""
     return getattr(getattr(opaque, "registration", None), "rule", None)
 
 
@@ -361,7 +362,7 @@ def _literal(value: Any) -> Origin:
 
 
 def _number(eqn: Eqn, operands: Sequence[Any]) -> float | None:
-    """Return the one number that an equation's results hold, if known."""
+    """Return the number that all elements of an equation's results hold; None if unknown."""
     name = eqn.primitive.name
     numbers = [None if isinstance(x, Cell) else x.number for x in operands]
     if name == "select_n":
@@ -371,7 +372,7 @@ def _number(eqn: Eqn, operands: Sequence[Any]) -> float | None:
     known = [number for number in numbers if number is not None]
     if not known or len(known) < len(numbers):
         return None
-    if not eqn.outvars:  # a print
+    if not eqn.outvars:  # such as a print
         return None
     first, is_float = known[0], is_inexact(eqn.outvars[0].aval)
     if name in _ARITHMETIC and is_float:

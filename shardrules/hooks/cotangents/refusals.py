@@ -1,4 +1,4 @@
-"""The errors about a cotangent that a bwd returns: what is wrong, and what to type instead."""
+"""Make the errors about a cotangent that a bwd returns: what is wrong, and what to type instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardrules.registry.axistypes import AxisType, show_axes
 @dataclasses.dataclass(frozen=True)
 class Cotangent:
     path: Any  # its pytree path
-    index: int  # of its primal, among the flattened ones
+    index: int  # the index of its primal among the flattened primals
     have: AxisType  # its axis type
     want: AxisType  # the axis type that a cotangent of its primal has
 
@@ -40,7 +40,7 @@ class Cotangent:
 
 
 class Refusals:
-    has_casts = True  # JAX 0.5.3 and older have none to advise
+    has_casts = True  # False for JAX 0.5.3 and older, which have no casts to advise
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Refusals:
     ):
         self.door = door
         self.parts = parts
-        self.declared = declared  # says which rule is taken for granted, empty for none
+        self.declared = declared  # says which rule is taken for granted; empty if none
 
     def undecided(self, ct: Cotangent, axes: frozenset[str], why: str) -> CotangentError:
         """Return the error for a cotangent that may be one device's share or the full sum."""
@@ -118,7 +118,7 @@ class Refusals:
     def unmoved(
         self, ct: Cotangent, axis: str, output: int, why: str, averaged: bool
     ) -> CotangentError:
-        """Return the error where each device would receive the cotangents of all devices."""
+        """Return the error for a primal whose devices would all receive the sum of cotangents."""
         own = whole = ""
         if self.has_casts and is_library(self.parts.place):
             own = f"cast the arguments that the output depends on, shardrules.vary(x, {axis!r})"
@@ -157,7 +157,7 @@ class Refusals:
         axes: frozenset[str],
         by: str,
         kernel: str | None,
-        shapes: Collection[tuple[int, ...]],  # of the outputs whose cotangents it depends on
+        shapes: Collection[tuple[int, ...]],  # the shapes of outputs whose cotangents it needs
     ) -> CotangentError:
         """Return the error for a sum of values that are equal on the devices."""
         names = quoted(axes)
@@ -182,7 +182,7 @@ class Refusals:
     def _without_sum(
         self, ct: Cotangent, axes: frozenset[str], shapes: Collection[tuple[int, ...]]
     ) -> str:
-        """Say what to return in place of the sum: the form that the shapes fit, else each."""
+        """Say what to return in place of the sum: the form that fits the shapes, or else both."""
         pass_on = "pass it on:\n    return (ct,)\n"
         if not axes & ct.want.varying:
             return f"The primal is invariant over {{{quoted(axes)}}}, so {pass_on}"
@@ -246,7 +246,7 @@ class Refusals:
 
 
 def _gathered_along(own: tuple[int, ...], shapes: Collection[tuple[int, ...]]) -> int | None:
-    """Return the one dimension along which a gathered output is longer than its primal."""
+    """Return the dimension along which a gathered output is longer than its primal, or None."""
     if len({*shapes}) != 1 or len(whole := next(iter(shapes))) != len(own):
         return None
     longer = [n for n, (part, all_) in enumerate(zip(own, whole)) if part != all_]

@@ -1,9 +1,9 @@
-"""Whether a cotangent may be the sum of shares at each step of a linear program.
+"""Tell whether a cotangent may be the sum of shares at each step of a linear program.
 
 With the check off, each device transposes its own share of the cotangent of a value that is equal
-on the devices; with the check on, all of them transpose the sum. Both give the same gradients where
-each step's transpose is linear and rounds no share. JAX's own linear primitives are; an author's
-function is only if its jaxpr proves it.
+on the devices. With the check on, all of them transpose the sum. Both give the same gradients if
+each step's transpose is linear and rounds no share. The transposes of JAX's own linear primitives
+are linear; that of an author's function is only if its jaxpr proves it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from shardrules.registry.axistypes import show_axes
 
 IsOpaque = Callable[[Any], bool]
 _IDENTITIES = CASTS | {MARK}
-_PLAIN = {type(None), bool, int, float, str}  # of most parameters; none holds a function
-# The primitives whose jaxprs are followed; any other that holds jaxprs is one step.
+_PLAIN = {type(None), bool, int, float, str}  # the types of most parameters; none holds a function
+# Primitives whose jaxprs are followed. Any other primitive that holds jaxprs is one step.
 _FOLLOWED = frozenset((*CALLS, "scan", "cond"))
 _TRANSPOSE_CALLS = ("linear_call", "custom_transpose_call")
 
@@ -57,8 +57,8 @@ def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
     """Say why an equation's transpose may not be linear on each device; empty if it is."""
     name = name_of(eqn)
     if name == "custom_linear_solve":
-        # An iterative solver (cg) is not linear: it would solve each device's share to a tolerance
-        # of its own, also where the shares cancel.
+        # An iterative solver (cg) is not linear: it would solve each device's share to its own
+        # tolerance, even where the shares cancel.
         return "" if _solves(eqn) else f"{name!r} is solved by a function that may not be linear"
     is_authors = hijax_object(door, eqn.primitive, eqn.params) is not None
     if is_authors or not transposed_by_jax(door, eqn.primitive) or is_opaque(eqn) or _calls(eqn):
@@ -75,14 +75,14 @@ def has_rule(door: Door, eqn: Eqn) -> bool:
         name.startswith("custom_vjp_call")
         or name in _TRANSPOSE_CALLS
         or (name == "custom_linear_solve" and not _solves(eqn))
-        # JAX 0.10's pallas_call is a hijax primitive, and has JAX's own rules.
+        # JAX 0.10's pallas_call is a hijax primitive, but has JAX's own rules.
         or (name not in KERNELS and hijax_object(door, eqn.primitive, eqn.params) is not None)
         or not transposed_by_jax(door, eqn.primitive)
     )
 
 
 def rounds(eqn: Eqn) -> bool:
-    """Return whether an equation or its transpose may round a share as it doesn't round a sum."""
+    """Return whether an equation or its transpose may round shares differently from their sum."""
     floats = [var.aval.dtype for var in eqn.outvars if is_inexact(var.aval)]
     return narrows(eqn) or any(is_narrow(precision(dtype)) for dtype in floats)
 
@@ -102,7 +102,7 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     """Return whether JAX wrote both the rule of a custom_jvp or custom_vmap and its function."""
     rules = (eqn.params.get(name) for name in ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "rule"))
     rule = next(rule for rule in rules if rule is not None)
-    # ``defjvps`` and custom_root make a rule of JAX's that calls the author's.
+    # ``defjvps`` and custom_root make a rule that is JAX's but calls the author's.
     primal = opened(eqn.params.get("call_jaxpr", eqn.params.get("call")))
     functions = [getattr(rule, "rule", rule), *([primal] if hasattr(primal, "debug_info") else [])]
     names = map(door.function_name, functions)
@@ -111,15 +111,16 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     )
 
 
-# JAX binds these under the check, and a body's code may bind them, too. With the check off, each
-# device gets a part of a cotangent, and nothing sums the parts.
+# JAX binds these primitives under the check, and a body may bind them itself. With the check off,
+# each device gets a part of a cotangent, and nothing sums the parts.
 _FOR_THE_CHECK = frozenset({"all_gather_invariant", "psum_invariant"})
 
 
 def why_by_arguments(door: Door, eqn: Eqn) -> str:
-    """Say why an equation's derivative may differ with the check on though a look saw it equal.
+    """Say why an equation's derivative may differ with the check on, although a retrace agreed.
 
-    A look differentiates by all arguments, without the vmaps around. Empty if there is no reason.
+    A retrace differentiates by all arguments, and without the enclosing vmaps. Empty if there is no
+    reason.
     """
     name, count = name_of(eqn), sum(is_inexact(atom.aval) for atom in eqn.invars)
     if count and name in _FOR_THE_CHECK:
@@ -136,9 +137,9 @@ def why_by_arguments(door: Door, eqn: Eqn) -> str:
 
 
 def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozenset[object]]:
-    """Return what tells programs apart: a digest of their text, and their primitives.
+    """Return a key that distinguishes programs: a digest of their text, and their primitives.
 
-    A text only names primitives, and doesn't say whether somebody wrote the batching rule of one.
+    The text only names primitives, and doesn't show whether a batching rule is an author's.
     """
     text, found = hashlib.sha256(), set()
     for program in programs:
@@ -149,7 +150,7 @@ def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozen
 
 
 def absent_tangents(eqn: Eqn) -> Sequence[bool]:
-    """Return which tangents of a custom_vjp's linear part are zero; JAX 0.6.0 takes all of them."""
+    """Return which tangents of a custom_vjp's linear part are zero; none are in JAX 0.6.0."""
     none_zero = [False] * (len(eqn.invars) - eqn.params["num_res"])
     zeros: Sequence[bool] = eqn.params.get("in_zeros", none_zero)
     return zeros
@@ -158,24 +159,24 @@ def absent_tangents(eqn: Eqn) -> Sequence[bool]:
 class CustomRules:
     """The custom rules that a program calls and that no derivative of it has run yet, by keys.
 
-    Two calls have one key only if they have the same rule. No name or place is a key, since the
-    functions that one function makes share these.
+    Two calls have the same key only if they have the same rule. Names and places can't be keys,
+    since all functions that one function makes share them.
     """
 
     def __init__(self, door: Door, rule_of: Callable[[Any], Any]):
         self.door = door
-        self._rule_of = rule_of  # from the function that JAX binds to what its author wrote
+        self._rule_of = rule_of  # maps the bwd that JAX binds to the author's functions
 
     def left(self, closed: Any) -> collections.Counter[Any]:
-        """Count the rules that are left in a program."""
+        """Return how often each rule is left in a program."""
         eqns = equations(opened(closed))
         keys = (self._key(eqn, 2) for eqn in eqns if has_rule(self.door, eqn))
         return collections.Counter(key for key in keys if key is not None)
 
     def alike(self, programs: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
-        """Return which rules are left in each program, by the numbers of when they are first met.
+        """Return which rules are left in each program, numbered in the order of first appearance.
 
-        No text says whether a rule that a derivative leaves is one that it ran.
+        The programs' text doesn't show whether a rule in a derivative is one that it ran.
         """
         met: dict[Any, int] = {}
         return tuple(
@@ -184,10 +185,10 @@ class CustomRules:
         )
 
     def new(self, closed: Any, before: Any, ran: Container[Any]) -> bool:
-        """Return whether a derivative leaves rules that neither ran nor stood there before.
+        """Return whether a derivative holds rules that neither ran nor were in the program before.
 
-        The rule of a custom_jvp is one that ran if the program that was differentiated had it. Of a
-        custom_vjp's, what was there and didn't run has no tangents, as long as no call is added.
+        A custom_jvp's rule ran if the differentiated program held it. A custom_vjp's rule that was
+        there and didn't run has no tangents, as long as the derivative holds no more calls of it.
         """
         counts = self.left(before)
         return any(
@@ -197,9 +198,9 @@ class CustomRules:
         )
 
     def computed(self, closed: Any, depth: int = 2) -> list[tuple[Any, int | None]]:
-        """List the rules of the custom calls in a program, each with a digest of what it computes.
+        """Return the rules of the custom calls in a program, each with a digest of its jaxpr.
 
-        Of a custom_vjp, that is what its fwd computes. None stands for what can't be traced.
+        For a custom_vjp, the digest is that of its fwd. It is None if the rule can't be traced.
         """
         made: list[tuple[Any, int | None]] = []
         for eqn in equations(opened(closed)):
@@ -217,14 +218,14 @@ class CustomRules:
                 jaxpr, consts = getattr(rule, "call_wrapped", rule)(*marks)[:2]
                 held = _Held(opened(jaxpr), consts)
                 made.append((hashable(key), digest(held)))
-            except Exception:  # it needs what was there when it was traced  # noqa: BLE001
+            except Exception:  # it may need a trace that has ended  # noqa: BLE001
                 made.append((hashable(key), None))
                 continue
             made += self.computed(held, depth - 1) if depth else []
         return made
 
     def holds_uncounted(self, closed: Any) -> bool:
-        """Return whether a program holds transposes or solves of authors: ``left`` counts none."""
+        """Return whether a program holds authors' transposes or solves, which ``left`` omits."""
         named = ("custom_vjp_call", "custom_jvp_call")
         eqns = (eqn for eqn in equations(opened(closed)) if not name_of(eqn).startswith(named))
         return any(has_rule(self.door, eqn) for eqn in eqns)
@@ -235,12 +236,12 @@ class CustomRules:
             written = self._rule_of(eqn.params.get("bwd"))
             return None if written is None else hashable(written)
         if not name.startswith("custom_jvp_call"):
-            return None  # a transpose: each derivative looks at its own
+            return None  # a transpose, which each derivative examines itself
         rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("jvp_jaxpr_thunk"))
         zeros = [not is_inexact(atom.aval) for atom in eqn.invars[eqn.params["num_consts"] :]]
         try:
             jaxpr = opened(getattr(rule, "call_wrapped", rule)(*zeros)[0])
-        except Exception:  # it needs what was there when it was traced  # noqa: BLE001
+        except Exception:  # it may need a trace that has ended  # noqa: BLE001
             return object()
         inner = [e for e in equations(jaxpr) if has_rule(self.door, e)] if depth else []
         return program_text(jaxpr), *(self._key(e, depth - 1) for e in inner)
@@ -254,9 +255,9 @@ class _Held(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What a bwd computes."""
+    """A description of what a bwd computes."""
 
-    rule: Any  # as the author wrote it
+    rule: Any  # the author's functions
     name: str
     place: str
     forms: tuple[Any, ...]  # the shapes and dtypes that it takes and returns
@@ -264,17 +265,17 @@ class Computed(NamedTuple):
 
 
 def computed(parts: CustomVjpInfo, jaxpr: Any, made: int) -> Computed:
-    """Return what a bwd computes, by its jaxpr and a digest of that."""
+    """Return the description of a bwd with this jaxpr, of which ``made`` is a digest."""
     avals = [atom.aval for atom in (*jaxpr.invars, *jaxpr.outvars)]
     forms = tuple((getattr(a, "shape", None), str(getattr(a, "dtype", None))) for a in avals)
     return Computed(hashable(parts.rule), parts.name, parts.place, forms, made)
 
 
 def computes_as(now: set[Computed], before: set[Computed], pairs: Mapping[Any, Any]) -> bool:
-    """Return whether each bwd computes what it computed before, by the pairs of their rules.
+    """Return whether each bwd computes the same as before; ``pairs`` maps rules to earlier ones.
 
-    One whose rule wasn't there, as it is made in the body, is known by its place. Where two that
-    compute else are known alike, no set tells which of them stands where.
+    A bwd whose rule wasn't there before (the body makes it again) is identified by name, place and
+    shapes. If two bwds that compute different things can't be distinguished so, return False.
     """
     rules = {one.rule for one in before}
 
@@ -289,7 +290,7 @@ def computes_as(now: set[Computed], before: set[Computed], pairs: Mapping[Any, A
 
 
 def hashable(rule: Any) -> Any:
-    """Return a rule, or a new object for a rule that can't be told from others."""
+    """Return a rule, or a new object for a rule that isn't hashable."""
     try:
         hash(rule)
     except TypeError:
@@ -306,12 +307,12 @@ _TAKEN = (
 
 
 def gradient_over(axes: frozenset[str]) -> str:
-    """Say that a gradient that a fwd, a bwd or a jvp takes is another with the check off."""
+    """Say that a gradient taken by a fwd, a bwd or a jvp differs with the check off."""
     return _TAKEN.format(show_axes(axes))
 
 
 class Shares(Reach):
-    """The steps of one linear program by which gradients may differ with the check off."""
+    """Finds the steps of a linear program by which gradients may differ with the check off."""
 
     def __init__(
         self,
@@ -326,11 +327,11 @@ class Shares(Reach):
         self._is_opaque = is_opaque
         sizes = door.manual_sizes()
         self._every = frozenset(axis for axis, size in sizes.items() if size != 1)
-        # Along an axis without casts, all shares are one nth: to round such a share is to round the
-        # sum if n is a power of two and the range of the type is float32's.
+        # Along an axis without casts, each of n shares is one nth of the sum. If n is a power of
+        # two and the type has float32's range, rounding a share is the same as rounding the sum.
         self.differing = frozenset(a for a in self._every if again or sizes[a] & (sizes[a] - 1))
-        self.summed: frozenset[str] = frozenset()  # over which casts sum cotangents
-        self.sums: frozenset[str] = frozenset()  # over which it sums tangents
+        self.summed: frozenset[str] = frozenset()  # the axes over which casts sum cotangents
+        self.sums: frozenset[str] = frozenset()  # the axes over which psums sum tangents
         self._reasons: list[str] = []
         self._rounding: list[tuple[frozenset[str], str]] = []
         inputs = [v.aval for v, is_in in zip(jaxpr.invars, linear) if is_in and is_inexact(v.aval)]
@@ -342,14 +343,14 @@ class Shares(Reach):
             self._reasons.append(str(error))
 
     def reasons_to_leave(self) -> list[str]:
-        """Say at which steps the gradients may differ from those with the check off."""
+        """Return why the gradients may differ from those with the check off, with the steps."""
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))
 
     @property
     def over(self) -> frozenset[str]:
-        """Return the axes over which a gradient that a rule takes is another with the check off."""
-        # There no cast sums it, and the transpose of a sum is a sum.
+        """Return the axes over which a gradient that a rule takes differs with the check off."""
+        # With the check off, no cast sums the gradient, and a psum's transpose is a psum.
         return self._every & (self.summed | self.sums)
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
@@ -372,7 +373,7 @@ class Shares(Reach):
         return frozenset().union(*types) & self._every
 
     def _cast(self, eqn: Eqn, tangents: list[Any]) -> None:
-        """Note where the cotangents of invariant tangents are summed over the devices."""
+        """Record the axes over which the cotangents of invariant tangents are summed."""
         over = self._varying([*eqn.invars, *eqn.outvars])
         for atom in tangents:
             axes = over - self._varying([atom])
@@ -423,8 +424,9 @@ def _is_linear(jaxpr: Jaxpr, const_count: int) -> bool:
 
 
 def _calls(eqn: Eqn) -> bool:
-    """Return whether an equation calls functions that no graph sees into."""
-    # In a linear program it only adds or replaces: JAX can't differentiate ``x.at[i].apply(f)``.
+    """Return whether an equation calls functions that the analyses don't follow."""
+    # A scatter's function in a linear program only adds or replaces, since JAX can't differentiate
+    # ``x.at[i].apply(f)``.
     if eqn.primitive.name.startswith("scatter"):
         return False
     for value in eqn.params.values():

@@ -1,4 +1,4 @@
-"""A custom_vjp: its forward and its bwd as jaxprs, which the checks read and the bwd runs."""
+"""Trace a custom_vjp's fwd and bwd to jaxprs, which the checks read and the backward pass runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardrules.hooks.cotangents.origins import Origin, Origins, rule_of
 from shardrules.jaxprs.walk import equations
 from shardrules.registry.axistypes import AxisType
 
-Path = tuple[Any, ...]  # of a cotangent, in what a bwd returns
+Path = tuple[Any, ...]  # the path of a cotangent in a bwd's results
 
 
 class VjpRule(NamedTuple):
@@ -29,15 +29,15 @@ class VjpRule(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomVjpInfo:
-    name: str  # the bwd's, for messages
+    name: str  # the bwd's name, for messages
     fwd: Any  # the custom_vjp's fwd, as JAX wraps it
     gradients: Sequence[None]  # not empty once its fwd took a gradient
-    perturbed: Sequence[bool]  # of each primal, with ``symbolic_zeros=True``; else empty
+    perturbed: Sequence[bool]  # for each primal, with ``symbolic_zeros=True``; else empty
     in_tree: Any  # the pytree of the primals
     in_avals: tuple[Any, ...]
     place: str = ""  # where the bwd is defined, ``file:line``, or empty
     fwd_avals: tuple[Any, ...] | None = None  # the types that fwd ran with, if not ``in_avals``
-    # the functions, one object each for all of their runs
+    # the author's functions, which stay the same objects in all their runs
     rule: VjpRule = dataclasses.field(default_factory=VjpRule)
 
     def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
@@ -45,7 +45,7 @@ class CustomVjpInfo:
         tree, is_none = jax.tree_util, lambda x: x is None
         if isinstance(cotangents, list):
             cotangents = tuple(cotangents)
-        # Pytree classes may check their leaves, but accept plain objects, which JAX uses too.
+        # Pytree classes may check their leaves, but accept plain objects, which JAX also uses.
         placeholders = [object() for _ in self.in_avals]
         indices = {id(leaf): index for index, leaf in enumerate(placeholders)}
         primals = tree.tree_unflatten(self.in_tree, placeholders)
@@ -75,7 +75,7 @@ class CustomVjpInfo:
 
 
 class Trace:
-    """A bwd's jaxpr, which runs in place of the bwd."""
+    """A bwd's jaxpr, which runs instead of the bwd."""
 
     def __init__(self, door: Door, bwd: Any, args: Sequence[Any]):
         tree = jax.tree_util
@@ -97,8 +97,8 @@ class Trace:
             self._constant = [None if isinstance(leaf, jax.Array) else leaf for _, leaf in outputs]
             return [leaf for _, leaf in returned]
 
-        # Inlining binds the same equations as bwd itself. eval_jaxpr would not do: without a jit
-        # around the whole program, JAX 0.6.0 can't run a kernel's equation by itself.
+        # Inlining binds the same equations as bwd itself. eval_jaxpr wouldn't work: if no jit
+        # surrounds the whole program, JAX 0.6.0 can't run a kernel's equation alone.
         staged = door.staged(run, self.arrays)
         if staged is not None:
             self.jaxpr, self.consts, self._put = staged
@@ -125,9 +125,9 @@ class Trace:
 
 
 def as_arrays(door: Door, bwd: Any, args: Sequence[Any]) -> list[Trace]:
-    """Trace a bwd with the numbers that its fwd saved as arrays; none if it saved none, or fails.
+    """Trace a bwd with saved numbers made arrays; return nothing if there are none, or it fails.
 
-    With the check on, they are arrays if they were cast.
+    With the check on, such numbers are arrays if they were cast.
     """
     leaves, structure = jax.tree_util.tree_flatten(args)
     if not any(map(_is_number, leaves)):
@@ -135,18 +135,18 @@ def as_arrays(door: Door, bwd: Any, args: Sequence[Any]) -> list[Trace]:
     arrays = [jax.numpy.asarray(leaf) if _is_number(leaf) else leaf for leaf in leaves]
     try:
         return [Trace(door, bwd, jax.tree_util.tree_unflatten(structure, arrays))]
-    except Exception:  # it asks for their values  # noqa: BLE001
+    except Exception:  # bwd needs their concrete values  # noqa: BLE001
         return []
 
 
 def _is_number(leaf: Any) -> bool:
-    """Return whether a leaf is a number from which JAX makes an array."""
+    """Return whether a leaf is a number that JAX would convert to an array."""
     is_array = isinstance(leaf, (jax.Array, jax.core.Tracer))
     return not is_array and (isinstance(leaf, (int, float, complex)) or hasattr(leaf, "__array__"))
 
 
 class TracedFwd:
-    """A custom_vjp's fwd, traced again; not where it closes over values of a trace that ended."""
+    """A custom_vjp's fwd, traced again; this fails if it closes over values of an ended trace."""
 
     def __init__(self, bwd: Any):
         self.door = bwd.door
@@ -154,7 +154,7 @@ class TracedFwd:
         self.mesh_axes = bwd.mesh_axes
         self.parts: CustomVjpInfo = bwd.parts
         self.primals: Sequence[AxisType] = bwd.primals
-        self.count = len(bwd.entering)  # of residuals and outputs
+        self.count = len(bwd.entering)  # the number of residuals and outputs
         self.output_count = self.count - bwd.first
 
     @functools.cached_property
@@ -203,7 +203,7 @@ class TracedFwd:
         return list(zip(self.door.axis_types(v.aval for v in outvars), self.origins.outputs))
 
     def dropping(self, axes: frozenset[str]) -> str | None:
-        """Describe an opaque call whose rule makes outputs invariant over ``axes``."""
+        """Describe an opaque call whose rule makes outputs invariant over ``axes``, or None."""
         # A forward that can't be traced again may hold such a call.
         if self.jaxpr is None:
             return None if self.parts.fwd is None else "a forward that can't be traced again"
@@ -233,8 +233,8 @@ class TracedFwd:
 
     def equals(self) -> tuple[frozenset[str], frozenset[str]]:
         """Return the axes of redundant sums and of redundant means."""
-        # Sums that don't depend on its primals (a count of the devices) are left out: no cotangent
-        # passes through them.
+        # Ignore sums that don't depend on the primals (such as a count of the devices), since no
+        # cotangent passes through them.
         summed: frozenset[str] = frozenset()
         averaged: frozenset[str] = frozenset()
         for reduction in [] if self.jaxpr is None else self.origins.reductions:

@@ -1,4 +1,4 @@
-"""Whether a bwd may get the sum of the devices' shares of a cotangent in place of one share."""
+"""Tell whether a bwd may get the sum of the devices' shares of a cotangent instead of one share."""
 
 from __future__ import annotations
 
@@ -35,8 +35,12 @@ class WholeCotangents:
         """Say why gradients may differ from those with the check off; empty if they are equal."""
         # With the check off, each device passes on its own share of the cotangent of a replicated
         # value, and shard_map adds up the shares at its inputs. With the check on, all devices pass
-        # on the sum. The gradients are equal where bwd is linear: it then maps the sum of the
-        # shares to the sum of its results.
+        # on the sum. The gradients are equal if bwd is linear, since it then maps the sum of the
+        # shares to the sum of its results. Test each mesh axis:
+        # - all arriving cotangents differ along it: bwd gets shares either way; it must return a
+        #   share, or the sum by its own casts, as its primal's type requires;
+        # - none differs: bwd gets the sum, so it must be linear and must not communicate;
+        # - some differ, or primals do: leave the check off.
         bwd, name, live, returned = self.bwd, self._name, self._live, self._returned
         primals = [t.axes for t, aval in zip(bwd.primals, self.parts.in_avals) if is_inexact(aval)]
         equal = any(axis not in axes for axis in self._several for axes in live)
@@ -76,7 +80,7 @@ class WholeCotangents:
         if not equal or shares is None or key in state.warned or is_library(at):
             return
         if any(map(self._opaque_call, equations(self.bwd.trace.jaxpr))):
-            return  # most are linear, and can't be read
+            return  # opaque calls are mostly linear, and can't be read
         if not self._nonlinear([path for path, _ in self._returned], equal[0]):
             return
         over = [axis for axis in equal if axis in shares().summed]
@@ -98,13 +102,13 @@ class WholeCotangents:
 
     @property
     def _name(self) -> str:
-        """Return its name and its line, without which one lambda looks like another."""
+        """Return the bwd's name and line, since lambdas share a name."""
         at = f" (at {here(self.parts.place)})" if self.parts.place else ""
         return f"{self.parts.name!r}{at}"
 
     @property
     def _live(self) -> list[frozenset[str]]:
-        """Return the axes over which each cotangent that arrives and is not zero varies."""
+        """Return the axes over which each arriving nonzero cotangent varies."""
         leaves = jax.tree_util.tree_leaves(self.bwd.args[-1])
         return [
             axes_of(type_)
@@ -114,12 +118,12 @@ class WholeCotangents:
 
     @property
     def _several(self) -> list[str]:
-        """Return the mesh axes along which there are several devices."""
+        """Return the mesh axes with several devices."""
         return [axis for axis in sorted(self.bwd.mesh_axes) if size_of(frozenset((axis,))) != 1]
 
     @functools.cached_property
     def _returned(self) -> list[tuple[Any, frozenset[str]]]:
-        """Return the path of each cotangent that is not zero, and the axes over which it varies."""
+        """Return path and axes of each returned cotangent that isn't zero."""
         bwd, returned = self.bwd, list[tuple[Any, frozenset[str]]]()
 
         def note(path: Path, index: int, value: Any) -> Any:
@@ -135,7 +139,7 @@ class WholeCotangents:
     @functools.cached_property
     def _inner(self) -> frozenset[str]:
         """Return the axes over which casts sum in the gradients that bwd takes itself."""
-        # A gradient inside a jit may have been traced for another bwd, and come from JAX's cache.
+        # Also read the jaxpr, since JAX may take an inner jit's gradient from its cache.
         held = [named_axes(eqn.params) for eqn in inner_sums(self.bwd.trace.jaxpr)]
         return frozenset().union(*held, *self.bwd.inner)
 
@@ -146,14 +150,14 @@ class WholeCotangents:
         return self.state.opaque_call_of(eqn.primitive, eqn.params)
 
     def _shows(self) -> bool:
-        """Return whether a callback or a print of bwd sees what depends on a cotangent."""
+        """Return whether a callback or print in bwd sees values that depend on a cotangent."""
         trace = self.bwd.trace
         inputs = trace.jaxpr.invars[len(trace.jaxpr.invars) - len(trace.dynamic) :]
         arriving = [v for v, leaf in zip(inputs, trace.dynamic) if leaf >= self.bwd.first]
         return linearity(trace.jaxpr, arriving, kernels=True).shows
 
     def _nonlinear(self, paths: Sequence[Any], axis: str) -> str:
-        """Say why cotangents may not be linear in those that arrive; empty if they are."""
+        """Say why returned cotangents may not be linear in the arriving ones; empty if they are."""
         bwd = self.bwd
         for path in paths:
             jaxpr, dynamic = bwd.sliced(path), bwd.trace.dynamic

@@ -1,1 +1,1 @@
-"""What a test asserts; ``shardrules.testing`` gathers it, and the pytest plugin."""
+"""Define the assertions that ``shardrules.testing`` exports, and the pytest plugin."""

@@ -1,7 +1,7 @@
-"""Budgets: the collectives of a program in a small TOML file that is reviewed and compared."""
+"""Read and write budgets: a program's collectives in a small TOML file that people review."""
 
-# A budget holds no instruction names or line numbers, and its paths are relative, so that it stays
-# the same across recompiles and machines.
+# A budget holds no instruction names or line numbers, and its paths are relative, so that it is the
+# same after each compilation and on each machine.
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Budget:
     allow: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def differences(self, now: Budget) -> list[str]:
-        """List how another budget differs, a line each; allowances are not compared."""
+        """Return a line for each difference from another budget, except in allowances."""
         lines = [
             f"~ {name} is {new or 'not known'}, was {old or 'not known'}"
             for name, old, new in (("level", self.level, now.level), ("mesh", self.mesh, now.mesh))
@@ -51,7 +51,7 @@ def of(account: accounts.Account, path: pathlib.Path) -> Budget:
 
 
 def _root(path: pathlib.Path) -> pathlib.Path:
-    """Return the nearest folder above that holds a project; the file's own where none does."""
+    """Return the nearest enclosing folder that is a project's root, or else the file's folder."""
     folders = path.resolve().parents
     for folder in folders:
         if any((folder / name).exists() for name in _ROOT_FILES):
@@ -60,7 +60,7 @@ def _root(path: pathlib.Path) -> pathlib.Path:
 
 
 def dump(budget: Budget) -> str:
-    """Write a budget, rows in alphabetical order."""
+    """Return a budget as TOML, with rows in alphabetical order."""
     parts = [
         _HEAD,
         f"version = {VERSION}\nlevel = {_quoted(budget.level)}\nmesh = {_quoted(budget.mesh)}\n",
@@ -102,7 +102,7 @@ def load(path: pathlib.Path) -> Budget:
 
 
 def allowances(path: pathlib.Path) -> dict[str, str]:
-    """Read the allowances of a budget file, which may hold only these."""
+    """Return the allowances of a budget file, which may hold nothing else."""
     return _allowances(path, _read(path)) if path.exists() else {}
 
 

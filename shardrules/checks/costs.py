@@ -1,4 +1,4 @@
-"""What a compiled program costs besides its collectives, asserted."""
+"""Assert what a compiled program costs besides its collectives."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ def assert_donated(
 ) -> list[donation.Leaf]:
     """Assert that the memory of each donated array is reused for an output.
 
-    It reads the compiled module's alias table. A donated array that no output fits is lost without
-    a warning from JAX 0.8 on.
+    It reads the compiled module's alias table. Since JAX 0.8, a donated array that fits no output
+    is lost without a warning.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
-      *args: what the function is called with. Where these are arrays, memory that is passed twice
-        is found too.
+      *args: the function's arguments. If they are arrays, this also finds memory that is passed
+        twice.
       **kwargs: its keyword arguments.
-      paths: arguments, or leaves of them, that must be donated: ``["state"]`` stands for all that
-        is below the parameter ``state``. Text alone needs them: what was donated in vain leaves no
-        trace in it.
-      allow: from a path, as for ``paths``, to the reason why its memory may be lost.
+      paths: arguments, or leaves of them, that must be donated: ``["state"]`` stands for every leaf
+        below the parameter ``state``. Needed for text, which doesn't show what was donated in vain.
+      allow: maps a path, as for ``paths``, to the reason why its memory may be lost.
 
     Returns:
-      All leaves of the arguments, with what became of each.
+      All leaves of the arguments, with the use of each one's memory.
 
     Raises:
       CostAssertionError: naming each leaf whose memory is not reused, why, and what to do.
@@ -131,15 +130,15 @@ def assert_no_host_transfers(
     """Assert that a compiled program neither sends to the host nor receives from it.
 
     It sees JAX's callbacks (``jax.debug.print``, ``pure_callback``, ``io_callback``), feeds, sends
-    and receives, copies to and from host memory, and host computations. A custom call of one's own
-    may do what it likes, and what the caller does with the results (``float(x)``) is not part of
-    the program: ``steady_state`` sees that.
+    and receives, copies to and from host memory, and host computations. It doesn't see inside your
+    own custom calls. Reads of the results by the caller (``float(x)``) are not part of the program;
+    ``steady_state`` sees those.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
-      *args: what the function is called with.
+      *args: the function's arguments.
       **kwargs: its keyword arguments.
-      allow: from the end of a transfer's source line (``"train.py:12"``), or its function's name,
+      allow: maps the end of a transfer's source line (``"train.py:12"``), or its function's name,
         to the reason why it may stay.
 
     Returns:
@@ -173,7 +172,7 @@ def assert_no_host_transfers(
 
 
 def stands_at(located: transfers.Transfer | launches.Loop, place: str) -> bool:
-    """Return whether a source line ends in ``train.py:12``, or is all of ``place``."""
+    """Return whether a transfer or loop is at a place, given in full or as ``train.py:12``."""
     line = located.source.partition(" (")[0]
     return place == located.source or ("/" + line).endswith("/" + place)
 
@@ -191,21 +190,21 @@ def assert_no_large_constants(
 ) -> list[placement.Constant]:
     """Assert that no large array is written into a compiled program.
 
-    An array that a jitted function closes over is copied into the program, and lies on each of its
-    devices once more.
+    An array that a jitted function closes over is copied into the program, so that each of its
+    devices holds another copy.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
-      *args: what the function is called with.
-      max_bytes: of the largest that may be there.
-      **kwargs: what else the function is called with.
+      *args: the function's arguments.
+      max_bytes: the size of the largest constant that is allowed.
+      **kwargs: its keyword arguments.
 
     Returns:
-      The constants that are there, the largest first.
+      The program's constants, the largest first.
 
     Raises:
-      CostAssertionError: with the bytes of each that is larger, times devices, and its source line.
-      ShardrulesError: ``max_bytes`` is no count, or as ``judge``.
+      CostAssertionError: with each larger constant's bytes, times devices, and its source line.
+      ShardrulesError: ``max_bytes`` is not a count, or as ``judge``.
 
     Examples:
       >>> constants = testing.assert_no_large_constants(step, w, x)
@@ -237,18 +236,18 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered or a Compiled.
-      *args: what the function is called with.
+      *args: the function's arguments.
       expect: a ``PartitionSpec`` or a sharding for all outputs, or a mapping from an output's path
-        to one of these (``{"[0]['w']": P("data")}``; a path stands for all that is below it).
-      **kwargs: what else the function is called with.
+        to one of these (``{"[0]['w']": P("data")}``; a path stands for everything below it).
+      **kwargs: its keyword arguments.
 
     Returns:
-      From each output's path to its sharding.
+      A mapping from each output's path to its sharding.
 
     Raises:
-      CostAssertionError: with each output that is sharded otherwise, and whether it was gathered.
-      ShardrulesError: text, which does not say; a path that no output has; a spec without a mesh;
-        or as ``judge``.
+      CostAssertionError: with each output that is sharded differently, and whether it was gathered.
+      ShardrulesError: ``program`` is text, which doesn't show it; no output has a path; a spec has
+        no mesh; or as ``judge``.
 
     Examples:
       >>> testing.assert_output_sharding(step, w, x, expect=P())
@@ -320,13 +319,13 @@ def assert_loop(
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
-      *args: what the function is called with.
-      max_launches_per_iteration: kernels, library calls and copies that one trip may launch, with
-        all loops inside of it; for programs compiled for GPU, also one that is not here.
-      trip_count: ``"static"`` for any that the compiler knows, a number, or None for all.
+      *args: the function's arguments.
+      max_launches_per_iteration: kernels, library calls and copies that one trip may launch,
+        including those of inner loops; for programs compiled for GPU, even an absent one.
+      trip_count: ``"static"`` for any count that the compiler knows, a number, or None for any.
       at: the end of a loop's source line (``"sampler.py:12"``); all loops if None.
-      platform: the program's, where text does not say.
-      **kwargs: what else the function is called with.
+      platform: the program's platform, if text doesn't say.
+      **kwargs: its keyword arguments.
 
     Returns:
       The loops.

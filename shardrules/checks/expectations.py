@@ -1,4 +1,4 @@
-"""A test's expectations of a program's collectives, and how the program differs from them."""
+"""Define a test's expectations of a program's collectives, and compare a program with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
 PLATFORMS = ("cpu", "gpu", "tpu")
-_NAMES = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}  # with JAX's names
+_NAMES = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}  # maps JAX's names to ours
 _UNITS = {"count": "{}", "bytes": "{} B", "wire_bytes": "{} B on the wire", "sites": "{} sites"}
 
 
@@ -22,20 +22,20 @@ _UNITS = {"count": "{}", "bytes": "{} B", "wire_bytes": "{} B on the wire", "sit
 class Expected:
     """Expectations of one program: exact numbers, or upper bounds."""
 
-    # from a selector (``"backward all-reduce(data)"``) to some of ``count``, ``bytes``,
+    # maps a selector (``"backward all-reduce(data)"``) to some of ``count``, ``bytes``,
     # ``wire_bytes`` (over all runs of one execution, on one device) and ``sites`` (places)
     numbers: Mapping[str, Mapping[str, int]]
-    # whether the numbers must be met exactly; collectives that no selector matches fail either way
+    # whether the numbers must match exactly; collectives that no selector matches fail in any case
     exact: bool = True
 
     def differences(self, account: accounts.Account) -> list[tuple[str, list[accounts.Entry]]]:
-        """List each difference: a line, and its collectives."""
+        """Return each difference, as a line and its collectives."""
         selectors = {text: accounts.Selector.read(text) for text in self.numbers}
         for text, selector in selectors.items():
             selector.check_axes(text, account.mesh)
         taken: dict[str, list[accounts.Entry]] = {text: [] for text in ["", *self.numbers]}
         for entry in account:
-            # The most specific selector takes the collective, such as one that names a phase.
+            # The most specific selector counts the collective, such as one that names a phase.
             fitting = [text for text, selector in selectors.items() if selector.matches(entry)]
             best = max(fitting, key=lambda text: sum(map(bool, selectors[text])), default="")
             taken[best].append(entry)
@@ -114,7 +114,7 @@ def _is_count(number: Any) -> bool:
 
 
 def platform_name(name: Any) -> str:
-    """Return our name of a platform from any of JAX's names."""
+    """Return our name of a platform for any of JAX's names."""
     given = str(name).lower()
     if given not in _NAMES:
         near = accounts.near(given, PLATFORMS)
@@ -135,7 +135,7 @@ def for_platforms(expect: Any) -> dict[str, Any]:
 
 
 def pick(expect: Any, platform: str | None) -> Expected:
-    """Return the expectations for one platform (None: unknown)."""
+    """Return the expectations for one platform; None stands for an unknown one."""
     if platform is not None:
         platform = platform_name(platform)
     if isinstance(expect, Expected):

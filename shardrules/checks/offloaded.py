@@ -1,4 +1,4 @@
-"""Residuals that a policy offloads to host memory, and whether the compiled program does it."""
+"""Assert that a compiled program offloads residuals to host memory as its policy says."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _ADVICE = {
 
 @dataclasses.dataclass(frozen=True)
 class Offloading:
-    """What a program keeps in host memory."""
+    """The buffers and names that a program keeps in host memory."""
 
     buffers: tuple[offloading.HostBuffer, ...]  # with the stores and loads of each
-    names: tuple[NamedValue, ...]  # each with what becomes of it; empty without the function
+    names: tuple[NamedValue, ...]  # each with its status; empty without the function
     host_temp_bytes: int | None
     device_temp_bytes: int | None
 
     @property
     def bytes(self) -> int:
-        """Count the bytes on one device's host that are stored and loaded again."""
+        """Return the bytes that one device stores on its host and loads again."""
         return sum(b.bytes for b in self.buffers if b.stores and b.loads)
 
 
@@ -48,12 +48,12 @@ def assert_offloaded(
 
     Args:
       program: a function of ``*args, **kwargs`` that takes the gradient, a Lowered, a Compiled, HLO
-        text or a path; for TPU or GPU, also of one that is not here (``shardrules.aot``).
-      *args: what the function is called with.
-      names: of ``checkpoint_name``, each of which must be offloaded wherever it stands; read from
-        the trace, so they take the function.
-      min_bytes: that must be stored and loaded again, on one device.
-      **kwargs: what else the function is called with.
+        text or a path; for TPU or GPU, even an absent one (``shardrules.aot``).
+      *args: the function's arguments.
+      names: names given by ``checkpoint_name``; each must be offloaded wherever it appears. They
+        are read from the trace, so ``program`` must be the function.
+      min_bytes: the bytes that one device must at least store and load again.
+      **kwargs: its keyword arguments.
 
     Returns:
       The buffers, names and bytes.
@@ -61,8 +61,8 @@ def assert_offloaded(
     Raises:
       CostAssertionError: with each name that is not offloaded and why, each buffer that is stored
         and never loaded, and the bytes on host and device.
-      ShardrulesError: a name is not there, ``names`` without a function, a program for CPU, or as
-        ``judge``.
+      ShardrulesError: the program lacks a name, ``names`` are given without a function, the program
+        is for CPU, or as ``judge``.
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
     if min_bytes < 0:
@@ -74,7 +74,7 @@ def assert_offloaded(
             f"{source.name} is compiled for CPU, which has one memory and offloads nothing; "
             "compile it for the devices of shardrules.aot.tpu(...) or gpu(...)"
         )
-    host, device = compiled.temp_bytes(source.compiled)  # of text alone: None
+    host, device = compiled.temp_bytes(source.compiled)  # None for text
     buffers = tuple(offloading.read(source.module()))
     result = Offloading(buffers, tuple(traced), host, device)
     lines = _wrong(result, names or (), min_bytes)
@@ -98,7 +98,7 @@ def _traced(
     args, kwargs = programs.called_with(program, args, kwargs)
     try:
         traced = named_values(program, *args, **kwargs)
-    except ShardrulesError:  # no jax.checkpoint: what is moved by device_put has no name
+    except ShardrulesError:  # no jax.checkpoint; values that device_put moves have no names
         if names:
             raise
         return []

@@ -1,4 +1,4 @@
-"""The options for pytest: ``--shardrules``, ``--shardrules-check``, ``--update-budgets``."""
+"""Add options to pytest: ``--shardrules``, ``--shardrules-check``, ``--update-budgets``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, None]:
-    """Hold back what a test writes until it has passed, with its fixtures."""
+    """Hold back the budgets that a test writes until it has passed, including its fixtures."""
     if updates.wanted:
         _failed.clear()
         updates.wait()
@@ -110,7 +110,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send what a worker says to the process that prints the summary (pytest-xdist)."""
+    """Send a worker's lines to the process that prints the summary (pytest-xdist)."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["shardrules_budgets"] = list(updates.said)

@@ -1,4 +1,4 @@
-"""Check the replication that shardings promise, of a program's outputs and of its inputs."""
+"""Check that a program's outputs and inputs are replicated as their shardings promise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_outputs_replicated(
     """Assert that each output is proven equal on the devices where its sharding promises that.
 
     With the check off, shard_map accepts a missing psum, or out_specs without an axis over which
-    the result varies. The devices of one array then hold different data.
+    the result varies. The devices of an array then hold different data for the same part.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
@@ -98,7 +98,7 @@ def _named(path: str) -> str:
 
 
 def _declared(judgement: hlo.Judgement) -> Iterator[str]:
-    """Yield what rests on declared rules alone; raise where a sharding can't be read."""
+    """Yield the outputs whose proofs rest on declared rules; raise if a sharding can't be read."""
     for output, promise in zip(judgement.outputs, judgement.promises or ()):
         if promise is None:
             continue
@@ -122,7 +122,7 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
 
     Every proof assumes this. ``jax.make_array_from_single_device_arrays``, or a program with wrong
     out_specs, silently breaks it. The comparison is bit by bit: NaN equals the same NaN, and 0.0
-    differs from -0.0. Of an array that spans several processes, only this process's shards are
+    differs from -0.0. For an array that spans several processes, only this process's shards are
     compared.
 
     Args:
@@ -163,7 +163,7 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
 
 
 def _difference(name: str, array: Any) -> str:
-    """Say how the shards of one part of an array differ; empty where none do."""
+    """Say how the shards of one part of an array differ; empty if none do."""
     copies: dict[Any, dict[bytes, list[Any]]] = {}
     for shard in array.addressable_shards:
         versions = copies.setdefault(str(shard.index), {})
@@ -191,7 +191,7 @@ def _difference(name: str, array: Any) -> str:
 
 
 def _axes(sharding: Any, bad: Sequence[Sequence[Sequence[Any]]]) -> list[str]:
-    """Return the mesh axes along which shards differ; none where the sharding has no mesh."""
+    """Return the mesh axes along which shards differ; none if the sharding has no mesh."""
     mesh: Any = getattr(sharding, "mesh", None)
     if getattr(mesh, "devices", None) is None:
         return []

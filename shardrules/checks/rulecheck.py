@@ -1,8 +1,9 @@
 """Compare a declared rule with what the op does, on CPU devices with random data.
 
-Declarations are trusted, so a wrong one silently gives wrong gradients. We compare three gradients,
-because a wrong rule affects only some of them: a rule that wrongly drops an axis gives the right
-gradient with the check off, and N times the gradient with it on.
+Declarations are trusted, so a wrong one silently gives wrong gradients. Three gradients are
+compared (with the check on, with it off, on a single device), because a wrong rule affects only
+some of them: a rule that wrongly drops an axis gives the right gradient with the check off, and N
+times the gradient with it on.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def check_rule(
     it can't run (those for GPUs).
     Outputs that the rule calls invariant over an axis must be bitwise equal along it. The outputs,
     and the gradients with respect to all floating-point arguments, must be the same with the check
-    on, with it off, and on a single device. Where the rule drops an axis, a bwd that is right with
-    the check on gives one N-th of the gradient with it off: that is a warning, not an error.
+    on, with it off, and on a single device. If the rule drops an axis, a bwd that is right with the
+    check on gives one N-th of the gradient with it off: that is a warning, not an error.
 
     Args:
       op: the function that runs inside shard_map, on one device's blocks. It must run on CPU
@@ -98,7 +99,7 @@ def check_rule(
             ruled.check_kernels(gradients)
             ruled.check_results(reference, gradients, seed + 1, rtol)
         except Exception as error:
-            # Of a kernel with scratch memory, JAX's derivative fails with a bare AssertionError.
+            # JAX's derivative of a kernel with scratch memory fails with a bare AssertionError.
             theirs = not isinstance(error, ShardrulesError)
             none = not str(error) or re.search("differentiat|autodiff|JVP", str(error))
             if gradients and theirs and none:
@@ -109,13 +110,13 @@ def check_rule(
 
 
 class _RuledOp:
-    """An op with its arguments on a mesh; ``types`` are its outputs' varying axes by the rule."""
+    """An op with its arguments on a mesh; ``types`` holds its outputs' varying axes by the rule."""
 
     def __init__(
         self, op: Callable[..., Any], mesh: Any, values: list[Any], in_specs: Any, out_specs: Any
     ):
         self._op, self._mesh, self._values, self._in_specs = op, mesh, values, in_specs
-        # A mesh of explicit axes wants its arguments placed.
+        # With explicit mesh axes, arguments must be placed on the mesh.
         self._placed = [
             jax.device_put(value, NamedSharding(mesh, spec))
             for value, spec in zip(values, in_specs)
@@ -125,7 +126,7 @@ class _RuledOp:
         jax.eval_shape(self._mapped(self._trace_types, (), check=True), *self._placed)
 
     def _trace_types(self, *blocks: Any) -> tuple[()]:
-        """Note each output's varying axes, and out_specs that split first dimensions by them."""
+        """Record each output's varying axes, and out_specs that split first dimensions by them."""
         flat, tree = jax.tree_util.tree_flatten(self._op(*blocks))
         self.types = [hooks.varying(leaf) for leaf in flat]
         if self._out_specs is not None:
@@ -183,9 +184,9 @@ class _RuledOp:
                     )
 
     def _suggested(self, blocks: np.ndarray, at: int) -> str:
-        """List the rules that an output may obey that differs along an axis, likeliest first.
+        """Suggest rules for an output that differs along an axis, the likeliest first.
 
-        ``blocks`` holds the output of each device, ``at`` is the axis's place in the mesh.
+        ``blocks`` holds each device's output; ``at`` is the position of the axis in the mesh.
         """
         shape, axis = self._mesh.devices.shape, self._mesh.axis_names[at]
         given = []  # each argument's block on each device
@@ -200,7 +201,7 @@ class _RuledOp:
         whole = [np.moveaxis(rows, at, 0) for rows in given if rows.shape[-1] == size]
         out = np.moveaxis(blocks.reshape(*shape, -1), at, 0)
         moved = any(all(any((a == b).all() for b in rows) for a in out) for rows in whole)
-        # Of data that are equal along the axis, neither of the first two makes results that differ.
+        # If the arguments are equal along the axis, the first two rules can't make results differ.
         rules = [
             (differ and moved, differ, f"permute({axis!r})", "passes devices' data on"),
             (differ and not part, differ, "no_communication", "reads its own device's data alone"),
@@ -266,7 +267,7 @@ class _RuledOp:
 
         def reference(*arguments: Any) -> Any:
             results = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-            for device in reversed(list(self._mesh.devices.flat)):  # of equal blocks the first
+            for device in reversed(list(self._mesh.devices.flat)):  # the first device's block wins
                 try:
                     out = self._op(*[a[places[device]] for a, places in zip(arguments, inputs)])
                 except NameError as error:
@@ -290,7 +291,7 @@ def _floats(values: Sequence[Any]) -> tuple[int, ...]:
 def _with_gradients(
     f: Callable[..., Any], weights: Iterable[Any], floats: tuple[int, ...]
 ) -> Callable[..., Any]:
-    """Return a function that gives f's outputs and the gradients of a loss by its float inputs."""
+    """Return a function of f's outputs, and of a loss's gradients with respect to its floats."""
 
     def loss(*arguments: Any) -> tuple[Any, list[Any]]:
         leaves = jax.tree_util.tree_leaves(f(*arguments))
@@ -328,7 +329,7 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _draw(args: Sequence[Any], seed: int) -> list[Any]:
-    """Draw normal floats and small integers for ShapeDtypeStructs."""
+    """Return the arguments, with normal floats and small integers for ShapeDtypeStructs."""
     keys = jax.random.split(jax.random.PRNGKey(seed), max(len(args), 1))
     drawn = []
     for i, (key, leaf) in enumerate(zip(keys, args)):
@@ -394,7 +395,7 @@ def _compare(what: str, results: dict[str, Any], ways: tuple[str, str], rtol: fl
         )
 
 
-# Whether a kernel's operands determine its result on one device.
+# A kernel is well formed if its operands determine its result on one device.
 
 _FAULTS = "races, memory that is read before it is written, or reads out of bounds"
 
@@ -403,6 +404,8 @@ def check_well_formed(
     run: Callable[..., Any], blocks: Sequence[Any], whole: Callable[..., Any], values: Any
 ) -> None:
     """Raise on races, uninitialized memory and reads out of bounds, in JAX's TPU interpreter."""
+    # Run twice, with uninitialized memory filled by NaN and by zeros: if a result differs, it
+    # depends on such memory.
     try:
         jaxpr, f, args = jax.make_jaxpr(run)(*blocks).jaxpr, run, blocks
     except NameError:  # the kernel names mesh axes

@@ -1,4 +1,4 @@
-"""A loop on the host in its steady state: nothing compiled, nothing read, nothing kept."""
+"""Guard a loop on the host in its steady state: no compilation, no read, no growth of memory."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ _FIELDS = ("shape", "dtype", "weak_type", "sharding")
 def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState:
     """Guard a loop on the host, on the thread that enters it.
 
-    ``with steady_state() as s: for ...: s.tick()`` raises where, inside the block,
+    ``with steady_state() as s: for ...: s.tick()`` raises if, inside the block,
 
-    - a program is compiled (with what changed in the arguments since the calls before);
+    - a program is compiled (it says what changed in the arguments since earlier calls);
     - an array is read by the host, or a value of NumPy or Python is passed to a compiled function,
-      without ``jax.device_get`` and ``jax.device_put``; a number in an operation outside of
-      ``jax.jit``, ``x * 2``, may be;
-    - a donated argument was not deleted by the call (and why);
+      without ``jax.device_get`` and ``jax.device_put``; a number in an operation outside
+      ``jax.jit``, such as ``x * 2``, is allowed;
+    - a donated argument was not deleted by the call (it says why);
     - live arrays take more bytes at a ``tick`` than at the one before.
 
     On CPU ``jax.transfer_guard`` lets ``float(x)`` through, so array methods, ``numpy.asarray`` and
-    ``numpy.array`` are replaced while a block runs, and put back when the last one is left, however
-    it is left. Calls of compiled functions take JAX's slower path inside the block.
+    ``numpy.array`` are replaced while a block runs, and restored when the last block ends, for
+    whatever reason. Calls of compiled functions take JAX's slower path inside the block.
 
-    Not seen: reads on CPU by NumPy's other functions (``numpy.add(a, x)``), by ``memoryview`` and
-    DLPack (a GPU's or TPU's guard sees them), and what runs in other threads.
+    It doesn't see reads on CPU by NumPy's other functions (``numpy.add(a, x)``), by ``memoryview``
+    and DLPack (a GPU's or TPU's guard sees them), nor other threads.
 
     Args:
-      warmup_count: ticks before which all this is allowed, for what the first iterations compile.
+      warmup_count: the number of ticks before which all this is allowed, since the first iterations
+        compile.
       growth_bytes: by how much live arrays may grow from one tick to the next.
 
     Raises:
-      SteadyStateError: when entered, one of the above happened.
+      SteadyStateError: inside the block, if one of these happens.
       ShardrulesError: a count is negative.
 
     Examples:
@@ -58,7 +59,7 @@ def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState
 
 
 class SteadyState(watching.Listener):
-    """What ``steady_state`` returns: a context manager with ``tick``."""
+    """The context manager that ``steady_state`` returns, with ``tick``."""
 
     wants_arguments = True
 
@@ -100,11 +101,11 @@ class SteadyState(watching.Listener):
             ) from error
 
     def tick(self) -> None:
-        """End one iteration: live arrays may not take more bytes than at the tick before.
+        """End one iteration, and raise if live arrays take more bytes than at the tick before.
 
         Raises:
-          SteadyStateError: they do, with the arrays that came.
-          ShardrulesError: the block is not entered.
+          SteadyStateError: if they do, with the new arrays.
+          ShardrulesError: if the block is not entered.
         """
         if not self._is_on:
             raise ShardrulesError(
@@ -117,7 +118,7 @@ class SteadyState(watching.Listener):
         if self._ticks == self._warmup_count:
             self._guard()
         if self._live is None:
-            gc.collect()  # what is freed later would hide as much growth
+            gc.collect()  # memory that is freed later would hide as much growth
         live = _live()
         if self._grown(live) > self._growth_bytes:
             gc.collect()  # arrays in cycles live until then
@@ -200,7 +201,7 @@ class SteadyState(watching.Listener):
         self, name: str, arguments: list[watching.Argument], executable: Any, results: Any
     ) -> None:
         self._current.pop()[-1].close()
-        # The arrays themselves would live on here.
+        # Don't keep the arrays themselves alive.
         self._seen.setdefault(name, []).append([a._replace(array=None) for a in arguments])
         del self._seen[name][:-8]
         if not self._warm:
@@ -221,7 +222,7 @@ class SteadyState(watching.Listener):
 
 
 def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
-    """Return why each argument's memory was not taken, as if it had been donated."""
+    """Return why each argument's memory was not reused, as if it had been donated."""
     rows = [(a.path, a.donated, a.array.aval) for a in arguments]
     kept = compiled.kept_leaves(executable, rows)
     text = compiled.executable_text(executable)

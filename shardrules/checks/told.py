@@ -1,4 +1,4 @@
-"""Facts that a compiled program has and its text lacks, as flags for the commands."""
+"""Give the facts that a compiled program's text lacks, as flags for the commands."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
     """Return the flags with which ``shardrules verify`` judges a program's text as its Compiled.
 
     The text that ``compiled.as_text()`` returns lacks the shardings of the outputs, with JAX 0.12
-    those of the parameters too, and mostly the mesh.
+    also those of the parameters, and usually the mesh.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered or a Compiled.
-      *args: what the function is called with.
+      *args: the function's arguments.
       **kwargs: its keyword arguments.
 
     Raises:
       ShardrulesError: it is text or a path, its shardings are unknown, it runs on several TPU
-        slices in an order that no flag says, or as ``judge``.
+        slices in an order that no flag can express, or as ``judge``.
 
     Examples:
       >>> print(testing.verify_flags(step, w, x))
@@ -61,7 +61,7 @@ def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def _one(shardings: list[str]) -> list[str]:
-    """Return one for all if all are alike."""
+    """Return a single sharding for all if all are equal."""
     return shardings[:1] if len({*shardings}) == 1 else shardings
 
 
@@ -70,7 +70,7 @@ def _quoted(flag: str) -> str:
 
 
 def _slices(order: list[tuple[int, int]], name: str) -> int:
-    """Count the slices, if the mesh takes one after the other, each in the same order."""
+    """Return the number of slices; raise unless the mesh takes them one by one, in one order."""
     numbers = sorted({number for number, _ in order})
     each = len(order) // len(numbers)
     parts = [order[at : at + each] for at in range(0, len(order), each)]

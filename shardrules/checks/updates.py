@@ -1,4 +1,4 @@
-"""The budgets that this process rewrites: whether it does, what became of each, those held back."""
+"""Rewrite budgets: whether this process does so, the outcomes, and those that are held back."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import pathlib
 
 wanted: bool = False
-said: dict[str, None] = {}  # which budgets were written, and which not since their tests failed
+said: dict[str, None] = {}  # lines on the budgets that were written, or left as their tests failed
 _waiting: dict[pathlib.Path, str] | None = None
 
 
 def write(path: pathlib.Path, text: str) -> None:
-    """Write a budget; inside a test, once the test has passed."""
+    """Write a budget; inside a test, hold it back until the test has passed."""
     if _waiting is not None:
         _waiting[path] = text
         return

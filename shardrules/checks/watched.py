@@ -1,4 +1,4 @@
-"""``pytest --shardrules`` and ``--shardrules-check``: what is watched while the tests run."""
+"""Watch the tests' programs for ``pytest --shardrules`` and ``--shardrules-check``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardrules.costs.advice import named
 from shardrules.errors import ShardrulesError
 from shardrules.unchecked import check_off
 
-# Keys of what a worker of pytest-xdist sends to the process that reports.
-_TODO, _OURS = "to do: ", "shardrules: "  # before advice in messages, and before notes
+_TODO, _OURS = "to do: ", "shardrules: "  # the prefixes of advice in messages, and of notes
+# Keys under which a pytest-xdist worker sends its results to the process that reports.
 _KEY, _CHECKED = "shardrules", "shardrules_checked"
 
 _WITH_VALUE = frozenset(
@@ -28,7 +28,7 @@ _WITH_VALUE = frozenset(
 
 
 def _given(config: Any) -> list[str]:
-    """List pytest's arguments as they were typed, for a run in one process without these flags."""
+    """Return pytest's arguments as typed, without our flags, for a run in one process."""
     args, given = iter(map(str, config.invocation_params.args)), []
     for arg in args:
         name, equals, _ = arg.partition("=")
@@ -36,7 +36,7 @@ def _given(config: Any) -> list[str]:
             _ = equals or next(args, "")
         elif not name.startswith(("--shardrules", "--update-budgets", "-n")):
             given.append(arg)
-    # The configuration's addopts may ask for more processes too.
+    # The configuration's addopts may also ask for more processes.
     several = hasattr(config, "workerinput") or config.getoption("numprocesses", None)
     return [*["-n0"][: bool(several)], *given]
 
@@ -56,8 +56,8 @@ class PytestWatch:
         self._format: str = config.getoption("--shardrules-format") or "text"
         self._output: str | None = config.getoption("--shardrules-output")
         self._reports: list[dict[str, Any]] = []
-        self._failure = ""  # why the exit code is not 0, and that there are findings
-        self._advice: dict[str, str] = {}  # by test, of errors of ours
+        self._failure = ""  # the reason for the exit code, if there are findings
+        self._advice: dict[str, str] = {}  # our errors' advice, by test
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, None]:
@@ -69,7 +69,7 @@ class PytestWatch:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed and (advice := getattr(report, "shardrules_advice", "")):
             self._advice[report.nodeid] = advice
-        elif report.when == "call" and report.passed:  # it was run again
+        elif report.when == "call" and report.passed:  # a rerun of the test passed
             self._advice.pop(report.nodeid, None)
 
     @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
@@ -79,7 +79,7 @@ class PytestWatch:
             self._reports.append({**sent, "process": node.gateway.id})
 
     def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
-        """Judge the programs; findings turn a success into exit code 1."""
+        """Judge the programs, and turn a success into exit code 1 if there are findings."""
         self._seen.__exit__()
         if len(self._seen):
             from shardrules.report import WRITERS
@@ -105,11 +105,11 @@ class PytestWatch:
                 self._failure = "the tests passed, and the exit code is 1 for findings"
 
     def pytest_unconfigure(self) -> None:
-        """Say below pytest's own summary what to do, and why the exit code is 1."""
+        """Print below pytest's own summary what to do, and why the exit code is 1."""
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None:
             return
-        # With --tb=short and shorter, what pytest shows of an error may lack it.
+        # With --tb=short and shorter styles, pytest may omit an error's advice.
         lines = [f"{test}: {advice}" for test, advice in self._advice.items()]
         if self._failure:
             found = "; ".join(r["headline"] for r in self._reports if not r["clean"])
@@ -124,7 +124,7 @@ class PytestWatch:
             where = f" ({report['process']})" if report["process"] else ""
             terminalreporter.section(f"shardrules: programs that were compiled{where}")
             text = report["headline"] if self._output else report["text"].rstrip()
-            # Annotations are read by a machine, a line each.
+            # A machine reads annotations, which are one line each, so don't wrap them.
             of_text = self._output or self._format == "text"
             terminalreporter.write_line(fitting.fitted(text, columns) if of_text else text)
         if not self._reports:
@@ -134,7 +134,7 @@ class PytestWatch:
             terminalreporter.write_line(f"shardrules: the report is in {self._output}")
 
     def _whole(self) -> str:
-        """Join the reports of pytest-xdist's workers."""
+        """Return the joined reports of pytest-xdist's workers."""
         from shardrules.report.annotations import merged, sarif
 
         texts = [report["text"] for report in self._reports]
@@ -144,7 +144,7 @@ class PytestWatch:
 
 
 def _advice(error: BaseException) -> str:
-    """Return what an error of ours says to do, or our note on one of JAX's; empty without."""
+    """Return the advice in an error of ours, or in our note on one of JAX's; empty if none."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_OURS)]
     if notes or not isinstance(error, ShardrulesError):
         return "; ".join(note.removeprefix(_OURS) for note in notes)
@@ -154,7 +154,7 @@ def _advice(error: BaseException) -> str:
 
 
 class PytestCheck:
-    """The plugin of ``--shardrules-check``: switches on checks of shard_maps, and lists them."""
+    """The plugin of ``--shardrules-check``: it switches on checks of shard_maps and lists them."""
 
     def __init__(self, config: Any):
         self._config = config

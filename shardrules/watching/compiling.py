@@ -1,9 +1,9 @@
 """Record every program that JAX compiles or takes from one of its caches."""
 
-# Every route to a program in JAX (jit, pmap, lower().compile(), eager operations, any thread)
-# ends in one method, also where a cache in memory or on disk holds it. We replace that method while
-# a watch is on, once JAX is imported: a program may still set environment variables that JAX reads
-# then.
+# Every way to a program in JAX (jit, pmap, lower().compile(), eager operations, any thread) ends in
+# one method, even if a cache in memory or on disk holds the program. A watch replaces that method
+# once JAX is imported; it doesn't import JAX, since a program may first set environment variables
+# that JAX reads at import.
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shardrules.errors import UnsupportedJaxError
 from shardrules.jaxprs.walk import equations
 
 _lock = threading.RLock()
-_hold = contextlib.ExitStack()  # what the last watcher undoes
+_hold = contextlib.ExitStack()  # undone when the last watcher stops
 _watchers: list[Callable[[Any, Any], None]] = []
 
 
 class Traced(NamedTuple):
-    """From a program's jaxpr: meshes of shard_maps, paths of results, its Pallas calls, ...
+    """Facts from a program's jaxpr: meshes of shard_maps, paths of results, its Pallas calls, ...
 
     Its ``definition`` is ``NAME at FILE:LINE`` of the function.
     """
@@ -35,8 +35,8 @@ class Traced(NamedTuple):
     meshes: list[Any]
     paths: tuple[str, ...] | None
     kernels: list[Any]
-    again: again.Again | None = None  # how to trace it, if a shard_map in it has its check off
-    scope: Any = None  # the hooks' scope then, if they were installed
+    again: again.Again | None = None  # how to retrace it, if a shard_map in it has its check off
+    scope: Any = None  # the hooks' scope at that time, if they were installed
     definition: str = ""
 
     @property
@@ -54,8 +54,8 @@ _traced: weakref.WeakKeyDictionary[Any, Traced] = weakref.WeakKeyDictionary()
 
 def start(note: Callable[[Any, Traced], None]) -> Callable[[], None]:
     """Call ``note`` once with each executable that any thread compiles or takes from a cache."""
-    # Programs compiled before are recorded when they are called again. The returned function stops
-    # the recording; the last such call restores JAX.
+    # Programs that were compiled earlier are recorded when they are called again. The returned
+    # function stops the recording; the last one to be called restores JAX.
     seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def watcher(executable: Any, computation: Any) -> None:
@@ -92,15 +92,16 @@ def _begin() -> None:
 
 
 def _install(_: object) -> None:
-    leave_out_frames()  # texts stay the same
-    # A cache on disk would answer with another program's source lines: its key leaves them out.
+    leave_out_frames()  # so that the watch doesn't change the programs' source lines
+    # The key of JAX's cache on disk omits source lines, so the cache could return a program with
+    # another one's lines. Include them in the key.
     config = sys.modules["jax"].config
     key_has_lines = "jax_compilation_cache_include_metadata_in_key"
     _hold.callback(config.update, key_has_lines, getattr(config, key_has_lines))
     config.update(key_has_lines, True)
     for key, wrapper in (("compile", _compile), ("compile_pmap", _compile), ("lower", _lower)):
         _hold.callback(seams.intercept(key, wrapper))
-    with contextlib.suppress(UnsupportedJaxError):  # then no jaxpr is traced again
+    with contextlib.suppress(UnsupportedJaxError):  # then nothing can be retraced
         _hold.callback(again.note())
 
 
@@ -112,7 +113,7 @@ def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
-    how = again.of(closed_jaxpr)  # before lowering, which traces jits of interpreted kernels
+    how = again.of(closed_jaxpr)  # first, since lowering traces jits of interpreted kernels
     computation = original(closed_jaxpr, *args, **kwargs)
     if _watchers:
         inside = list(equations(opened(closed_jaxpr)))
@@ -130,7 +131,7 @@ def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _again(how: again.Again | None, shard_maps: list[Any]) -> tuple[Any, Any]:
-    """Return how to trace a program with checks on, and the scope; None if all of them are on."""
+    """Return how to retrace a program, and the scope; None unless a shard_map's check is off."""
     if how is None or all(eqn.params.get("check_vma") is not False for eqn in shard_maps):
         return None, None
     from shardrules.hooks.install import state
@@ -140,7 +141,7 @@ def _again(how: again.Again | None, shard_maps: list[Any]) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Leave out what this thread compiles inside."""
+    """Don't record the programs that this thread compiles inside the context."""
     _unwatched.now = True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Why a program was compiled more than once."""
+"""Say why a program was compiled more than once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def notes(programs: list[Any]) -> Iterator[str]:
-    """Say of each program with collectives that was compiled more than once why it was."""
+    """Yield why each program with collectives was compiled more than once, if it was."""
     by_function: dict[tuple[str, str], list[Any]] = {}
     for program in programs:
         if program.content.account.entries:

@@ -21,7 +21,7 @@ from shardrules.errors import ShardrulesError, first_line
 from shardrules.unchecked import check_off
 from shardrules.watching import compiling, made_again
 
-if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
+if TYPE_CHECKING:  # these import NumPy, and a script may first set variables that NumPy reads
     from shardrules import hlo, report
     from shardrules.costs.timings import Timings
     from shardrules.costs.worth import Switched
@@ -41,13 +41,13 @@ class WatchedProgram:
     """One program that was compiled, or taken from a cache, while ``watch`` was on."""
 
     def __init__(self, executable: Any, traced: compiling.Traced, owner: Watched, where: str):
-        self.name = "a program"  # the module's, ``jit_step``
+        self.name = "a program"  # the module's name, such as ``jit_step``
         self.where = where  # the test that was running, under ``pytest --shardrules``
-        self.count = 1  # of programs that share this text, from several jits for example
-        self.same_text: list[WatchedProgram] = []  # the others of these
+        self.count = 1  # the number of programs with this text, from several jits for example
+        self.same_text: list[WatchedProgram] = []  # the other programs with this text
         self._traced, self._owner = traced, owner
         self._record: RunRecord | None = None
-        self._executables: list[weakref.ref[Any]] = []  # JAX's of it
+        self._executables: list[weakref.ref[Any]] = []  # JAX's executables that run it
         self.runs_as(executable)
         self._placements = compiled.Placements(executable)
         self._module, self._failure = None, ""
@@ -64,23 +64,23 @@ class WatchedProgram:
             self._record = runs.follow(executable, self._traced.definition, self._record)
 
     def is_loaded(self, loaded: Any) -> bool:
-        """Tell whether this is what XLA compiled, by ``compiled.loaded``."""
+        """Return whether this program runs ``loaded``, as ``compiled.loaded`` returns it."""
         return any(compiled.loaded(executable()) is loaded for executable in self._executables)
 
     @property
     def text(self) -> str:
-        """Return its compiled HLO; raises a ShardrulesError if its backend does not return it."""
+        """Return its compiled HLO; raise a ShardrulesError if its backend doesn't return it."""
         if self._module is None:
             raise ShardrulesError(f"{self.name} does not give its HLO ({self._failure})")
         return str(self._module.to_string())
 
     def _parsed(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None, Any]:
-        """Return its module, its mesh, and shardings of parameters and of outputs, by JAX."""
+        """Return its module, and its mesh and shardings of parameters and outputs from JAX."""
         from shardrules import hlo, program
 
         module = hlo.parse(self.text, name=self.name)
         mesh = self._placements.mesh()
-        if mesh is None:  # no sharding of an argument or result names it: the shard_maps do
+        if mesh is None:  # no sharding names it, so take that of the shard_maps
             shapes = {tuple(dict(mesh.shape).items()) for mesh in self._traced.meshes}
             mesh = dict(shapes.pop()) if len(shapes) == 1 else {}
         device_count = (module.num_partitions or 1) * (module.replica_count or 1)
@@ -92,7 +92,7 @@ class WatchedProgram:
 
     @property
     def arguments(self) -> list[str]:
-        """Give the shape of each parameter on one device, and its sharding where JAX has it."""
+        """Return the shape of each parameter on one device, with its sharding if JAX has it."""
         module, _, shardings, _ = self._parsed()
         shapes = [str(p.shape) for p in module.entry.parameters]
         if shardings is None:
@@ -100,24 +100,24 @@ class WatchedProgram:
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
 
     def argument(self, number: int) -> str:
-        """Name one of all leaves: ``argument 7 (state['mu'])``, or 7 where XLA has one tuple."""
+        """Return a leaf's name: ``argument 7 (state['mu'])``, or ``argument 7`` if XLA has none."""
         module = self._parsed()[0]
         names = [module.metadata(p).op_name for p in module.entry.parameters]
         return f"argument {number}" + "".join(f" ({n})" for n in names[number:][:1] if n)
 
     @property
     def definition(self) -> str:
-        """Give ``NAME at FILE:LINE`` of the function it was traced from, where JAX has it."""
+        """Return ``NAME at FILE:LINE`` of its function; empty if JAX doesn't have it."""
         return self._traced.definition
 
     @property
     def details(self) -> list[tuple[str, str]]:
-        """Give each parameter's memory, and whether it is typed weakly, where JAX has it."""
+        """Return each parameter's memory, and whether it is weakly typed; empty if unknown."""
         return self._placements.details() or []
 
     @property
     def commitments(self) -> list[str]:
-        """Tell of each parameter whether the caller committed it to its devices."""
+        """Return for each parameter whether the caller committed it to its devices."""
         header = self.judgement.module.header
         free = header.get("allow_spmd_sharding_propagation_to_parameters", "{}").strip("{}")
         given = [_UNCOMMITTED if flag == "true" else "committed" for flag in free.split(",")]
@@ -141,7 +141,7 @@ class WatchedProgram:
 
     @functools.cached_property
     def judgement(self) -> hlo.Judgement:
-        """Judge each of its collectives; raises as ``annotated_text``."""
+        """Return the verdicts on its collectives; raises as ``annotated_text``."""
         from shardrules import hlo
 
         module, mesh, shardings, promised = self._parsed()
@@ -156,7 +156,7 @@ class WatchedProgram:
 
     @functools.cached_property
     def content(self) -> report.Content:
-        """Collect the content of its report; raises as ``annotated_text``."""
+        """Return the content of its report; raises as ``annotated_text``."""
         from shardrules import report
         from shardrules.costs import findings
         from shardrules.costs.advice import advice
@@ -183,7 +183,7 @@ class WatchedProgram:
         return dataclasses.replace(content, findings=advised, interpreted=self._traced.interpreted)
 
     def _switched(self) -> Switched | str:
-        """Return what it is with its shard_maps' checks on, or why that can't be said."""
+        """Return its costs with its shard_maps' checks on, or why they are unknown."""
         from shardrules.costs.advice import is_defensive
 
         if not any(map(is_defensive, self.judgement.verdicts)):
@@ -196,7 +196,7 @@ class WatchedProgram:
             return switched.switched(traced.again, traced.scope, owner.registry, mesh)
 
     def _fed(self) -> Mapping[tuple[int, int], tuple[int, int]]:
-        """Give how often it ran with a result of its own, by ``Runs.fed``."""
+        """Return how often it ran on its own results, from ``Runs.fed``."""
         runs, record = self._owner.runs, self._record
         if runs is None or record is None:
             return {}
@@ -206,7 +206,7 @@ class WatchedProgram:
         return runs.fed([record for record in records if record is not None])
 
     def _proven_kernels(self) -> frozenset[str]:
-        """Return the names of Pallas kernels all of whose jaxprs prove no communication."""
+        """Return the names of Pallas kernels whose jaxprs all prove that they don't communicate."""
         if not self._traced.kernels:
             return frozenset()
         from shardrules.hooks.install import state
@@ -240,13 +240,13 @@ class Watched:
     registry: Any = None  # rules for custom calls that carry no tag; the default registry if None
     target: str | None = None  # ``"v5e"``, on which each collective's time is estimated
     cheapest: bool = False  # whether all-reduces that would move less elsewhere are findings
-    runs: Runs | None = None  # what follows the programs' runs
-    script: str = ""  # what runs, as it was typed; empty if that isn't known
+    runs: Runs | None = None  # follows the programs' runs
+    script: str = ""  # the command line of the script, as typed; empty if unknown
     timings: dict[str, Timings] = dataclasses.field(default_factory=dict)  # by computations
 
     def __post_init__(self) -> None:
         self._programs: list[WatchedProgram] = []
-        self._by_loaded: dict[int, WatchedProgram] = {}  # by the id of what XLA compiled
+        self._by_loaded: dict[int, WatchedProgram] = {}  # by the id of XLA's program
         self._above_check_off: list[str] = []  # sentences about gradients
         self._stop: Callable[[], None] | None = None
         self._kept = contextlib.ExitStack()
@@ -288,10 +288,10 @@ class Watched:
         """Judge every program; programs with the same text are judged once.
 
         Args:
-          progress: called before each program with the count of judged programs and of all.
+          progress: called before each program with the number of judged programs and of all.
 
         Returns:
-          The reports of all, the costliest first. After Ctrl-C, of those judged by then.
+          The reports of all programs, the costliest first; after Ctrl-C, of those judged so far.
 
         Raises:
           ShardrulesError: the watch has not begun.
@@ -339,11 +339,11 @@ class Watched:
         )
 
     def profiled(self, folder: str, kept: str | None = None) -> Profile:
-        """Read a profile of this process, which gives the programs their times.
+        """Read a profile of this process, and assign its times to the programs.
 
         Args:
-          folder: where it is.
-          kept: the folder that has it still when the report is read; None for none.
+          folder: the profile's folder.
+          kept: the folder that still holds it when the report is read, or None.
         """
         from shardrules.watching.profiles import profile
 
@@ -362,8 +362,8 @@ class Watched:
             folder,
             registry=self.registry,
             known=known,
-            # What --keep wrote beside the profile has the mesh in its text; these know theirs.
-            # JAX's profiler now and then writes no HLO on CPU.
+            # Files that --keep wrote beside the profile have the mesh in their text; these programs
+            # know theirs. JAX's profiler sometimes writes no HLO on CPU.
             dumped=profile.Dumps(modules, "the script", as_last=True),
             source="the script",
             strict=self.strict,
@@ -383,9 +383,9 @@ class Watched:
     def _did_not_run(
         self, watched: Mapping[str, WatchedProgram], untimed: Collection[str]
     ) -> Iterator[str]:
-        """Name each program with collectives that the profile has no event of."""
+        """Yield a note for each program with collectives that has no event in the profile."""
         timed = {program.name for text, program in watched.items() if text in self.timings}
-        said = {*untimed}  # these have their reason
+        said = {*untimed}  # these already have a note
         for text, program in watched.items():
             name = program.name
             if text in self.timings or name in said:
@@ -405,7 +405,7 @@ class Watched:
 
     @property
     def ran_on(self) -> list[str]:
-        """Give JAX's version and its devices, as far as they are known."""
+        """Return JAX's version and its devices, as far as they are known."""
         import jax
 
         words = []
@@ -418,7 +418,7 @@ class Watched:
 
     @property
     def clean(self) -> bool:
-        """Tell whether every program can be judged and none has a finding."""
+        """Return whether every program can be judged and none has a finding."""
         return self.judged().clean
 
     def __str__(self) -> str:
@@ -436,7 +436,7 @@ class Watched:
 
 
 def _on_one_device(programs: list[WatchedProgram]) -> Iterator[str]:
-    """Say so where every program runs on one device, and how to get more where JAX has no more."""
+    """Yield a note if all programs run on one device, with how to get more if JAX has only one."""
     import jax
 
     if {program.content.account.device_count for program in programs} != {1}:
@@ -453,7 +453,7 @@ def _on_one_device(programs: list[WatchedProgram]) -> Iterator[str]:
 
 
 def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
-    """Say of savings on CPU, and of needed all-reduces, that they are those of CPU."""
+    """Yield a note if savings or needed all-reduces are those of programs compiled for CPU."""
     on_cpu = [program.content for program in programs if program.runs_on_cpu]
     if any(content.worth or content.account.is_reduced for content in on_cpu):
         timed = any(content.timings for content in on_cpu)
@@ -470,10 +470,9 @@ def watch(*, strict: bool = False, allow: Mapping[str, str] | None = None) -> Wa
     """Record every program that this process compiles inside a ``with`` block, in any thread.
 
     ``with shardrules.watch() as seen: train()``, then ``print(seen)``: one table, the costliest
-    program first, and the findings. Programs from JAX's caches are recorded too, on disk and in
-    memory (but not calls of a ``Compiled`` that was compiled before). Values, errors and output
-    stay as they are; the programs are judged when ``seen`` is printed or its
-    verdicts are read.
+    program first, and the findings. Programs from JAX's caches on disk and in memory are recorded
+    too (but not calls of a ``Compiled`` that was compiled before). Values, errors and output stay
+    as they are. The programs are judged when ``seen`` is printed or its verdicts are read.
 
     Args:
       strict: accept proofs alone: verdicts that rest on declared rules are findings.

@@ -1,4 +1,4 @@
-"""Lines of a script that read arrays on the host in each step, as ``float(loss)`` does."""
+"""Find lines of a script that read arrays on the host in each step, as ``float(loss)`` does."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from shardrules.watching import compiling
 from shardrules.watching.runs import Runs
 
 _OWN = str(pathlib.Path(__file__).parents[1]) + os.sep
-_OFTEN = 8  # reads at one line, each after a run, of which it is said
-_SHOWN = 3  # lines
+_OFTEN = 8  # report a line with this many reads, each after a run
+_SHOWN = 3  # the most lines that are reported
 _IN_A_TEST = "(shardrules.testing.steady_state finds such reads in a test)"
 
 
 @dataclasses.dataclass
 class _LineReads:
-    """What one line read; ``first`` and ``last``: how often each program had run by then."""
+    """The reads at one line; ``first`` and ``last`` count programs' runs before those reads."""
 
     first: list[int]
     last: list[int]
     times: int = 0
-    steps: int = 1  # reads since whose predecessor a program ran, and the first
-    is_shared: bool = False  # over several devices
+    steps: int = 1  # the first read, and each read with a run since the read before it
+    is_shared: bool = False  # whether an array was on several devices
 
     @property
     def follows_each_run(self) -> bool:
-        """Tell whether between two reads some program ran once, and none more often."""
+        """Return whether programs ran about once between two reads, and it was read often."""
         runs = (n - m for n, m in itertools.zip_longest(self.last, self.first, fillvalue=0))
         return self.steps >= _OFTEN and 2 * max(runs, default=0) <= 3 * (self.steps - 1)
 
@@ -57,7 +57,7 @@ class Reads:
         self._hold.close()
 
     def _begin(self, executable: Any, traced: compiling.Traced) -> None:
-        """Count once JAX is there and compiles the first program."""
+        """Start to count when JAX compiles the first program."""
         if not self._is_on:
             self._is_on = True
             with contextlib.suppress(UnsupportedJaxError):
@@ -79,9 +79,9 @@ class Reads:
         return sorted(often, key=lambda pair: -pair[1].times)
 
     def findings(self) -> dict[str, str]:
-        """Say of each line that reads after each run of a program what to do.
+        """Return for each line that reads after each run of a program what to do.
 
-        Arrays of one device are left to ``notes``: no other device waits there.
+        Arrays on one device are left to ``notes``, since no other device waits for them.
         """
         return {
             line: f"{line} read an array ({what}) on the host {read.times} times, after each run "
@@ -92,7 +92,7 @@ class Reads:
         }
 
     def notes(self) -> list[str]:
-        """Say of each line that reads from one device in each step what to do."""
+        """Return for each line that reads from one device in each step what to do."""
         return [
             f"{line} read an array ({what}) on the host {read.times} times, after each run of a "
             "program, which waits for the device: read it only every so many steps, or keep the "
@@ -102,7 +102,7 @@ class Reads:
 
 
 def user_line() -> str:
-    """Return ``FILE:LINE`` of the user's innermost frame; empty where there is none."""
+    """Return ``FILE:LINE`` of the user's innermost frame; empty if there is none."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

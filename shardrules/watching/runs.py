@@ -1,4 +1,4 @@
-"""How often a process's programs ran, and which programs' results they took as arguments."""
+"""Count how often a process's programs ran, and whose results they took as arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardrules.door import compiled, watching
 from shardrules.door.places import owns
 from shardrules.errors import UnsupportedJaxError
 
-_UNREAD = 8  # runs in a row, none of whose results the host reads before the next one
+_UNREAD = 8  # runs in a row without a read by the host, after which a program isn't followed
 
 
 def _forget_fast_paths() -> None:
@@ -26,8 +26,8 @@ class RunRecord:
 
     def __init__(self, kept: Sequence[int] | None = None, is_step: bool = True):
         self.runs = 0
-        self.is_step = is_step  # not one of JAX's own operations, outside of jit
-        # What made an argument, as which result, and which parameter of the HLO it is.
+        self.is_step = is_step  # False for one of JAX's own operations outside jit
+        # Counts arguments by their maker, the number of its result, and the HLO's parameter.
         self.took: collections.Counter[tuple[RunRecord, int, int]] = collections.Counter()
         self._kept = kept  # the arguments that are parameters; None for all
 
@@ -39,30 +39,30 @@ class RunRecord:
 
 
 class Runs:
-    """Follows programs over several devices, and of those on one device the script's own.
+    """Follows programs over several devices, and the script's own programs on one device.
 
-    Programs over several devices never have JAX's fast path. On one device, JAX's operations
-    outside of jit keep it; the script's own have it back after 8 runs in a row without a read (too
-    many for a loop that reads in each step), until the next read. Each change of that drops the
-    fast paths of all functions, which the next call of each makes again.
+    Programs over several devices never get JAX's fast path. On one device, JAX's operations outside
+    jit keep it. The script's own programs get it back after 8 runs in a row without a read (a loop
+    that reads in each step doesn't get that far), until the next read. Each such change clears the
+    fast paths of all functions; the next call of each function makes it again.
     """
 
     def __init__(self) -> None:
         self.records: list[RunRecord] = []
         self._reads = 0
-        self._resting: list[Callable[[], None]] = []  # each follows a program again
+        self._resting: list[Callable[[], None]] = []  # functions that follow a program again
         self._host = RunRecord()
         self._made: dict[int, tuple[weakref.ref[Any], RunRecord, int]] = {}
 
     def follow(
         self, executable: Any, definition: str, record: RunRecord | None = None
     ) -> RunRecord | None:
-        """Count an executable's runs from now on; None if it isn't followed.
+        """Count an executable's runs from now on; return None if it isn't followed.
 
         Args:
-          executable: JAX's own.
+          executable: JAX's executable.
           definition: ``NAME at FILE:LINE`` of its function.
-          record: of another executable that runs the same program.
+          record: the record of another executable that runs the same program.
         """
         is_step = not owns(definition.rpartition(" at ")[2])
         devices = compiled.device_count(executable)
@@ -78,7 +78,7 @@ class Runs:
         return record
 
     def _count(self, kept: weakref.ref[Any], record: RunRecord) -> None:
-        """Count the runs of a program on one device, until many come without a read."""
+        """Count the runs of a program on one device, until many runs come without a read."""
         if (executable := kept()) is None:
             return
         unread, reads = 0, self._reads
@@ -89,16 +89,16 @@ class Runs:
             unread, reads = unread + 1 if reads == self._reads else 1, self._reads
             if unread >= _UNREAD and stop():
                 self._resting.append(lambda: self._count(kept, record))
-                _forget_fast_paths()  # C++ has noted that there is none
+                _forget_fast_paths()  # C++ has cached that there is none
 
         stop = compiled.after_each_run(executable, ran)
 
     def counts(self) -> list[int]:
-        """Give how often each step's executable ran, in the order in which they were followed."""
+        """Return how often each step's executable ran, in the order in which they were followed."""
         return [record.runs for record in self.records if record.is_step]
 
     def read(self, array: Any) -> None:
-        """Note that the host reads an array."""
+        """Record that the host reads an array."""
         self._take(self._host, array, 0)
         self._reads += 1
         if self._resting:
@@ -108,10 +108,10 @@ class Runs:
             _forget_fast_paths()
 
     def fed(self, same: Collection[RunRecord]) -> dict[tuple[int, int], tuple[int, int]]:
-        """Give runs and first runs of one program's executables, by a result and a parameter.
+        """Return runs and first runs of a program, by a result and the parameter that it becomes.
 
-        The result is that parameter of the next run, and is used elsewhere once at most after each
-        row of runs.
+        The result is that parameter in the next run. Apart from that, it is used at most once after
+        each row of runs.
         """
         runs = sum(record.runs for record in same)
         fed: collections.Counter[tuple[int, int]] = collections.Counter()

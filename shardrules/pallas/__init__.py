@@ -1,4 +1,4 @@
-"""What is particular to Pallas: the audit of a kernel's own jaxpr."""
+"""Audit Pallas kernels by their own jaxprs."""
 
 from shardrules.pallas.audit import Audit, prove
 from shardrules.pallas.walk import Blocker

@@ -1,4 +1,4 @@
-"""The audit's judgement of each primitive whose name alone does not decide."""
+"""Judge the primitives whose names alone don't decide an audit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _while(walk: Walk, eqn: Eqn) -> None:
 
 @_for("pallas:core_map pallas:mpmd_map")
 def _threads(walk: Walk, eqn: Eqn) -> None:
-    # Also the warps of one thread (an mpmd_map from JAX 0.12 on): their axis is the kernel's own.
+    # The warps of one thread are such a map, too (an mpmd_map since JAX 0.12), and their axis is
+    # the kernel's own.
     params = eqn.params
     meshes = params["meshes"] if "meshes" in params else [params["mesh"]]
     outer = walk.local_axes, walk.core_axes
@@ -92,7 +93,7 @@ def _axis_index(walk: Walk, eqn: Eqn) -> None:
 
 
 def _is_read(jaxpr: Jaxpr, eqn: Eqn) -> bool:
-    # JAX 0.9 and older keep an axis_index that nothing reads.
+    # Up to JAX 0.9, a jaxpr may hold an axis_index that nothing reads.
     used, returned = uses(jaxpr), set(map(id, jaxpr.outvars))
     return any(out in used or id(out) in returned for out in eqn.outvars)
 
@@ -159,7 +160,7 @@ def _keyed(walk: Walk, eqn: Eqn) -> Any:
 
 
 def _copy_operands(eqn: Eqn) -> tuple[Any, list[Any]]:
-    """Return a copy's source semaphore, and the devices that it names."""
+    """Return a copy's source semaphore, and the device ids that it names."""
     operands = eqn.params["tree"].unflatten(eqn.invars)
     if len(operands) == 9:  # JAX 0.9 and older list refs and their views separately
         return operands[6], operands[8:]
@@ -167,9 +168,9 @@ def _copy_operands(eqn: Eqn) -> tuple[Any, list[Any]]:
 
 
 def _is_remote(walk: Walk, device: Any) -> bool:
-    """Return whether a device id names another device, not another core of this one."""
-    # JAX (0.10.2 and 0.12.0.1) reads an axis name as one of the device mesh if that has it, even
-    # if the grid or the cores' mesh has an axis of that name too.
+    """Return whether a device id names another device, and not another core of this one."""
+    # JAX (0.10.2 and 0.12.0.1) takes an axis name for one of the device mesh if the mesh has it,
+    # even if the grid or the mesh of cores also has an axis of that name.
     if isinstance(device, dict):
         return not set(device) <= walk.core_axes - walk.device_axes
     return device is not None

@@ -1,9 +1,9 @@
-"""The primitives that keep a kernel a function of its operands, and why others are not allowed.
+"""List the primitives that keep a kernel a function of its operands, and why others are refused.
 
 A primitive is named ``family:name``. The family is the part of JAX that defines it, so that a
-user's own primitive called ``add`` is not mistaken for JAX's. A primitive that is in none of these
-tables, and has no action in ``actions``, is not allowed. Some names are listed in the forms of
-several JAX versions (``debug_barrier_p``: 0.10, ``debug_barrier``: 0.12).
+user's own primitive called ``add`` isn't taken for JAX's. A primitive that is in none of these
+tables, and has no action in ``actions``, is refused. Some names are listed in the forms of several
+JAX versions (``debug_barrier_p`` in 0.10, ``debug_barrier`` in 0.12).
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ _TIMING = ("its result depends on timing", False)
 _RACE = ("the value that it reads depends on which program runs first", False)
 MEETING = "devices meet at a barrier semaphore"
 
-# name -> (reason, whether it shows that the kernel communicates or reads its device's position).
+# Maps a name to the reason, and whether it shows that the kernel communicates or reads its
+# position.
 REFUSED = {
     "callback:*": ("it calls out of the kernel", False),
     "debug:*": ("it calls out of the kernel", False),

@@ -1,8 +1,9 @@
-"""A proof from a Pallas kernel's own jaxpr that its outputs depend on its operands alone.
+"""Prove from a Pallas kernel's own jaxpr that its outputs depend on its operands alone.
 
-The audit is an allow list: a kernel with any primitive that is not on it is not proven. The audit
-assumes that the kernel is well formed (reads only memory that it has written, stays in bounds,
-covers its outputs, doesn't race with itself); ``check_rule`` tests that in JAX's own interpreter.
+The audit uses an allow list: a kernel with any primitive that isn't on it is not proven. The audit
+assumes that the kernel is well formed (it reads only memory that it has written, stays in bounds,
+covers its outputs, and doesn't race with itself); ``check_rule`` tests that in JAX's own
+interpreter.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Audit:
 
 
 def prove(primitive: str, params: Params, operand_count: int) -> Audit | None:
-    """Audit each kernel of a call; None if it holds none that can be read in this JAX."""
+    """Return the audit of a call's kernels; None if it has none that can be read in this JAX."""
     mapping: Any = params.get("grid_mapping")
     if primitive == "pallas_call" and hasattr(mapping, "num_inputs"):  # not on JAX 0.4.28
         jaxprs = [params["jaxpr"]]
@@ -54,13 +55,13 @@ def prove(primitive: str, params: Params, operand_count: int) -> Audit | None:
     else:
         return None
     axes = tuple(itertools.chain.from_iterable(map(mesh_axes, meshes)))
-    blockers: dict[Blocker, None] = {}  # in order, each once
+    blockers: dict[Blocker, None] = {}  # in order, without duplicates
     for jaxpr in jaxprs:
         blockers |= dict.fromkeys(_audit(jaxpr, mapping, refs_count, axes).blockers)
     return Audit(tuple(blockers))
 
 
-# The entry of an audit keeps the grid mapping alive, so that no other one gets its id.
+# An entry keeps the grid mapping alive, so that no other mapping gets its id.
 _CACHE: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Audit]]] = weakref.WeakKeyDictionary()
 
 
@@ -68,7 +69,7 @@ def _audit(jaxpr: Jaxpr, mapping: Any, refs_count: int, axes: tuple[str, ...]) -
     import jax
 
     kept = _CACHE.setdefault(jaxpr, {})
-    current = getattr(jax.sharding, "get_abstract_mesh", None)  # from JAX 0.5
+    current = getattr(jax.sharding, "get_abstract_mesh", None)  # since JAX 0.5
     device_axes = frozenset(() if current is None else current().axis_names)
     key = refs_count, axes, device_axes, id(mapping)
     if key not in kept:
@@ -79,7 +80,7 @@ def _audit(jaxpr: Jaxpr, mapping: Any, refs_count: int, axes: tuple[str, ...]) -
         blockers = walk.blockers
         try:
             reasons = list(_reasons(walk, jaxpr, mapping, refs_count))
-        except Exception as error:  # noqa: BLE001 - a jaxpr of an unknown form is not proven
+        except Exception as error:  # noqa: BLE001 - an unknown form of jaxpr proves nothing
             what = f"({type(error).__name__}: {error})"
             blockers, reasons = [], [f"the audit can't read its jaxpr {what}; please report it"]
         whole = [Blocker("the kernel", reason, place) for reason in reasons]
@@ -89,11 +90,12 @@ def _audit(jaxpr: Jaxpr, mapping: Any, refs_count: int, axes: tuple[str, ...]) -
 
 def _reasons(walk: Walk, jaxpr: Jaxpr, mapping: Any, refs_count: int) -> Iterable[str]:
     """Walk over a kernel and its index maps; yield why it is not proven as a whole."""
-    # By induction over the equations: if every input is a function of the operands, and every
-    # equation makes a function of its inputs (the allow list), then so is all that is stored to an
-    # output. What the list can't see is asked here: values of types without code in the jaxpr,
-    # and semaphores, which carry signals from outside of the kernel. Index maps decide which
-    # blocks are read and written, so that they are walked over too.
+    # The proof is an induction over the equations. If every input is a function of the operands,
+    # and every equation computes a function of its inputs (the allow list), then every value that
+    # is stored to an output is a function of the operands. Two things that the list can't see are
+    # tested here: values of types whose code isn't in the jaxpr, and semaphores, which carry
+    # signals from outside the kernel. Index maps decide which blocks are read and written, so they
+    # are walked over, too.
     scratch_count = len(jaxpr.invars) - refs_count
     if mapping is not None and scratch_count != mapping.num_scratch_operands:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One walk over a kernel's jaxprs: may results depend on anything besides the operands?"""
+"""Walk over a kernel's jaxprs to find whether results may depend on more than the operands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mesh_axes(mesh: JaxMesh) -> tuple[str, ...]:
 def semaphore_dtype(aval: Aval) -> str:
     """Return the dtype of a ref that holds semaphores or barriers; empty for other values."""
     dtype = getattr(aval, "dtype", "")
-    if isinstance(dtype, np.dtype):  # no semaphore's dtype; str() of it is slow
+    if isinstance(dtype, np.dtype):  # never a semaphore's; return early, since str() of it is slow
         return ""
     name = str(dtype).lower()
     return name if "sem" in name or "barrier" in name else ""
@@ -56,13 +56,13 @@ class Walk:
     door: Door
     actions: Mapping[str | None, Callable[[Walk, Any], None]]
     kernel_place: str  # ``file:line`` of its function
-    core_axes: frozenset[str]  # of the cores or threads that it runs on
-    local_axes: frozenset[str]  # these and the grid's, which are no axes of the device mesh
-    device_axes: frozenset[str]  # of the mesh of devices that is traced for
+    core_axes: frozenset[str]  # the axes of the cores or threads that it runs on
+    local_axes: frozenset[str]  # ``core_axes`` and the grid's axes, which are within one device
+    device_axes: frozenset[str]  # the axes of the mesh of devices that it is traced for
     blockers: list[Blocker] = dataclasses.field(default_factory=list)
     seeded: bool = False  # whether a seed was set on every path to the current equation
-    jaxpr: Any = None  # the one that the current equation is in
-    count: int = 0  # equations so far
+    jaxpr: Any = None  # the jaxpr of the current equation
+    count: int = 0  # the number of equations so far
 
     def block(
         self, eqn: Eqn, reason: str, contradicts: bool = False, axes: Iterable[Any] = ()
@@ -71,13 +71,14 @@ class Walk:
         self.blockers.append(Blocker(eqn.primitive.name, reason, place, contradicts, tuple(axes)))
 
     def run(self, jaxpr: Jaxpr) -> None:
-        """Walk over a jaxpr, and over those inside of it at each use."""
+        """Walk over a jaxpr, and over its inner jaxprs at each use."""
         outer, self.jaxpr = self.jaxpr, opened(jaxpr)
         self.count += len(self.jaxpr.eqns)
         if self.count > _MOST_EQUATIONS:
             raise ValueError(f"more than {_MOST_EQUATIONS} equations, nested ones at each use")
-        # Equations on the list of pure functions end here. Of the others, an action asks what the
-        # list can't say: which axes a collective names, whether a seed was set, which jaxprs run.
+        # Skip equations on the list of pure functions. For some others, an action decides what the
+        # list can't: which axes a collective names, whether a seed was set, which jaxprs run. Reads
+        # and writes must stay on this device. Refuse everything else.
         for eqn in all_but(self.jaxpr, self.door.primitives, PURE):
             name = self.door.primitives[eqn.primitive]
             if name in self.actions:
@@ -89,8 +90,9 @@ class Walk:
         self.jaxpr = outer
 
     def ends(self, jaxprs: Iterable[Any]) -> list[bool]:
-        """Walk over jaxprs of which any may run or none; return which of them set a seed."""
-        # Each starts with the seeds set before; a seed set in one says nothing of the others.
+        """Walk over jaxprs of which any or none may run; return after which a seed is set."""
+        # Each starts with the seed as set before. A seed that one sets doesn't count for the
+        # others.
         before, ends = self.seeded, []
         for jaxpr in jaxprs:
             self.run(jaxpr)
@@ -110,7 +112,7 @@ class Walk:
         self.block(eqn, reason, contradicts and not mine, sorted(axes))
 
     def is_local(self, eqn: Eqn) -> bool:
-        """Return whether an equation reads and stores on this device alone; else block it."""
+        """Return whether an equation reads and stores only on this device; if not, block it."""
         for atom in eqn.invars:
             if "barrier_semaphore" in semaphore_dtype(atom.aval):
                 self.block(eqn, MEETING)

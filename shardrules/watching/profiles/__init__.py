@@ -1,1 +1,1 @@
-"""From a profile alone: each collective's verdict with the time that it took."""
+"""Judge each collective of a profile, and measure the time that it took."""

@@ -1,4 +1,4 @@
-"""Two profiles beside each other: what each change of the collectives saved, in milliseconds."""
+"""Compare two profiles: how many milliseconds each change of the collectives saved."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SAME = "same"
 class TimedChange(comparing.Change):
     """The collectives of one kind, axes, element type and source in two profiles."""
 
-    seconds: tuple[float, float]  # that all of them took in a step, before and after
-    exposed_seconds: tuple[float, float]  # in which their device did nothing else
+    seconds: tuple[float, float]  # the time that they took in a step, before and after
+    exposed_seconds: tuple[float, float]  # the part of it in which their device did nothing else
 
     @property
     def saved_seconds(self) -> float:
@@ -29,7 +29,7 @@ class TimedChange(comparing.Change):
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What changed between two profiles; ``changes`` begin with what saved or cost most."""
+    """The changes between two profiles; the ones that saved or cost most come first."""
 
     before: Profile
     after: Profile
@@ -52,7 +52,7 @@ class Compared:
 
 
 def compare(before: Profile, after: Profile) -> Compared:
-    """Match the collectives of two profiles as ``comparing.compare`` matches those of programs."""
+    """Return the changes between two profiles, matched as ``comparing.compare`` matches them."""
     entries_before = [line.entry for line in before.lines]
     entries_after = [line.entry for line in after.lines]
     names = comparing.common_names(entries_before, entries_after)
@@ -119,7 +119,7 @@ def _json(compared: Compared) -> str:
     return json.dumps(shown, indent=1) + "\n"
 
 
-# From a format to what writes it.
+# Maps a format to the function that writes it.
 WRITERS: dict[str, Callable[[Compared], str]] = {
     "text": _plain,
     "markdown": _markdown,

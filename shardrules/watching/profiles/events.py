@@ -1,13 +1,13 @@
-"""Which operation ran where and when: the events of a profile's planes.
+"""Read from the events of a profile's planes which operation ran where and when.
 
-Three kinds of planes are understood, as XLA's profilers write them (names and stats are those of
+This module understands three kinds of planes that XLA's profilers write (for names and stats see
 xla/tsl/profiler/utils/xplane_schema.cc):
 
 - CPU devices: events of the host's plane with the stats ``hlo_op``, ``hlo_module``,
   ``program_id``, ``run_id`` and ``device_ordinal``.
 - GPUs: the planes ``/device:GPU:N``, whose kernels carry ``hlo_op`` and ``hlo_module``.
-- TPUs: the planes ``/device:TPU:N``; in the line ``XLA Modules`` an event for each run of a
-  program, in ``XLA Ops`` (and ``Async XLA Ops``) one for each operation, named by its HLO.
+- TPUs: the planes ``/device:TPU:N``. The line ``XLA Modules`` holds an event for each run of a
+  program, ``XLA Ops`` (and ``Async XLA Ops``) one for each operation, named by its HLO.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ UNKNOWN_RUN = np.iinfo(np.int64).min
 _HOST = "/host:CPU"
 _DEVICE = re.compile(r"/device:(TPU|GPU):\d+")
 _OPERATION = re.compile(r"%?([^\s=]+)(?: = |$)")  # %all-reduce.1 = f32[8] all-reduce(...
-# The last one is of jax.profiler.StepTraceAnnotation.
+# jax.profiler.StepTraceAnnotation writes the last one.
 _STATS = ("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal", "step_num")
 
 
 class Ran(NamedTuple):
     """Executions of operations."""
 
-    operation: np.ndarray  # a number of Events.numbers
+    operation: np.ndarray  # a number in Events.numbers
     start: np.ndarray  # in nanoseconds
     end: np.ndarray
-    run: np.ndarray  # of the program; UNKNOWN_RUN where the profile doesn't say
+    run: np.ndarray  # the number of the program's run; UNKNOWN_RUN if the profile doesn't say
 
 
 class Timeline:
-    """What one device did for one program; ``windows`` are its runs where the profile has them."""
+    """The operations that one device ran of one program; ``windows`` holds the runs, if known."""
 
     def __init__(self) -> None:
         self.parts: list[Ran] = []
@@ -51,7 +51,7 @@ class Timeline:
         return self.parts[0]
 
     def spans(self) -> dict[int, tuple[float, float]]:
-        """Return first start and last end of each run of the program, in their order."""
+        """Return first start and last end of each run of the program, in order of their starts."""
         ran = self.ran()
         runs, of = np.unique(ran.run, return_inverse=True)
         first, last = np.full(len(runs), np.inf), np.full(len(runs), -np.inf)
@@ -69,13 +69,13 @@ class Events:
 
     def __init__(self) -> None:
         self._origin: int | None = None
-        self._programs: list[wire.WireProgram] = []  # of the host that is read
-        # By device and program; a program that the profile doesn't hold has no proto.
+        self._programs: list[wire.WireProgram] = []  # the programs of the host that is being read
+        # Keyed by device and program; a program that the profile lacks has no proto.
         self.timelines: dict[tuple[str, wire.WireProgram], Timeline] = {}
-        self.numbers: dict[str, int] = {}  # of operations, by their names
-        # When each step began and ended, as each host marked it.
+        self.numbers: dict[str, int] = {}  # maps an operation's name to its number
+        # Start and end of each step, by the host that marked it.
         self.markers: dict[str, list[tuple[float, float]]] = {}
-        # The planes that were understood, with their count of operations.
+        # The planes that were understood, with the number of their operations.
         self.planes: dict[str, int] = {}
 
     def read(self, data: memoryview, host: str) -> None:
@@ -101,7 +101,7 @@ class Events:
                 self.planes[name] = self.planes.get(name, 0) + count
 
     def operations(self, program: wire.WireProgram) -> set[str]:
-        """Return the names of all operations of a program that ran."""
+        """Return the names of a program's operations that ran."""
         names, ran = list(self.numbers), set[str]()
         for (_, other), timeline in self.timelines.items():
             if other is program:
@@ -109,7 +109,7 @@ class Events:
         return ran
 
     def merge(self, into: dict[wire.WireProgram, wire.WireProgram]) -> None:
-        """Count what ran of one program as another one's."""
+        """Count the operations of one program as those of another."""
         for (device, program), timeline in list(self.timelines.items()):
             if (other := into.get(program, program)) is not program:
                 del self.timelines[device, program]
@@ -151,7 +151,7 @@ class Events:
             for batch in self._batches(lines.get(line_name)):
                 codes = self._codes(batch.name, names)
                 at = np.searchsorted(starts, batch.start, side="right") - 1
-                # The second line repeats the events of the first.
+                # Skip operations of the first line, which the second line repeats.
                 kept = (at >= 0) & (codes >= 0) & ~np.isin(codes, seen)
                 of_line.append(np.unique(codes[kept]))
                 count += int(kept.sum())
@@ -173,14 +173,14 @@ class Events:
     def _batches(
         self, line: wire.WireLine | None, stats: Sequence[str] = ()
     ) -> Iterator[wire.Batch]:
-        """Yield a line's events, with times after the first line's start."""
+        """Yield a line's events, with times relative to the start of the first line read."""
         if line is not None:
             if self._origin is None:
                 self._origin = line.start_ns
             yield from line.batches(self._origin, stats)
 
     def _program(self, name: str, number: int) -> wire.WireProgram:
-        """Return the host's program of a name and an id, else its only one of that name."""
+        """Return the host's program with this name and id, or else its only one with this name."""
         named = [program for program in self._programs if program.name == name]
         fitting = [p for p in named if number == p.number][-1:] or [p for p in named if p.proto]
         if len(fitting) != 1:
@@ -192,7 +192,7 @@ class Events:
         return self.timelines.setdefault((device, program), Timeline())
 
     def _codes(self, column: np.ndarray, names: dict[int, str]) -> np.ndarray:
-        """Return operations' numbers for the numbers that a plane has for their names, else -1."""
+        """Return the numbers of operations, given a plane's numbers for their names; -1 if none."""
         distinct, positions = np.unique(column, return_inverse=True)
         codes = [
             self.numbers.setdefault(names[number], len(self.numbers)) if number in names else -1
@@ -202,5 +202,5 @@ class Events:
 
 
 def _times(batch: wire.Batch, rows: Any = slice(None)) -> list[tuple[float, float]]:
-    """Return start and end of some events, of all by default."""
+    """Return start and end of the events in some rows, by default in all."""
     return list(zip(batch.start[rows].tolist(), batch.end[rows].tolist()))

@@ -1,4 +1,4 @@
-"""How long each collective took in a step, and how much of that nothing else covered."""
+"""Measure how long each collective took in a step, and how long nothing else ran meanwhile."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching.profiles.events import UNKNOWN_RUN, Events, Timeline
 from shardrules.watching.profiles.wire import WireProgram
 
-# Loops and branches run other operations, which have events of their own.
+# Operations that hide no collective: collectives themselves, and loops and branches, which run
+# operations with their own events.
 _HIDES_NOTHING = re.compile(rf"while|conditional|call|{'|'.join(KINDS)}|.*-(start|done)")
-# Their events are the events of the operations that they call.
+# A profile has events for these instructions, but none for the operations that they call.
 _INSIDE = ("fusion", "async-start", "call")
 _STEM = re.compile(r"[^a-z-]")  # ends an opcode in an operation's name
-_BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
+_BUSY = 2000  # the most intervals that are drawn; the shortest gaps are closed first
 
 
 class Times:
-    """When the programs of a profile ran, and what their collectives took in a step."""
+    """When the programs of a profile ran, and how long their collectives took in a step."""
 
     def __init__(self, seen: Events, judged: Mapping[WireProgram, hlo.Judgement]):
         self._seen = seen
         self._sites = {program: sites(judgement) for program, judgement in judged.items()}
         hosts = {device: device.partition(" ")[0] for device, _ in seen.timelines}
-        # Where the script marks no steps, they are the runs of the longest program.
+        # If the script marks no steps, the steps are the runs of the longest program.
         self.marked = all(seen.markers.get(host) for host in hosts.values())
-        self.markers = {  # when each step began and ended, by device
+        self.markers = {  # start and end of each step, by device
             device: sorted(seen.markers[host]) if self.marked else self._longest_runs(device)
             for device, host in hosts.items()
         }
@@ -51,7 +52,7 @@ class Times:
         return max(runs, key=lambda spans: sum(end - start for start, end in spans))
 
     def _cover(self, judged: Mapping[WireProgram, hlo.Judgement]) -> dict[str, Covered]:
-        """Return by device when anything ran that hides collectives."""
+        """Return, by device, the times of operations that hide collectives."""
         numbers, parts = self._seen.numbers, collections.defaultdict(list)
         for (device, program), timeline in self._seen.timelines.items():
             if program in judged:
@@ -74,7 +75,7 @@ class Times:
         }
 
     def taken(self, program: WireProgram, verdicts: Sequence[hlo.Verdict]) -> Timings:
-        """Return what each of a program's verdicts took, and one step of its slowest device."""
+        """Return the time of each of a program's verdicts, and a step of its slowest device."""
         names = [verdict.collective.name for verdict in verdicts]
         timelines = {d: line for (d, p), line in self._seen.timelines.items() if p is program}
         ran = {}
@@ -109,7 +110,7 @@ class Times:
         ran: Mapping[str, Executions],
         spans: Mapping[int, tuple[float, float]],
     ) -> tuple[tuple[tuple[int, float, float], ...], tuple[tuple[float, float], ...]]:
-        """Return what ran in a device's step of median length, and when it ran anything else."""
+        """Return a device's collectives in a median step, and when it ran anything else."""
         start, end, steps = map(np.concatenate, zip(*ran.values()))
         seen_steps, at = np.unique(steps, return_inverse=True)
         order = np.argsort(np.bincount(at, end - start), kind="stable")
@@ -120,8 +121,8 @@ class Times:
             for start, end in zip(starts[here].tolist(), ends[here].tolist()):
                 shown.append((start, end, numbers[name]))
         shown.sort()
-        # Devices lag behind the host, whose markers say how long a step is and not where it begins:
-        # draw from the start of the program's runs to their end, where the runs are known.
+        # Devices lag behind the host. So the host's markers show how long a step is, but not when
+        # it begins on the device: draw from the start of the program's runs to their end, if known.
         begin, last = shown[0][0], max(end for _, end, _ in shown)
         if UNKNOWN_RUN not in spans:
             around = [(a, b) for a, b in spans.values() if a < last and b > begin]
@@ -132,14 +133,14 @@ class Times:
 
 
 class ProfiledSite(NamedTuple):
-    """The operations by which a profile names one collective."""
+    """The operations that stand for one collective in a profile."""
 
     first: str  # the collective, or its start
     done: str | None  # waits for its end
 
 
 def sites(judgement: hlo.Judgement) -> dict[str, ProfiledSite]:
-    """Return, by a collective's name, the operations that a profile has events of."""
+    """Return, by a collective's name, the operations for which a profile has events."""
     callers: dict[str, Any] = {}
     users: dict[str, str] = {}
     for computation in judgement.module.computations.values():
@@ -162,15 +163,16 @@ def sites(judgement: hlo.Judgement) -> dict[str, ProfiledSite]:
 
 
 def steps_of(starts: Sequence[float], markers: Sequence[float]) -> list[int]:
-    """Return the step of each run of a program, by the starts of runs and steps, in order."""
-    # Devices lag behind the host: the clock decides only where steps differ in their runs.
+    """Return the step of each run of a program, given the starts of runs and steps, in order."""
+    # Devices lag behind the host, so use the clock only if the steps can't all have equally many
+    # runs.
     if starts and markers and len(starts) % len(markers) == 0:
         return [number * len(markers) // len(starts) for number in range(len(starts))]
     return [max(bisect.bisect_right(markers, start) - 1, 0) for start in starts]
 
 
 def _step_seconds(markers: Sequence[tuple[float, float]]) -> float:
-    # From a step's start to the next one's; of the last, to its end.
+    # Measure from a step's start to the next step's start; for the last step, to its end.
     starts = [start for start, _ in markers]
     took = [after - before for before, after in itertools.pairwise(starts)]
     return statistics.median([*took, markers[-1][1] - markers[-1][0]]) / 1e9
@@ -200,7 +202,7 @@ def executions(
         if not len(first):
             continue
         start, end = ran.start[first], ran.end[first]
-        if len(first) == len(last):  # else, on a GPU, the start's kernel is the whole of it
+        if len(first) == len(last):  # else (on a GPU) the start's kernel is the whole collective
             end = np.maximum(end, ran.end[last])
         runs = ran.run[first]
         if np.any(runs == UNKNOWN_RUN):
@@ -212,7 +214,7 @@ def executions(
 
 
 def _rows(ran: Any, number: int) -> np.ndarray:
-    """Return where an operation's executions stand, in the order of their starts."""
+    """Return the rows of an operation's executions, in the order of their starts."""
     rows = np.flatnonzero(ran.operation == number)
     return rows[np.argsort(ran.start[rows], kind="stable")]
 
@@ -222,7 +224,8 @@ def measure(
     step_counts: Mapping[str, int],
     covered: Mapping[str, Covered],
 ) -> dict[str, Timing]:
-    """Return what each collective of a program took in a step; all arguments are by device."""
+    """Return the time of each collective of a program in a step; all arguments are by device."""
+    # On each device, take the median over steps. Report the slowest and the fastest device.
     of_device: dict[str, list[tuple[float, float, float, str]]] = {}
     for device, collectives in ran.items():
         count = max(step_counts[device], 1)
@@ -240,7 +243,7 @@ def measure(
 
 
 class Covered:
-    """How long anything ran within a window, by starts and ends that may overlap."""
+    """The union of intervals that may overlap, to measure how much of a window it covers."""
 
     def __init__(self, start: np.ndarray, end: np.ndarray):
         order = np.argsort(start, kind="stable")
@@ -251,12 +254,12 @@ class Covered:
         self._before = np.append(0.0, np.cumsum(self.ends - self.starts))
 
     def within(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Return the covered part of each of some windows."""
+        """Return the covered time of each window."""
         between: np.ndarray = self._until(end) - self._until(start)
         return between
 
     def drawn(self, begin: float, last: float, most: int) -> tuple[tuple[float, float], ...]:
-        """Return intervals between two times, in seconds after the first; close short gaps."""
+        """Return at most ``most`` intervals between two times, in seconds after the first."""
         inside = (self.ends > begin) & (self.starts < last)
         starts, ends = self.starts[inside], self.ends[inside]
         if len(starts) > most:

@@ -1,4 +1,4 @@
-"""A profile's programs, judged: verdicts with milliseconds, the costliest first."""
+"""Judge a profile's programs, and give each verdict its milliseconds, the costliest first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardrules.watching.profiles import events, measured, wire
 from shardrules.watching.profiles.shown import Profile, ProfiledProgram
 
 _FILES = "*.xplane.pb"
-UNFINISHED = ".recording"  # begins the name of a folder that a process records into
+UNFINISHED = ".recording"  # the prefix of a folder that a process is recording into
 _KEPT = "*.hlo"  # programs that run --keep wrote beside the profile
 _HOW = "run some steps inside of `with jax.profiler.trace(DIR):`"
 _NO_HLO = (
@@ -37,8 +37,8 @@ _NO_OPERATIONS = (
 )
 _DUMPS = ("*after_optimizations.txt", "*after_optimizations.txt.gz", "*.hlo", "*.hlo.gz")
 _NUMBER = re.compile(r"module_0*(\d+)\.")  # XLA's number of the module; on CPU the program's id
-_FRAME = re.compile(r"\bstack_frame_id=\d+")  # in tables that each copy of a text has anew
-_TOGETHER = 10  # seconds within which hosts write the files of one trace
+_FRAME = re.compile(r"\bstack_frame_id=\d+")  # an index into tables that differ between copies
+_TOGETHER = 10  # all hosts write the files of one trace within this many seconds
 
 
 @checked
@@ -51,15 +51,15 @@ def profile(
     allow: Mapping[str, str] | None = None,
     registry: Any = None,
 ) -> Profile:
-    """Judge the programs of a profile, and say what each collective took.
+    """Judge the programs of a profile, and say how long each collective took.
 
     Args:
-      path: a folder in which ``jax.profiler.trace`` wrote, or one of its ``.xplane.pb`` files. Of
-        several traces in a folder, the last one is read.
+      path: a folder into which ``jax.profiler.trace`` wrote, or one of its ``.xplane.pb`` files. If
+        a folder holds several traces, the last one is read.
       mesh: axis names and sizes in the order of the devices; a profile holds none.
       hlo: a folder of ``--xla_dump_to`` or ``run --keep``, for programs whose HLO or mesh the
         profile lacks; the path itself if it holds any.
-      strict: accept proofs alone: verdicts that rest on declared rules are findings too.
+      strict: accept only proofs: verdicts that rest on declared rules are findings, too.
       allow: known findings, with their reasons.
       registry: rules for custom calls that carry no tag; the default registry if None.
 
@@ -67,7 +67,7 @@ def profile(
       The verdicts with their times; ``print`` it.
 
     Raises:
-      ProfileError: there is no profile, it can't be read, or it lacks what verdicts take.
+      ProfileError: there is no profile, it can't be read, or it lacks data that verdicts need.
 
     Examples:
       >>> print(shardrules.profile("/tmp/trace"))  # doctest: +SKIP
@@ -88,9 +88,9 @@ def read(
     allow: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Profile:
-    """Read a profile's programs and times, and put each program's judgement beside them."""
-    # ``known`` gives the judgement that a text has already; ``dumped`` has HLO that the profile
-    # lacks; an HloError becomes one of the notes; ``options`` are those of ``report.content``.
+    """Read a profile's programs and times, and judge each program."""
+    # ``known`` returns an existing judgement of a text; ``dumped`` holds HLO that the profile
+    # lacks; ``options`` are passed to ``report.content``. An HloError becomes a note.
     seen = events.Events()
     for file in _files(pathlib.Path(path)):
         with _mapped(file) as data:
@@ -138,7 +138,7 @@ def read(
 def of_judged(
     path: str, judgements: Sequence[hlo.Judgement], **options: Any
 ) -> tuple[Profile, list[timings.Timings | None]]:
-    """Read a profile of programs that are judged already, and what each of them took."""
+    """Read a profile of programs that are already judged; also return the times of each."""
     by_text = {judgement.module.text: judgement for judgement in judgements}
 
     def known(text: str) -> hlo.Judgement:
@@ -162,7 +162,7 @@ def _judged(
     registry: Any,
     notes: list[str],
 ) -> hlo.Judgement:
-    """Judge a program as well as the profile alone knows it."""
+    """Return the judgement of a program from what the profile alone says about it."""
     module = hlo.parse(text, name=program.name)
     if len(program.shardings) == len(module.entry.parameters):
         shardings = list(map(sharding_text, program.shardings))
@@ -170,7 +170,7 @@ def _judged(
         module = module if full_text == text else hlo.parse(full_text, name=program.name)
     try:
         return hlo.judge(module, mesh=mesh, registry=registry, unpartitioned=True)
-    except HloError as error:  # a program of fewer devices, say
+    except HloError as error:  # for example, a program for fewer devices
         if mesh is None:
             raise
         given = ", ".join(f"{axis}={size}" for axis, size in dict(mesh).items())
@@ -186,17 +186,17 @@ def _judged(
 
 def body(text: str) -> str:
     """Return a module's computations without comments and pointers to tables of source lines."""
-    # One step compiled twice, for the first call and for the others, differs in these pointers.
-    # The text of a parsed module has blanks where XLA printed /*index=5*/ into a tuple.
+    # If a step is compiled twice (for the first call and for the others), only these pointers
+    # differ. The text of a parsed module has blanks where XLA printed /*index=5*/ into a tuple.
     return _FRAME.sub("", blanked(text[max(text.find("\n%"), 0) :]))
 
 
 class Dumps(NamedTuple):
-    """The modules that files hold, with XLA's number of each."""
+    """The modules in some files, with XLA's number of each."""
 
     modules: Sequence[tuple[int | None, hlo.Module]]
     where: str
-    as_last: bool = False  # only for programs whose HLO the profile lacks
+    as_last: bool = False  # whether to use them only for programs whose HLO the profile lacks
 
     @classmethod
     def of_folder(cls, folder: pathlib.Path) -> Dumps:
@@ -220,7 +220,7 @@ class Dumps(NamedTuple):
         return cls(modules, str(folder))
 
     def text(self, name: str, number: int, operations: Iterable[str]) -> str | None:
-        """Return the text of the one program that has this name and all operations that ran."""
+        """Return the text of the program with this name and all operations that ran, or None."""
         ran = set(operations)
         fitting: list[tuple[int | None, str]] = []
         for of_file, module in self.modules:
@@ -243,7 +243,7 @@ class Dumps(NamedTuple):
 
 
 def is_profile(name: str) -> bool:
-    """Tell whether a path is a file of JAX's profiler, or a folder that holds one."""
+    """Return whether a path is a file of JAX's profiler, or a folder that holds one."""
     path = pathlib.Path(name)
     if path.is_dir():
         return next(path.rglob(_FILES), None) is not None
@@ -257,13 +257,13 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     if not path.is_dir():
         raise ProfileError(f"{path}: there is no such file or folder; to record a profile, {_HOW}")
     found = path.rglob(_FILES)
-    # Another process records into a folder beside these, and moves its files when it is done.
+    # Skip folders that other processes record into; they move their files when they are done.
     files = sorted(f for f in found if not f.relative_to(path).parts[0].startswith(UNFINISHED))
     if not files:
         raise ProfileError(f"{path} holds no profile ({_FILES}); to record one, {_HOW}")
     ended = {file: file.stat().st_mtime for file in files}
     last = max(files, key=lambda file: (ended[file], file.parent.name))
-    # Each host names the folder by its own clock, which may be in another second.
+    # Each host names its folder by its own clock, so the names may differ by some seconds.
     near = [f for f in files if f.parent == last.parent or ended[last] - ended[f] < _TOGETHER]
     near.sort(key=lambda file: (file.parent == last.parent, ended[file]))
     return sorted({file.name: file for file in near}.values())
@@ -271,12 +271,12 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 @contextlib.contextmanager
 def _mapped(file: pathlib.Path) -> Iterator[memoryview]:
-    """Map a file into memory; name it where it can't be read."""
+    """Yield a file mapped into memory; raise an error that names it if it can't be read."""
     try:
         with file.open("rb") as opened:
             if not file.stat().st_size:
                 raise ProfileError("it is empty")
-            # No `with`: arrays of its bytes may live on in a traceback.
+            # Don't close the map, since a traceback may keep arrays of its bytes alive.
             yield memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise ProfileError(f"can't read {file}: {error.strerror}") from error
@@ -290,7 +290,7 @@ def _mapped(file: pathlib.Path) -> Iterator[memoryview]:
 def _texts(
     seen: events.Events, dumped: Dumps | None, notes: list[str]
 ) -> dict[wire.WireProgram, str]:
-    """Return the HLO of each program that ran; programs of one text become one."""
+    """Return the HLO of each program that ran; programs with the same text become one."""
     texts: dict[wire.WireProgram, str] = {}
     first: dict[tuple[str, str], wire.WireProgram] = {}
     kept: dict[wire.WireProgram, wire.WireProgram] = {}
@@ -298,7 +298,7 @@ def _texts(
     for program in dict.fromkeys(program for _, program in seen.timelines):
         text = None
         try:
-            # It may say more than the profile: run --keep writes the mesh.
+            # A dump may say more than the profile, since run --keep writes the mesh.
             if dumped is not None and not (dumped.as_last and program.proto):
                 text = dumped.text(program.name, program.number, seen.operations(program))
         except ProfileError as error:

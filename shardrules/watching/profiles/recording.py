@@ -1,4 +1,4 @@
-"""Records a few steps of a running script after its warm-up, as ``run --profile`` asks."""
+"""Record a few steps of a running script after its warm-up, for ``run --profile``."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching import compiling
 from shardrules.watching.profiles.profile import UNFINISHED
 
-_CALLS = 2  # of a program since the last compilation, after which the script has warmed up
-_RESTARTS = 9  # recordings that a compilation ends, before the last one
+_CALLS = 2  # calls of a program since the last compilation, after which the script is warm
+_RESTARTS = 9  # how often a compilation may end a recording before the last one
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 
-_Folder = tempfile.TemporaryDirectory[str]  # deletes what it made itself, and nothing else
+_Folder = tempfile.TemporaryDirectory[str]  # deletes only what it made itself
 
 
 class Recorder(watching.Listener):
-    """Starts JAX's profiler when a script has warmed up, and ends it some steps later.
+    """Starts JAX's profiler when a script has warmed up, and stops it some steps later.
 
-    A step is what the script marks with ``jax.profiler.StepTraceAnnotation``, else a call of the
-    program with collectives that is called again first. Only the main thread's calls are seen.
-    A compilation while it records begins the warm-up anew, a few times. The recording with the most
-    steps is moved into ``folder``, which other processes may write to, when all is over.
+    The script may mark steps with ``jax.profiler.StepTraceAnnotation``. Otherwise, a step is a call
+    of the first program with collectives that is called again. Only calls in the main thread count.
+    If something is compiled while it records, the warm-up starts again, a few times. At the end,
+    the recording with the most steps is moved into ``folder``, which other processes may also write
+    to.
     """
 
     def __init__(self, step_count: int, folder: str):
-        self.left = self._wanted = step_count  # steps that are still to be recorded
-        # why nothing is recorded
+        self.left = self._wanted = step_count  # the number of steps still to record
+        # the reason why nothing is recorded
         self.trouble: str = "no program with collectives was called in the main thread"
         self.recorded: pathlib.Path | None = None  # the profile, once recording is over
         self._folder = pathlib.Path(folder)
-        self._calls: collections.Counter[int] = collections.Counter()  # by what XLA compiled
+        self._calls: collections.Counter[int] = collections.Counter()  # by the id of XLA's program
         self._communicating: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._program: Any = None  # whose calls are the steps
-        self._results: Any = None  # of its last call, where steps are marked
+        self._program: Any = None  # the program whose calls are the steps
+        self._results: Any = None  # the results of the last call, if steps are marked
         self._marked = False
         self._recording = False
         self._looks = False
-        self._own: _Folder | None = None  # of what is recorded now
-        self._best: tuple[int, _Folder] | None = None  # a recording, and steps left after it
+        self._own: _Folder | None = None  # the folder of the current recording
+        self._best: tuple[int, _Folder] | None = None  # steps left after the best one; its folder
         self._restarts = 0
         self._ended = "the script ended"
         self._hold = contextlib.ExitStack()
@@ -61,7 +62,7 @@ class Recorder(watching.Listener):
         self.end()
 
     def end(self) -> None:
-        """End recording, if it is on, and look at the script no longer."""
+        """End the recording, if one is on, and stop watching the script."""
         if self._recording:
             self._stop()
         if self._best is not None:  # few steps are better than none
@@ -70,7 +71,7 @@ class Recorder(watching.Listener):
                 self.trouble = f"{self._ended} before a step did; {self.advice}"
             else:
                 self.trouble = "JAX's profiler wrote no file"
-                try:  # this may stand in a call of the script's
+                try:  # don't raise inside a call of the script
                     self.recorded = _moved(pathlib.Path(own.name), self._folder)
                 except OSError as error:
                     self.trouble = first_line(error)
@@ -81,7 +82,7 @@ class Recorder(watching.Listener):
 
     @property
     def shortfall(self) -> str:
-        """Say why fewer steps were recorded than are wanted; empty if all of them were."""
+        """Say why fewer steps were recorded than wanted; empty if all were."""
         if not self.left:
             return ""
         recorded = f"{self._wanted - self.left} of --profile's {self._wanted} steps"
@@ -98,7 +99,7 @@ class Recorder(watching.Listener):
         )
 
     def _begin(self, executable: Any, traced: compiling.Traced) -> None:
-        """Watch calls once JAX is there and compiles the first program."""
+        """Start to watch calls when JAX compiles the first program."""
         if threading.current_thread() is not threading.main_thread() or self._looks:
             return
         self._looks = True
@@ -176,7 +177,7 @@ class Recorder(watching.Listener):
         try:
             self._own = _Folder(prefix=UNFINISHED, dir=self._folder, ignore_cleanup_errors=True)
             jax.profiler.start_trace(self._own.name, **options)
-        except Exception as error:  # the script records a profile itself, say  # noqa: BLE001
+        except Exception as error:  # the script may record a profile itself  # noqa: BLE001
             self.trouble, self.left = first_line(error), 0
             if self._own is not None:
                 self._own.cleanup()
@@ -194,18 +195,18 @@ class Recorder(watching.Listener):
             if worse is not None and (self._best is None or self.left < self._best[0]):
                 best, worse = (self.left, worse), self._best[1] if self._best else None
                 self._best = best
-        except Exception as error:  # the script ended it itself  # noqa: BLE001
+        except Exception as error:  # the script may have ended it  # noqa: BLE001
             self.trouble, self.left = first_line(error), 0
         if worse is not None:
             worse.cleanup()
 
 
 def _moved(recorded: pathlib.Path, folder: pathlib.Path) -> pathlib.Path | None:
-    """Move a profile's files into a folder, beside those of others; return where they are."""
+    """Move a profile's files into a folder that may hold others; return their folder, or None."""
     into = None
     for file in [*recorded.glob("plugins/profile/*/*")]:
         into = into or folder / file.parent.relative_to(recorded)
-        while (into / file.name).exists():  # another process's, of the same second
+        while (into / file.name).exists():  # from another process in the same second
             into = into.with_name(f"{into.name}_1")
         into.mkdir(parents=True, exist_ok=True)
         file.replace(into / file.name)

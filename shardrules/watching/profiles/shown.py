@@ -1,4 +1,4 @@
-"""What a profile comes to, and how it is written."""
+"""Define the result of reading a profile, and write it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SHOWN_COUNT = 30  # rows of needed collectives
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One verdict, with what it took."""
+    """One verdict, with the time that its collective took."""
 
     program: str  # its program's name
     entry: accounts.Entry
     finding: findings.Finding | None
-    timing: Timing | None  # of a step; None where the profile has no event of it
-    avoidable_seconds: float  # exposed, of a step, that go if the finding's advice is followed
+    timing: Timing | None  # its time in a step; None if the profile has no event of it
+    avoidable_seconds: float  # exposed seconds a step that following the finding's advice saves
 
     @property
     def verdict(self) -> hlo.Verdict:
@@ -44,7 +44,7 @@ class Line:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Give what one device sends in a second while it runs; None where that isn't known."""
+        """Return the bytes that one device sends a second while it runs; None if unknown."""
         if self.timing is None or not self.seconds:
             return None
         return self.entry.wire_bytes * self.timing.runs / self.seconds
@@ -55,7 +55,7 @@ class ProfiledProgram:
     """One program of a profile."""
 
     name: str
-    content: report.Content  # with what each of its verdicts took
+    content: report.Content  # its report, with the time of each verdict
 
     @property
     def timings(self) -> Timings:
@@ -77,15 +77,15 @@ class ProfiledProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What a profile shows of its programs' collectives; ``str`` is the report."""
+    """The verdicts on a profile's collectives, with their times; ``str`` is the report."""
 
-    source: str  # where it was read
-    programs: tuple[ProfiledProgram, ...]  # that ran and have collectives
+    source: str  # the path that it was read from
+    programs: tuple[ProfiledProgram, ...]  # the programs that ran and have collectives
     step_count: int
     step_seconds: float  # the median step
-    marked: bool  # by jax.profiler.StepTraceAnnotation; else steps are runs of the longest program
-    planes: Mapping[str, int]  # that were understood, with how many events of operations they hold
-    notes: tuple[str, ...]  # what it lacks
+    marked: bool  # whether the script marked steps; else they are runs of the longest program
+    planes: Mapping[str, int]  # the planes that were understood, with their number of operations
+    notes: tuple[str, ...]  # sentences about what the profile lacks
 
     def _repr_html_(self) -> str:
         contents = [program.content for program in self.programs]
@@ -96,7 +96,7 @@ class Profile:
 
     @functools.cached_property
     def lines(self) -> tuple[Line, ...]:
-        """List all verdicts: findings first, then by exposed time, the longest first."""
+        """Return all verdicts: findings first, then by exposed time, the longest first."""
         lines = list(itertools.chain.from_iterable(program.lines for program in self.programs))
         lines.sort(key=lambda line: (line.finding is None, -line.exposed_seconds, -line.seconds))
         return tuple(lines)
@@ -107,12 +107,12 @@ class Profile:
 
     @property
     def avoidable_seconds(self) -> float:
-        """Add up the exposed time a step that goes if every finding's advice is followed."""
+        """Return the exposed time a step that following every finding's advice would save."""
         return sum(line.avoidable_seconds for line in self.findings)
 
     @property
     def cheaper_seconds(self) -> float:
-        """Add up the exposed time a step that goes if every hint is followed, beside findings."""
+        """Return the exposed time a step that following every hint would save beyond findings."""
         each = {id(p.timings): p.content for p in self.programs}.values()
         both = sum(content.avoidable.exposed_seconds for content in each)
         return max(0.0, both - self.avoidable_seconds)

@@ -1,8 +1,8 @@
-"""Reads the few fields of a profile's protocol buffers that are needed; no library, no copies.
+"""Read the few fields that we need of a profile's protocol buffers, without a library or copies.
 
-The schema is XLA's: ``XSpace`` and its parts of xla/tsl/profiler/protobuf/xplane.proto, and
-``HloProto`` of xla/service/hlo.proto. xprof ships classes for them, and installs TensorBoard's
-server with these. Events are read many at a time, as columns.
+The schema is XLA's: ``XSpace`` and its parts in xla/tsl/profiler/protobuf/xplane.proto, and
+``HloProto`` in xla/service/hlo.proto. xprof ships classes for them, but also installs TensorBoard's
+server. Events are read many at a time, as columns.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 from shardrules.errors import ProfileError
 
-# From what is read to its field's number.
+# The numbers of the fields that are read.
 PLANES = 1  # XSpace.planes
 PLANE_NAME, LINES, EVENT_METADATA, STAT_METADATA = 2, 3, 4, 5  # XPlane
-MAP_KEY, MAP_VALUE = 1, 2  # of a map's entry
+MAP_KEY, MAP_VALUE = 1, 2  # an entry of a map
 METADATA_NAME, METADATA_STATS = 2, 5  # XEventMetadata, and XStatMetadata.name
 LINE_NAME, LINE_START, LINE_EVENTS = 2, 3, 4  # XLine
 EVENT_NAME, EVENT_OFFSET, EVENT_DURATION, EVENT_STATS = 1, 2, 3, 4  # XEvent
@@ -31,16 +31,16 @@ SHARDINGS = 14  # HloModuleProto.spmd_parameters_shardings
 PROGRAMS = "/host:metadata"  # the plane whose events' metadata are programs
 _TITLE = re.compile(r"(.*)\((\d+)\)")
 _VARINT_BYTES = 10  # at most
-_FIXED = {1: 8, 5: 4}  # wire types of numbers of a fixed size, to their bytes
-_MOST_FIELDS = 256  # of an event; those that profilers write have about ten
-_BATCH = 1 << 16  # events that are read at once
+_FIXED = {1: 8, 5: 4}  # maps the wire types of numbers with a fixed size to their bytes
+_MOST_FIELDS = 256  # the most fields of an event; profilers write about ten
+_BATCH = 1 << 16  # how many events are read at once
 
 
 # One message.
 
 
 def _varint(data: memoryview, at: int, end: int) -> tuple[int, int]:
-    """Read a number, and return it and where it ends."""
+    """Return the number at a position, and the position after it."""
     if at < end and data[at] < 128:
         return data[at], at + 1
     value = 0
@@ -56,7 +56,7 @@ def _varint(data: memoryview, at: int, end: int) -> tuple[int, int]:
 
 
 def _field(data: memoryview, at: int, end: int) -> tuple[int, int | memoryview, int]:
-    """Read a field: its number, its value, and where the next one begins."""
+    """Return a field's number and value, and the position after it."""
     key, at = _varint(data, at, end)
     number, kind = key >> 3, key & 7
     if kind == 0:
@@ -74,7 +74,7 @@ def _field(data: memoryview, at: int, end: int) -> tuple[int, int | memoryview, 
 
 
 def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, int]]:
-    """Yield the number and the value of each field of a message, and where it ends."""
+    """Yield number and value of each field of a message, and the position after it."""
     at, end = 0, len(data)
     while at < end:
         number, value, at = _field(data, at, end)
@@ -82,7 +82,7 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, int]]:
 
 
 def messages(data: memoryview, number: int, *inner: int) -> Iterator[memoryview]:
-    """Yield the fields of one number that hold bytes, or those of numbers inside of them."""
+    """Yield the bytes of each field with this number, or follow the path ``inner`` inside them."""
     for field, value, _ in fields(data):
         if field == number and not isinstance(value, int):
             yield from messages(value, *inner) if inner else (value,)
@@ -96,15 +96,15 @@ def text(data: bytes | memoryview) -> str:
 
 
 class Table(NamedTuple):
-    """The fields of many messages: all first ones, all second ones, ..."""
+    """The fields of many messages: first all first fields, then all second fields, and so on."""
 
-    of: np.ndarray  # which message
+    of: np.ndarray  # the index of the message
     number: np.ndarray
-    value: np.ndarray  # a number, or where bytes start
-    end: np.ndarray  # -1, or where bytes end
+    value: np.ndarray  # a number, or the position where bytes start
+    end: np.ndarray  # -1 for a number, or the position where bytes end
 
     def column(self, count: int, *numbers: int) -> np.ndarray:
-        """Return the number that each of ``count`` messages holds in one of some fields, or 0."""
+        """Return the number that each of ``count`` messages holds in one of these fields, or 0."""
         column = np.zeros(count, np.int64)
         chosen = np.isin(self.number, numbers) & (self.end < 0)
         column[self.of[chosen]] = self.value[chosen]
@@ -117,7 +117,8 @@ class Table(NamedTuple):
 
 
 def table(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Table:
-    """Read the fields of many messages ``data[start:end]``."""
+    """Return the fields of many messages ``data[start:end]``."""
+    # Read one field of all messages at once, and go on with the messages that have more.
     of, at = np.arange(len(starts)), starts
     parts = [Table(*np.zeros((4, 0), np.int64))]
     for _ in range(_MOST_FIELDS + 1):
@@ -145,7 +146,7 @@ def table(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Table:
 
 
 def _varints(data: np.ndarray, at: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Read a number at each of many places before its end; where that comes first, nothing."""
+    """Return the numbers at many positions, and the positions after them; 0 at a message's end."""
     value = np.zeros(len(at), np.int64)
     at = at.copy()
     left = np.flatnonzero(at < end)
@@ -169,16 +170,16 @@ class WireProgram:
 
     def __init__(self, name: str, number: int, proto: bytes):
         self.name = name
-        self.number = number  # by which events name it, 0 if there is none
+        self.number = number  # the number by which events name it; 0 if unknown
         self.proto = proto
-        # each parameter's serialized OpSharding, which JAX 0.11 and newer print no more
+        # each parameter's serialized OpSharding, which programs' text lacks since JAX 0.11
         self.shardings = list(map(bytes, messages(memoryview(proto), SHARDINGS)))
 
 
 def read_title(title: str) -> tuple[str, int]:
-    """Return name and number of a program, ``jit_step(8)``; 0 where it gives none."""
+    """Return name and number of a program from its title, ``jit_step(8)``; 0 if it has none."""
     match = _TITLE.fullmatch(title)
-    # Events hold the 64 bits of an unsigned number as a signed one.
+    # Events hold the same 64 bits as a signed number.
     return (match[1], (int(match[2]) + (1 << 63)) % (1 << 64) - (1 << 63)) if match else (title, 0)
 
 
@@ -186,11 +187,11 @@ class Plane:
     """One plane: a device, or the host."""
 
     def __init__(self, data: memoryview):
-        self.name = ""  # ``/device:TPU:0``, say
-        self.events: dict[int, str] = {}  # from numbers to events' names
-        self.texts: dict[int, str] = {}  # from numbers to names of stats, and texts of their values
+        self.name = ""  # such as ``/device:TPU:0``
+        self.events: dict[int, str] = {}  # maps numbers to names of events
+        self.texts: dict[int, str] = {}  # maps numbers to names of stats, and to texts of values
         self._lines: list[memoryview] = []
-        self._metadata: list[tuple[str, memoryview]] = []  # of events, by their names
+        self._metadata: list[tuple[str, memoryview]] = []  # the events' names and metadata
         self._added: dict[str, int] = {}
         names = {EVENT_METADATA: self.events, STAT_METADATA: self.texts}
         for number, part, _ in fields(data):
@@ -207,7 +208,7 @@ class Plane:
                     name = text(next(messages(value, METADATA_NAME), b""))
                     names[number][key] = name
                     self._metadata += [(name, value)] if number == EVENT_METADATA else []
-        self.stats = {name: number for number, name in self.texts.items()}  # to their numbers
+        self.stats = {name: number for number, name in self.texts.items()}  # maps names to numbers
 
     def programs(self) -> Iterator[WireProgram]:
         """Yield the programs that the plane ``PROGRAMS`` holds."""
@@ -216,7 +217,7 @@ class Plane:
                 yield WireProgram(*read_title(name), bytes(module))
 
     def number_of(self, text: str) -> int:
-        """Give a text that stands in an event itself a number of ``texts``, below zero."""
+        """Add a text that an event holds itself to ``texts``, and return its negative number."""
         number = self._added.setdefault(text, -1 - len(self._added))
         self.texts[number] = text
         return number
@@ -231,12 +232,12 @@ class Batch(NamedTuple):
     name: np.ndarray  # numbers of Plane.events
     start: np.ndarray  # in nanoseconds after the origin
     end: np.ndarray
-    # of each stat which events have it, and the values (of texts, numbers of Plane.texts)
+    # for each stat, which events have it, and its values (for texts, numbers in Plane.texts)
     stats: list[tuple[np.ndarray, np.ndarray]]
 
 
 class WireLine:
-    """One line of a plane: a device's queue, or a thread of the host; it began at ``start_ns``."""
+    """One line of a plane (a device's queue or a host's thread), which began at ``start_ns``."""
 
     def __init__(self, plane: Plane, data: memoryview):
         self._plane = plane
@@ -254,8 +255,8 @@ class WireLine:
         self._starts, self._ends = np.array(starts), np.array(ends)
 
     def batches(self, origin: int, stats: Sequence[str] = ()) -> Iterator[Batch]:
-        """Yield its events, with some of their stats; times are after ``origin``."""
-        # A float of nanoseconds since 1970 could hold multiples of 256 only.
+        """Yield its events, with some of their stats, and times relative to ``origin``."""
+        # Nanoseconds since 1970 as a float would be rounded to multiples of 256.
         for at in range(0, len(self._starts), _BATCH):
             starts, ends = (places[at : at + _BATCH] for places in (self._starts, self._ends))
             read, count = table(self._bytes, starts, ends), len(starts)

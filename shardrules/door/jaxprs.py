@@ -19,7 +19,7 @@ CASTS = frozenset((*TO_VARYING, *TO_UNREDUCED, "pbroadcast", "preduced"))
 # The name scope of a cast that a user wrote with shardrules.vary. It holds no other cast.
 DECLARED = "shardrules.vary"
 
-# The name scope of a cast that joins a branch's results with those of the others.
+# The name scope of a cast that gives a branch's result the join of all branches' types.
 JOINED = "shardrules.joined"
 
 # All-reduces that add.

@@ -90,9 +90,9 @@ class Walk:
         self.jaxpr = outer
 
     def ends(self, jaxprs: Iterable[Any]) -> list[bool]:
-        """Walk over jaxprs of which any or none may run; return after which a seed is set."""
-        # Each starts with the seed as set before. A seed that one sets doesn't count for the
-        # others.
+        """Walk over jaxprs that may or may not run; return whether a seed is set after each."""
+        # A seed that one jaxpr sets doesn't count in the others. The caller decides whether it
+        # counts afterwards.
         before, ends = self.seeded, []
         for jaxpr in jaxprs:
             self.run(jaxpr)

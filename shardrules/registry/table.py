@@ -351,7 +351,8 @@ class Registry:
 
     def _find(self, name: str, module: str, function: str, target: Any) -> Registration | None:
         # First the scopes, innermost first; then the registry. Among exact matches, the user's
-        # declarations hide the libraries', and those of a primitive object hide those of a name.
+        # declarations hide the libraries', and a declaration of a primitive object hides one of a
+        # name.
         compiled = normalise(name)
         for overlay in reversed(self.overlays):
             matching = [e for e in overlay.entries if e.matches(compiled, module)]

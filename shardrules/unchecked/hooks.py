@@ -65,7 +65,7 @@ class UncheckedHooks(Hooks):
             Callable[[Callable[[], list[UncheckedCall]], Callable[[str], UncheckedCall]], None]
         ] = []
         self.ended = False  # whether new shard_maps are left to JAX
-        # Keyed by site and reason, or by all that a decision depends on: see ``_decide``.
+        # Keyed by site and reason, or by everything that a decision depends on: see ``_decide``.
         self.decisions: dict[Any, UncheckedSite] = {}
 
     def install(self, patches: Patches) -> None:
@@ -194,7 +194,7 @@ class _Unchecked:
             off = self._trace_off(args, kept)
             if self.door.spmd_axes() and off.holds_refs(self.door.AbstractRef):
                 return self._note((self.site, _REFS_MAPPED), self.site.decided(_REFS_MAPPED))
-            # The key holds all that the decision depends on. Derivatives around the call are not.
+            # The decision depends on the key alone, and not on derivatives around the call.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
             made = told_apart(self.door, off.programs)
             key = self.site, made, off.alike, off.changing, plain, self.state.registry.version

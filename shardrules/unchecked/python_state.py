@@ -114,8 +114,8 @@ class Kept:
         self._stuck: list[_Stuck] = []
         self._settings: set[Any] = set()  # the settings of the process that are kept
         self._left: collections.deque[tuple[Any, str]] = collections.deque()
-        # Visit all that the roots reach, breadth first. A visit queues what the object reaches, and
-        # records how to undo its changes, or that they can't be undone.
+        # Visit every object that the roots reach, breadth first. A visit queues the objects that
+        # this one holds, and records how to undo its changes, or that they can't be undone.
         self._add(roots)
         while self._left and not self.why:
             value, name = self._left.popleft()

@@ -157,9 +157,9 @@ def _off(a: Result, b: Result) -> tuple[float, float]:
 
 def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
     """Say if a difference may be rounding alone, as where a script subtracts equal values."""
-    # Judge by the rounding of the program's arguments: by that of its results, a step could hide a
-    # wrong gradient in the rounding of its weights. The arguments must differ by about as much as
-    # the result does: if they are equal, the difference is not rounding.
+    # Judge by the rounding of the program's arguments. In the rounding of its results, a step could
+    # hide a wrong gradient behind the rounding of its weights. The arguments must differ by about
+    # as much as the result does: if they are equal, the difference is not rounding.
     shares, taken = [], 0.0
     for a, b in zip(first.took, second.took):
         if (a.dtype, a.shape) != (b.dtype, b.shape):

@@ -72,14 +72,14 @@ class Limits:
         return total
 
     def mixed(self, labels: Labels, axes: Axes, other: Labels) -> Labels:
-        """Return ``labels``, but over ``axes`` those of ``other``."""
+        """Return ``labels`` with their part over ``axes`` taken from ``other``."""
         mixed = dict(labels)
         for key in self.free:  # the other labels are equal in both
             mixed[key] = (labels[key] - axes) | (other[key] & axes)
         return mixed
 
     def below(self, labels: Labels, fixed: Iterable[Any]) -> Labels:
-        """Return the most of each label if those of ``fixed`` are as in ``labels``."""
+        """Return the most of each label if the ``fixed`` keys have their labels in ``labels``."""
         most = {**self.high, **{key: labels[key] for key in fixed}}
         return self._settled(most, grow=False)
 

@@ -137,9 +137,9 @@ def _collectives(
         eqn: Eqn, everywhere: bool, inside: Inside[Any, Any]
     ) -> Iterator[tuple[Any, list[Any]]]:
         waits = everywhere or is_transposed(eqn)
-        # Skip the transpose of a cast that joins a branch's result with the others'. Inputs were
-        # cast before the branch, so the result is that of a collective that the user wrote there,
-        # and the sum waits for the same devices as that collective.
+        # Skip the transpose of a cast that gives a branch's result the join's type. Inputs were
+        # cast before the branch, so a collective that the user wrote there made the result. The sum
+        # waits for the same devices as that collective.
         if waits and axes_of(eqn) & over and not is_in(eqn, JOINED):
             yield eqn, []
         elif eqn.primitive.name not in KERNELS and any(inner := inside(waits)):

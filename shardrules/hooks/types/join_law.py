@@ -276,8 +276,8 @@ def is_jaxs(called: Any) -> bool:
 
 def is_typed_by_hand(called: Any) -> bool:
     """Return whether a hijax object is JAX's own and its types don't come from tracing."""
-    # These are jax.numpy's. In JAX 0.12, the types of frexp's exponents forget all mesh axes, and
-    # that of ldexp's product those of its second operand.
+    # These are jax.numpy's. In JAX 0.12, the type of frexp's exponents lacks all mesh axes, and the
+    # type of ldexp's product lacks the mesh axes of its second operand.
     return is_jaxs(called) and ".numpy." in type(called).__module__
 
 

@@ -99,7 +99,7 @@ def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: boo
 
 
 def _sums(module: hlo.Module) -> dict[str, _Sum]:
-    """Return the launches of one run of each computation, with those of all that it calls."""
+    """Return the launches of one run of each computation, including its callees' launches."""
     sums: dict[str, _Sum] = {}
     for name, computation in module.computations.items():  # callees first
         if computation.original is not computation and not computation.called:

@@ -197,7 +197,7 @@ def target(call: hlo.Instruction) -> str:
 
 
 def host_buffer(shape: hlo.Shape) -> bool:
-    """Return whether a shape is that of an array in host memory."""
+    """Return whether this is the shape of an array in host memory."""
     return not shape.is_tuple and HOST_SPACE in shape.layout
 
 

@@ -40,7 +40,7 @@ def of(dimensions: Sequence[int]) -> Factors:
 
 
 def followed(factors: Factors | None, node: Node) -> Factors | None:
-    """Return a value's factors from those of the array behind its moves; None if unknown."""
+    """Return a value's factors, given the factors behind its moves; None if they are unknown."""
     moves = []
     while node.opcode in MOVES | UNARY and node.operands:
         moves.append(node)

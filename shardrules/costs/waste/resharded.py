@@ -54,7 +54,7 @@ class _Way(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    """Gathers for one constraint, of whose result each device keeps a slice."""
+    """Gathers for one constraint; each device keeps a slice of the result."""
 
     gathers: list[Site]  # the last one first
     array: hlo.Shape  # the whole array, with its dimensions in the program
@@ -63,7 +63,7 @@ class _Chain(NamedTuple):
 
 
 def find(site: Site) -> Hint | None:
-    """Find a gather for a constraint, of whose result each device keeps a slice."""
+    """Find a gather for a constraint, if each device keeps only a slice of the result."""
     return site.program.remembered(_all).get(site) if _is_constraint(site) else None
 
 

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Value]) -> Piece | None:
-    """Describe an update whose start differs along one dimension and is known on each device."""
+    """Return the piece of an update whose start differs along one dimension and is known."""
     sizes = zip(full.dimensions, block.dimensions)
     partial = [n for n, (whole, part) in enumerate(sizes) if whole != part]
     if len(partial) != 1 or len(starts) != len(full.dimensions) or full.dynamic or block.dynamic:

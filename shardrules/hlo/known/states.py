@@ -126,26 +126,26 @@ class States:
         return number
 
     def source(self, relation: int, cause: Cause, sure: bool = False) -> int:
-        """Make the state of an input that may differ between devices (``sure``: it does differ)."""
+        """Return the state of an input that may differ between devices (``sure``: it differs)."""
         causes = () if relation == hd.EQUAL else ((relation, cause),)
         return self.intern(
             ValueState(relation, relation, causes, apart=relation if sure else hd.EQUAL)
         )
 
     def maybe_equal(self, state: int) -> int:
-        """Make the state of a value that may be equal again, without a proof."""
+        """Return the state of a value that may be equal again, without a proof."""
         fields = self._all[state]
         return state if fields.apart == hd.EQUAL else self.intern(fields._replace(apart=hd.EQUAL))
 
     def either(self, a: int, b: int) -> int:
-        """Make the state of a value that is one of two: equal, and apart, only where both are."""
+        """Return the state of one of two values: equal, and apart, only where both values are."""
         if a == b:
             return a
         apart = self.relations.coarsen(self._all[a].apart, self._all[b].apart)
         return self.intern(self._all[self.refine(a, b)]._replace(apart=apart))
 
     def blocked(self, blocker: Blocker, *operands: int) -> int:
-        """Make the state of an unknown value, with its blocker and those of its operands."""
+        """Return the state of an unknown value, with its blocker and its operands' blockers."""
         blockers: tuple[Blocker, ...] = (blocker,)
         for operand in operands:
             blockers = union(blockers, self._all[operand].blockers)[:_KEEP]

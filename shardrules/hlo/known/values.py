@@ -136,7 +136,7 @@ class Values:
         return self.states.blocked(blocker, *[self.collapse(o) for o in operands])
 
     def device_number(self, ids: np.ndarray, what: str) -> Exact:
-        """Make the value of a number for each device, such as partition-id."""
+        """Return the value of a number for each device, such as partition-id."""
         relation = self.relations.intern(ids)
         state = self.states.source(relation, hs.Cause(what, "differs"), sure=True)
         rows = ids if relation != hd.EQUAL else ids[:1]

@@ -86,7 +86,7 @@ class Channel:
 
 
 def make_groups(lists: hn.IdLists, relations: hd.Relations) -> hd.Groups:
-    """Make the groups of lists of members; their relation makes members of one group equal."""
+    """Return the groups of lists of members, with the relation that makes members equal."""
     members, sizes = lists
     labels = np.arange(relations.device_count)
     labels[members] = np.repeat(members[np.cumsum(sizes) - sizes], sizes)
@@ -268,7 +268,7 @@ def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations
 
 
 def pair_groups(pairs: np.ndarray, relations: hd.Relations) -> hd.Groups:
-    """Make the groups of devices that a permute's pairs connect."""
+    """Return the groups of devices that the given pairs connect."""
     ends = pairs.T
     relation = relations.linked(ends)
     labels = relations.labels(relation)
@@ -325,7 +325,7 @@ def read_send(instruction: hm.Instruction, relations: hd.Relations) -> Channel:
 
 
 def everyone(relations: hd.Relations) -> hd.Groups:
-    """Make the groups of a collective that may connect any devices."""
+    """Return the groups of a collective that may connect any devices."""
     count = relations.device_count
     groups = make_groups((np.arange(count), np.array([count])), relations)
     return dataclasses.replace(groups, complete=False)  # so that no axes are named

@@ -75,8 +75,8 @@ class _LoopEvaluation:
         # ends because a join only refines the proven partition of the devices, and there are
         # finitely many partitions. But if each element of the carry is fed by the next, each pass
         # changes only one of them. So after 32 passes all elements get one merged state, which is
-        # sound and converges soon. A carry that still changes after 64 passes (a change of a cause
-        # or a blocker counts, too) gives up, and the loop becomes a blocker.
+        # sound and converges soon. If the carry still changes after 64 passes (changes of causes
+        # and blockers count, too), the loop becomes a blocker.
         carry, guard = start, self.guard
         states = self.values.states
         for step in range(64):
@@ -140,7 +140,7 @@ class _LoopEvaluation:
         """Evaluate iterations until the carry repeats; None if it doesn't repeat soon."""
         # The carry's initial value no longer matters once an iteration replaces it: a carry that
         # starts sharded and is summed in each iteration ends equal. From the first repetition on,
-        # the carries go round in a circle, so the position in it gives the last carry.
+        # the carries form a cycle, so the number of trips gives the last carry's place in it.
         history = [carry]
         seen = {carry: 0}
         for step in range(1, min(trips, _MAX_STEPS) + 1):
@@ -183,7 +183,7 @@ class _LoopEvaluation:
         return None
 
     def _stays(self, count: int, collectives: frozenset[int], step: int, guard: int) -> bool:
-        """Return whether an element stays the same, since its collectives run in whole groups."""
+        """Return whether an element has settled by now, and its collectives run in whole groups."""
         proven, transfer = self.values.states[guard].proven, self.proof.transfer
         records = [self.proof.records.get((self.body.name, p)) for p in collectives]
         return count <= step and all(r and transfer.uniform(proven, r.channel) for r in records)

@@ -91,7 +91,7 @@ class Repeats:
             self._compare(computation, self._names)
 
     def _compare(self, computation: hm.Computation, names: list[str]) -> None:
-        """Make a computation one that others repeat, unless one with the same callees is."""
+        """Let others repeat a computation, unless they can repeat one with the same callees."""
         if self._key not in self._known:
             places = _called(computation, self._key[0], names)
             self._known[self._key] = None if places is None else (places, {})

@@ -2,7 +2,8 @@
 
 The *compiled* account is of the program that runs. The *logical* one is of the program before any
 of XLA's passes: the collectives that the source asks for, in the types that it asks for. It is the
-same on all platforms, and lacks what the partitioner adds for sharded arrays outside shard_map.
+same on all platforms, and lacks the collectives that the partitioner adds for sharded arrays
+outside shard_map.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ CONVENTION = (
 
 
 def wire_bytes(kind: str, operand_bytes: int, group_size: int, moves: bool = True) -> int:
-    """Count the bytes that one device sends for one collective; of a permute that ``moves`` any."""
-    # By ring algorithms: NCCL-tests, PERFORMANCE.md, gives the same factors as "bus bandwidth". Of
-    # a ragged-all-to-all as if every piece were full.
+    """Return the bytes that one device sends for a collective; ``moves``: a permute moves data."""
+    # These are ring algorithms: PERFORMANCE.md of NCCL-tests gives the same factors for its "bus
+    # bandwidth". A ragged-all-to-all counts as if every piece were full.
     n = max(group_size, 1)
     if kind in ("collective-permute", "collective-broadcast"):
         return operand_bytes if moves and n > 1 else 0
@@ -44,17 +45,17 @@ class Entry:
     """One collective, one operand of a combined one, or one range of a flat one."""
 
     kind: str  # ``"all-reduce"`` and so on
-    axes: tuple[str, ...] | None  # mesh axes in order, None where they aren't known
-    over: str  # the axes, or the groups where no axes are known, for people
+    axes: tuple[str, ...] | None  # mesh axes in order; None if they aren't known
+    over: str  # the axes, or the groups if no axes are known; for people
     phase: str  # one of PHASES
     element_type: str  # XLA's name, ``"bf16"``
-    # bytes, wire_bytes: of one run, on one device
+    # bytes, wire_bytes: for one run, on one device
     bytes: int
     wire_bytes: int
-    # How often one execution of the program runs it; None where a loop's count isn't known.
+    # How often one execution of the program runs it; None if a loop's count isn't known.
     runs: int | None
     loop_depth: int  # the number of while loops around it
-    # file, line, function: where the source asks for it; empty where the text doesn't say
+    # file, line, function: where the source asks for it; empty if the text doesn't say
     file: str
     line: int
     function: str
@@ -62,18 +63,18 @@ class Entry:
     verdict: str
     reason: str
     groups: str  # the device groups, or a permute's pairs; the same groups have the same text
-    at_most: bool  # it stands in a branch, and ``runs`` counts as if each branch ran
-    # How often it runs if each loop whose count isn't known makes one trip; else as ``runs``.
+    at_most: bool  # it is in a branch, and ``runs`` counts as if each branch ran
+    # How often it runs if each loop of unknown count makes one trip; ``runs`` if there is none.
     each: int
-    # An all-reduce's or a reduce-scatter's, ``"add"``; several operations have a checksum; empty
-    # for other kinds.
+    # The operation of an all-reduce or a reduce-scatter, ``"add"``, or a checksum of several
+    # operations; empty for other kinds.
     reduction: str
-    # Along which parts are put together or taken apart, ``"0"``; empty for none.
+    # The dimension along which parts are joined or split, ``"0"``; empty for none.
     dimension: str
-    # The line within the loop, or the checkpoint, whose own line is all that XLA has left it; JAX's
-    # name for the argument that it moves where it has no line.
+    # A line inside of the loop or the checkpoint, if XLA has left it only the loop's or the
+    # checkpoint's line. If it has no line, JAX's name for the argument that it moves.
     within: str
-    # Its place in the account, and the verdict that it is a line of.
+    # Its place in the account, and the verdict that it describes.
     number: int = dataclasses.field(compare=False)
     judged: hlo.Verdict = dataclasses.field(compare=False, repr=False)
 
@@ -87,7 +88,7 @@ class Entry:
 
     @property
     def place(self) -> str:
-        """Return the innermost line that is known of it, or its argument, for people."""
+        """Return its innermost known line, or its argument's name, for people."""
         return self.within or self.source
 
 
@@ -96,19 +97,20 @@ class Totals:
     """Sums over entries."""
 
     sites: int = 0  # places in the program
-    # count, bytes, wire_bytes: over all runs of one execution, without the sites of unknown runs
+    # count, bytes, wire_bytes: over all runs in one execution, without sites of unknown count
     count: int = 0
     bytes: int = 0
     wire_bytes: int = 0
     unknown: int = 0  # sites in loops whose trip count isn't known
     # Sites in branches; the sums count every branch, though only one of them runs.
     at_most: int = dataclasses.field(default=0, compare=False)
-    # unknown_bytes, unknown_wire_bytes: of the sites of unknown runs, if each of those loops makes
-    # one trip
+    # unknown_bytes, unknown_wire_bytes: over the sites of unknown count, if each of their loops
+    # makes one trip
     unknown_bytes: int = 0
     unknown_wire_bytes: int = dataclasses.field(default=0, compare=False)
 
     def plus(self, entry: Entry) -> Totals:
+        """Return the sums with one more entry."""
         runs, unknown = entry.runs or 0, entry.runs is None
         return Totals(
             self.sites + 1,
@@ -136,14 +138,14 @@ class Account:
 
     level: str  # ``"compiled"`` or ``"logical"``
     entries: tuple[Entry, ...]  # one for each verdict
-    mesh: dict[str, int] | None  # axis sizes in order, None where no mesh is known
+    mesh: dict[str, int] | None  # axis sizes in order; None if no mesh is known
     device_count: int  # devices that the program is for
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
     def by(self, *fields: str) -> dict[tuple[Any, ...], Totals]:
-        """Sum up by fields of Entry, in the order of first appearance."""
+        """Return sums by fields of Entry, in the order of first appearance."""
         names = [*(f.name for f in dataclasses.fields(Entry)), "what", "source"]
         for field in fields:
             if field not in names:
@@ -164,7 +166,7 @@ class Account:
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether needed all-reduces are a tenth of what a program sends, or more."""
+        """Return whether needed all-reduces send at least a tenth of the program's bytes."""
         needed = self.by("kind", "verdict").get(("all-reduce", "needed"))
         return needed is not None and needed.wire_bytes >= self.total.wire_bytes / 10
 
@@ -178,7 +180,7 @@ _MADE: weakref.WeakKeyDictionary[hlo.Judgement, dict[str, Account]] = weakref.We
 
 
 def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
-    """Return the account of a judged module; the verdicts say nothing of a ``"logical"`` one."""
+    """Return the account of a judged module; a ``"logical"`` account leaves out the verdicts."""
     made = _MADE.setdefault(judgement, {})
     if level not in made:
         made[level] = _made(judgement, level)
@@ -197,7 +199,7 @@ def _made(judgement: hlo.Judgement, level: str) -> Account:
             count = len(collective.groups)
             over = f"{count} group{'s' if count != 1 else ''} of {collective.group_size}"
         if collective.axes is None or judgement.mesh is None:
-            over += f": {groups}"  # another program may mean others by the notation's axis names
+            over += f": {groups}"  # in another program, these axis names may mean other groups
         moves = collective.connections.moves
         frame = collective.source or hlo.Frame("", 0)
         said = (verdict.verdict, verdict.reason) if level == "compiled" else ("", "")
@@ -235,7 +237,7 @@ _SELECTOR = re.compile(
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """Suggest the name that was meant, nothing where none is near."""
+    """Return a suggestion of the name that was meant; empty if no name is close."""
     close = difflib.get_close_matches(name, list(names), 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -247,7 +249,7 @@ class Selector(NamedTuple):
     verdict: str
     phase: str
     kind: str
-    axes: frozenset[str] | None  # mesh axes; None, written ``?``, where they aren't known
+    axes: frozenset[str] | None  # mesh axes; None, written ``?``, if they aren't known
     file: str  # the end of the source file's path
     line: int  # 1-based, 0 for any
 
@@ -275,7 +277,7 @@ class Selector(NamedTuple):
         return cls(verdict, phase, match[3], known_axes, file, int(match[6] or 0))
 
     def check_axes(self, text: str, mesh: Mapping[str, int] | None) -> None:
-        """Raise if ``text``, from which this was read, names axes that the mesh does not have."""
+        """Raise an error if the selector, written as ``text``, names axes that the mesh lacks."""
         for axis in sorted((self.axes or frozenset()) - set(mesh or ())):
             if mesh:  # without a mesh, no name is known to be wrong
                 raise ShardrulesError(

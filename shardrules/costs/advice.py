@@ -1,7 +1,7 @@
 """The one change that removes a finding on a collective, or that would let it be judged.
 
-What it says computes the same values: for each kind of collective, what of its result a device can
-compute from its own operand.
+The change computes the same values: for each kind of collective, it says which part of the result a
+device can compute from its own operand.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shardrules.costs import walk
 from shardrules.hlo.proof import phases
 from shardrules.registry.suggestions import pattern
 
-# Of equal values these give the value.
+# Reductions that return the value itself if all values are equal.
 _IDEMPOTENT = ("maximum", "minimum", "and", "or")
-# A shard_map, or a pmap, whose body is differentiated inside of it, and not with it.
+# The op_name of a gradient that the body of a shard_map or a pmap takes itself.
 _OWN_GRADIENT = re.compile(r"(?:(?!transpose\().)*?(?:shard_map|pmap\b[^/]*)/.*transpose\(.*")
-# With the check on, the transpose of a cast, or what a bwd sums.
+# With the check on: the transpose of a cast, or a sum in a bwd.
 _CAST = re.compile(r".*transpose\(jvp\([^/]*\)\)/psum_invariant")
 UNNAMED = "SCRIPT` (SCRIPT: the one that compiles this program)"  # a script, behind a command
 _OUTSIDE = (
@@ -33,7 +33,7 @@ _OUTSIDE = (
 
 @checked
 def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
-    """Say the one change that removes a finding, or that would let it be judged.
+    """Return the one change that removes a finding, or that would let it be judged.
 
     ``proven`` names kernels whose own jaxprs show that they don't communicate.
     """
@@ -56,7 +56,7 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
 
 
 def _of_cast(verdict: hlo.Verdict) -> str:
-    """Say where a sum comes from that a line may not write; empty if its name is another."""
+    """Return where a sum comes from if its line may not contain it; empty for any other name."""
     if not _CAST.fullmatch(verdict.collective.op_name):
         return ""
     over = " and ".join(_equal_axes(verdict)) or "the devices"
@@ -68,12 +68,12 @@ def _of_cast(verdict: hlo.Verdict) -> str:
 
 
 def named(advice: str, script: str) -> str:
-    """Write the script into advice, as it was typed; if it isn't known, leave what to put."""
+    """Return advice with the script as it was typed; if it isn't known, keep the placeholder."""
     return advice.replace(UNNAMED, f"{script}`") if script else advice
 
 
 def migrate(shard_maps: str) -> str:
-    """Say how the checks of some shard_maps are switched on."""
+    """Return advice how to switch on the checks of some shard_maps."""
     return (
         f"run `shardrules migrate --diff on.patch {UNNAMED}: it switches on the check of "
         f"{shard_maps}, so that the backward pass reduces over just the axes that it needs, "
@@ -84,8 +84,8 @@ def migrate(shard_maps: str) -> str:
 def is_defensive(verdict: hlo.Verdict) -> bool:
     """Return whether a backward pass sums equal values only because shard_map's check is off.
 
-    With the check on, such a sum goes, and another one may be needed in its place: of fewer bytes,
-    which the text can't tell.
+    With the check on, such a sum disappears. Another sum of fewer bytes may be needed in its place;
+    the text can't show whether it is.
     """
     collective, last = verdict.collective, operation(verdict.collective)
     if verdict.verdict not in ("redundant", "overwide") or verdict.divergent:
@@ -98,13 +98,13 @@ def is_defensive(verdict: hlo.Verdict) -> bool:
 
 
 def in_own_gradient(verdict: hlo.Verdict) -> bool:
-    """Return whether it sums equal values in a backward pass of an unchecked body itself."""
+    """Return whether it sums equal values in a gradient that an unchecked body takes itself."""
     name = verdict.collective.op_name
     return is_defensive(verdict) and _OWN_GRADIENT.fullmatch(name) is not None
 
 
 def of_averages(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
-    """Say what is wrong with gradients that it averages, if a body with the check on takes them."""
+    """Return what is wrong with averaged gradients if a body with the check on takes them."""
     collective = verdict.collective
     averages = collective.reduction == "add" and collective.phase == "forward"
     if verdict.verdict != "redundant" or not averages:
@@ -114,7 +114,7 @@ def of_averages(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
     )
     if not any(_OWN_GRADIENT.fullmatch(name) for name in names):
         return ""
-    # First, and not as an afterthought to dropping it: the gradients are wrong.
+    # This stands before the advice to drop the collective, because the gradients are wrong.
     return (
         "if it averages gradients that the body takes itself, they come out "
         f"{collective.group_size} times too large: with the check on they are already the sum "
@@ -127,8 +127,9 @@ class Multiplied:
     """Tells by how much a program's gradients may be too large.
 
     Without the check the transpose of a psum is a psum. A body that takes gradients itself then
-    gets those of the sum of all devices' losses: where n devices compute the same loss, n times
-    its gradient. An array that each of them holds whole gets the right one by a pmean over them.
+    gets the gradient of the sum of all devices' losses: if n devices compute the same loss, that is
+    n times its gradient. For an array that each device holds whole, a pmean over the devices gives
+    the right gradient.
     """
 
     def __init__(self, judgement: hlo.Judgement):
@@ -146,7 +147,7 @@ class Multiplied:
         return verdict.copies if place in self._returned[axes] else 1
 
     def _is_transpose(self, collective: hlo.Collective) -> bool:
-        """Return whether a sum of the forward pass stands in the same line; a bwd has its own."""
+        """Return whether the forward pass has a sum on the same line; a bwd has its own line."""
         return collective.source is not None and any(
             other.collective.source == collective.source
             and other.collective.axes == collective.axes
@@ -155,7 +156,7 @@ class Multiplied:
         )
 
     def _apart_from(self, axes: tuple[str, ...]) -> set[tuple[str, str]]:
-        """List what the results depend on other than through sums over these axes."""
+        """Return the instructions that reach the results without a sum over these axes."""
         module = self._judgement.module
         sums = {
             (verdict.collective.computation, verdict.collective.name)
@@ -177,7 +178,7 @@ class Multiplied:
 
 
 def too_large(verdict: hlo.Verdict, times: int) -> str:
-    """Say what is wrong with gradients that such a sum may multiply, and what to type."""
+    """Return what is wrong with gradients that such a sum may multiply, and what to type."""
     axes = _equal_axes(verdict)
     over = repr(axes[0] if len(axes) == 1 else tuple(axes))
     return (
@@ -190,6 +191,7 @@ def too_large(verdict: hlo.Verdict, times: int) -> str:
 
 
 def _for_partitioner(verdict: hlo.Verdict) -> str:
+    """Return advice on a collective that XLA's partitioner made."""
     collective = verdict.collective
     equal = ", ".join(_equal_axes(verdict))
     return (
@@ -202,7 +204,7 @@ def _for_partitioner(verdict: hlo.Verdict) -> str:
 
 
 def _instead(verdict: hlo.Verdict) -> str:
-    """Say what each device computes from its own operand in place of a redundant collective."""
+    """Return what each device computes from its own operand instead of a redundant collective."""
     collective, count = verdict.collective, verdict.collective.group_size
     own = "drop it: each device can compute the result from its own operand"
     same = "drop it: each device's result is its own operand"
@@ -235,7 +237,7 @@ def _instead(verdict: hlo.Verdict) -> str:
 
 
 def _narrowed(verdict: hlo.Verdict) -> str:
-    """Say how to run an overwide collective over just the devices that differ."""
+    """Return how to run an overwide collective over just the devices that differ."""
     collective, copies = verdict.collective, verdict.copies
     equal = " and ".join(_equal_axes(verdict))
     along = f"the devices along {equal}" if equal else f"{copies} devices of each group"
@@ -257,7 +259,7 @@ def _narrowed(verdict: hlo.Verdict) -> str:
 
 
 def _factor(reduction: str, count: int) -> str:
-    """Say what replaces a reduction of so many equal values."""
+    """Return what replaces a reduction of ``count`` equal values."""
     if reduction in _IDEMPOTENT or count == 1:
         return ""
     if reduction == "add":
@@ -266,7 +268,7 @@ def _factor(reduction: str, count: int) -> str:
 
 
 def _give_a_rule(call: hlo.Blocker) -> str:
-    """Say how to give a rule to a custom call that isn't known by a kernel's name."""
+    """Return how to give a rule to a custom call that has no kernel's name."""
     rule = rule_flag(call)
     here = f"; for this text, pass {rule} to the command if that is true of the kernel"
     return (
@@ -276,13 +278,13 @@ def _give_a_rule(call: hlo.Blocker) -> str:
 
 
 def rule_flag(call: hlo.Blocker) -> str:
-    """Write the flag that says of a call that it communicates with no device; empty for none."""
+    """Return the flag that declares that a call doesn't communicate; empty if it has no name."""
     name = call.where.partition(" (")[0]
     return shlex.quote(f"--rule={name}=no_communication") if name else ""
 
 
 def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
-    """Say what would let an unproven collective be judged."""
+    """Return what would let an unproven collective be judged."""
     kernels = list(dict.fromkeys(b.kernel for b in verdict.blockers if b.kernel))
     names = [kernel for kernel in kernels if kernel not in proven]
     if kernels and not names:
@@ -318,6 +320,7 @@ def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
 
 
 def _equal_axes(verdict: hlo.Verdict) -> list[str]:
+    """Return the collective's axes that the verdict shows to be unnecessary."""
     return [a for a in verdict.collective.axes or () if a not in (verdict.needed_axes or ())]
 
 

@@ -16,8 +16,8 @@ from shardrules.costs.accounts import Entry, Totals
 class Change:
     """A difference between two accounts."""
 
-    # ``came``, ``went``, ``grew``, ``shrank``, or ``moved``: other sites, or loops of unknown
-    # length, but the same count and bytes.
+    # ``came``, ``went``, ``grew``, ``shrank``, or ``moved``: the count and the bytes are the same,
+    # but the sites or the loops of unknown length differ.
     status: str
     what: str  # phase, kind, axes, element type and source
     # before, after: sums
@@ -37,7 +37,7 @@ class Change:
 
 
 def relative_file(file: str, root: str) -> str:
-    """Shorten a source path: relative to ``site-packages`` or ``root``, else the file's name."""
+    """Return a source path relative to ``site-packages`` or ``root``, else only the file's name."""
     path = file.replace("\\", "/")
     if not path.startswith("/") and not re.match(r"[A-Za-z]:/", path):
         return path
@@ -49,9 +49,11 @@ def relative_file(file: str, root: str) -> str:
 
 
 def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, str]:
-    """Name the source files of two programs; a file of two checkouts has one name."""
-    # Two paths are one file if their ends agree in more parts than those of any other two paths
-    # that either is in, or if all of their collectives are the same and no other file's are.
+    """Return names for the source files of two programs; a file of two checkouts has one name."""
+    # First match paths by their common end, the longest ends first: two paths are one file if
+    # neither has as long an end in common with another path. Then match the rest by their
+    # collectives: two paths are one file if all their collectives are the same, and no other file
+    # has the same ones.
     before, after = tuple(before), tuple(after)
     mine, theirs = map(_files, (before, after))
     names = {file: relative_file(file, ".") for file in (*mine, *theirs)}
@@ -82,6 +84,7 @@ def _without(files: Iterable[str], others: Collection[str]) -> list[str]:
 
 
 def _by_collectives(files: Iterable[str], entries: Iterable[Entry]) -> dict[object, list[str]]:
+    """Return the files that have the same collectives, by these collectives."""
     groups: dict[object, list[str]] = {}
     for file in files:
         collectives = collections.Counter(
@@ -94,6 +97,7 @@ def _by_collectives(files: Iterable[str], entries: Iterable[Entry]) -> dict[obje
 
 
 def _common_end(first: str, second: str) -> tuple[str, ...]:
+    """Return the last parts of two paths, as far as they agree."""
     parts = [path.replace("\\", "/").split("/")[::-1] for path in (first, second)]
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*parts))
     return tuple(part for part, _ in same)[::-1]
@@ -105,7 +109,7 @@ def grouped(
     groups: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> dict[tuple[str, ...], Totals]:
-    """Sum entries up by what lasts across recompiles: what, element type, source function."""
+    """Return sums of entries by fields that recompiling keeps: what, element type, function."""
     totals: dict[tuple[str, ...], Totals] = {}
     for entry in entries:
         key = key_of(entry, root, groups, names)
@@ -121,7 +125,7 @@ def key_of(
         source += f" ({entry.function})"
     if not groups:
         return entry.what, entry.element_type, source
-    # Axis names alone don't tell one mesh from another.
+    # Axis names alone don't distinguish two meshes.
     how = entry.groups + (f" by {entry.reduction}" if entry.reduction not in ("", "add") else "")
     how += f" along dimension {entry.dimension}" if entry.dimension else ""
     how += " in a branch" if entry.at_most else ""
@@ -131,7 +135,7 @@ def key_of(
 def compare(
     before: Mapping[tuple[str, ...], Totals], after: Mapping[tuple[str, ...], Totals]
 ) -> list[Change]:
-    """List the differences between two results of ``grouped``, the costliest first."""
+    """Return the differences between two results of ``grouped``, the costliest first."""
     changes = [change for _, change in each(before, after) if change.status != "same"]
     return sorted(changes, key=lambda c: (-abs(c.after.wire_bytes - c.before.wire_bytes), c.what))
 
@@ -145,7 +149,7 @@ def each(
     for key in keys:
         a, b = before.get(key), after.get(key)
         what = f"{key[0]} {key[1]}" + (f" at {key[2]}" if key[2] else "")
-        if alike[key[:3]] > 1:  # only the groups tell them apart
+        if alike[key[:3]] > 1:  # the keys differ only in their groups
             what += f" in {key[3]}"
         if a is None or b is None:
             status = "came" if a is None else "went"

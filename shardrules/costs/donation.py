@@ -1,6 +1,6 @@
-"""What became of the memory of donated arguments, leaf by leaf.
+"""Tells what became of the memory of donated arguments, leaf by leaf.
 
-The module's header says it (XLA, ``HloModuleConfig`` and ``HloInputOutputAliasConfig``):
+The module's header states it (XLA, ``HloModuleConfig`` and ``HloInputOutputAliasConfig``):
 ``input_output_alias`` says which output is written into which parameter's memory, ``buffer_donor``
 which parameters were donated and are not reused. Neither lists the arguments that JAX pruned before
 compiling, nor, before JAX 0.8, a donated argument that no output fits.
@@ -18,7 +18,7 @@ from shardrules import hlo
 from shardrules.costs import accounts
 from shardrules.errors import HloError
 
-# Each status of a donated leaf that is not "aliased", and what to type next.
+# The causes why a donated leaf's memory is not reused, and what to type next.
 ADVICE = {
     "dtype": "return it in the argument's dtype, or don't donate it",
     "shape": "return it in the argument's shape, or don't donate it",
@@ -42,13 +42,13 @@ class ArgumentBuffer(NamedTuple):
 
     path: str  # the parameter's name and the keys below it, ``"state['m']"``
     donated: bool  # whether it was declared donated
-    kept: bool  # whether the compiled program takes it; JAX prunes what is not used
+    kept: bool  # whether the compiled program takes it; JAX prunes unused arguments
     shape: str  # of the whole array, ``"f32[8,16]"``
-    sharding: str  # as HLO prints it; empty where it isn't known
+    sharding: str  # as HLO prints it; empty if it isn't known
 
 
 class ResultBuffer(NamedTuple):
-    """A leaf of a program's outputs: path, whole shape and sharding, as for Argument."""
+    """A leaf of a program's outputs: path, whole shape and sharding, as for ArgumentBuffer."""
 
     path: str
     shape: str
@@ -58,15 +58,15 @@ class ResultBuffer(NamedTuple):
 class Leaf(NamedTuple):
     """What became of one leaf of the arguments."""
 
-    path: str  # as for Argument; ``"parameter 3"`` where the text holds no name
-    shape: str  # on one device; of the whole array where it was pruned
-    bytes: int  # of that shape
-    # Whether it was declared donated; None where only the text is known, in which an argument whose
-    # donation had no effect may leave no trace.
+    path: str  # as for ArgumentBuffer; ``"parameter 3"`` if the text has no name
+    shape: str  # on one device; of the whole array if it was pruned
+    bytes: int  # the bytes of that shape
+    # Whether it was declared donated; None if only the text is known, which may not show a donation
+    # that had no effect.
     donated: bool | None
     status: str  # ``aliased``, ``donor`` (given away, not reused), ``pruned`` or ``kept``
-    output: str  # the path of the output that has its memory, or of the one that comes nearest
-    cause: str  # a key of ADVICE; empty where it is aliased or was not donated
+    output: str  # the path of the output that has its memory, or of the most similar output
+    cause: str  # a key of ADVICE; empty if it is aliased or was not donated
     reason: str  # why its memory is not reused
 
 
@@ -79,7 +79,7 @@ def _index(text: str) -> tuple[int, ...]:
 
 
 def _places(shape: hlo.Shape, place: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """List where a shape's array leaves stand in it."""
+    """Yield the places of a shape's arrays, as paths of element numbers."""
     if shape.elements is None:
         yield place
     for number, element in enumerate(shape.elements or ()):
@@ -95,8 +95,8 @@ def read(
     arguments: Sequence[ArgumentBuffer] | None = None,
     results: Sequence[ResultBuffer] | None = None,
 ) -> list[Leaf]:
-    """List the leaves of a program's arguments, with what became of each one's memory."""
-    # ``arguments`` holds pruned leaves too; it is None, as ``results``, where only text is known.
+    """Return the leaves of a program's arguments, with what became of each one's memory."""
+    # ``arguments`` has pruned leaves too. Like ``results``, it is None if only the text is known.
     taken_in = hlo.Shape("tuple", elements=tuple(p.shape for p in module.entry.parameters))
     given_out = module.entry.instructions[module.entry.root].shape
     inputs, outputs = taken_in.leaves(), given_out.leaves()
@@ -149,7 +149,7 @@ def read(
 def _table(
     module: hlo.Module, inputs: hlo.Shape, output: hlo.Shape
 ) -> tuple[dict[int, int], set[int]]:
-    """Read which leaf of the outputs has the memory of which input, and the donated inputs."""
+    """Return which output leaf has the memory of which input leaf, and the donors not reused."""
     in_places, out_places = map(_numbered, (inputs, output))
     aliased: dict[int, int] = {}
     donors: set[int] = set()
@@ -169,7 +169,7 @@ def _table(
 def _from_text(
     module: hlo.Module, inputs: Sequence[hlo.Shape], skip: int, given: set[int]
 ) -> list[ArgumentBuffer]:
-    """Make arguments of the entry's parameters; JAX's names for them stand in their metadata."""
+    """Return the entry's parameters as arguments; their metadata has JAX's names for them."""
     parameters = module.entry.parameters
     names = [module.metadata(parameter).op_name for parameter in parameters]
     if len(names) != len(inputs):  # they come as one tuple
@@ -181,7 +181,7 @@ def _from_text(
 
 
 def _bytes(shape: str) -> int:
-    """Count the bytes of ``"f32[8,16]"``; 0 for a type that HLO does not have (a key's)."""
+    """Return the bytes of ``"f32[8,16]"``; 0 for a type that HLO does not have (a key's)."""
     element_type, _, dimensions = shape.rstrip("]").partition("[")
     try:
         return hlo.Shape(element_type, _index(dimensions)).bytes
@@ -195,7 +195,7 @@ def _device_count(module: hlo.Module) -> int:
 
 
 def _parts(whole: hlo.Shape, part: hlo.Shape, device_count: int) -> int:
-    """Count the parts of one shape that another one may be a device's shard of; 0 if it isn't."""
+    """Return the number of parts if ``part`` may be a device's shard of ``whole``, else 0."""
     sizes = [*zip(whole.dimensions, part.dimensions)]
     if whole.element_type != part.element_type or len(whole.dimensions) != len(part.dimensions):
         return 0
@@ -206,7 +206,7 @@ def _parts(whole: hlo.Shape, part: hlo.Shape, device_count: int) -> int:
 
 
 def _of_shardings(text: str, output: hlo.Shape, ratio: int) -> tuple[str, str]:
-    """Return the cause where an output is sharded over more devices than an argument, or fewer."""
+    """Return the cause if an output is sharded ``ratio`` times as much as the argument."""
     if ratio < 2:
         return "sharding", text
     sent = accounts.wire_bytes("all-gather", output.bytes, ratio)
@@ -225,11 +225,11 @@ def _why(
     taken: dict[int, str],
     device_count: int,
 ) -> tuple[str, str, str]:
-    """Find the output that comes nearest; return its path, what differs, and that in words."""
+    """Return the path of the most similar output, and what differs, as a cause and in words."""
     keys = re.findall(r"\w+", argument.path)
 
     def rank(n: int) -> tuple[bool, int]:
-        """Prefer an output whose memory is free, and one with the argument's keys."""
+        """Return a rank that prefers an output with free memory, and one with the same keys."""
         theirs = re.findall(r"\w+", named[n].path)
         pairs = zip(reversed(keys), reversed(theirs))
         common = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
@@ -246,7 +246,7 @@ def _why(
                 return "layout", (
                     f"lies in memory as {{{output.layout}}}, the argument as {{{shape.layout}}}"
                 )
-            # In one notation, both specs or both HLO's.
+            # Compare only shardings in one notation: two specs, or two HLO shardings.
             mine, its = argument.sharding, result.sharding
             if mine != its and mine[:1] and mine[:1] == its[:1]:
                 return "sharding", sharded
@@ -260,7 +260,7 @@ def _why(
             return "shape", f"is {output}"
         if result.shape:
             return None
-        # Text gives the shapes on each device alone.
+        # The text only has the shapes on each device.
         ratio, inverse = _parts(shape, output, device_count), _parts(output, shape, device_count)
         if ratio > 1:
             text = f"is {output} on each device, 1/{ratio} of its size"
@@ -270,7 +270,7 @@ def _why(
             return "sharding", f"{text}: if it is the same array, it is sharded less"
         return None
 
-    # What the shapes on each device suggest comes last.
+    # If only the shapes on each device are known, causes that they merely suggest come last.
     order = ("layout", "unknown", "sharding", "split", "taken", "dtype", "shape")
     if not any(result.shape for result in named):
         order = ("layout", "unknown", "taken", "dtype", "shape", "split", "sharding")
@@ -281,6 +281,6 @@ def _why(
             "no output",
             (f"no output is {shape}, and none differs from it only in its dtype or shape"),
         )
-    # An output of the same name in another dtype says more than an unrelated one that is taken.
+    # An output of the same name in another dtype explains more than an unrelated one that is taken.
     n, (cause, text) = max(near, key=lambda pair: (*rank(pair[0]), -order.index(pair[1][0])))
     return named[n].path, cause, f"output {named[n].path} {text}"

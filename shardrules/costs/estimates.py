@@ -4,19 +4,22 @@ A run takes the larger of two times; other traffic, links that a slice lacks and
 computation are left out. ``targets/links.toml`` holds the figures and their sources.
 
 *Bandwidth.* By ring algorithms a device sends the wire bytes of ``accounts``, and receives as many
-at the same time. What differs:
+at the same time. The exceptions:
 
-- A TPU reaches its neighbours along one axis of a torus, by two links. Of an all-to-all over n
-  chips each pair's 1/n of the operand S takes n/4 steps on average, S/n (n^2 // 4) bytes on a
-  chip's two links ("How to Scale Your Model", part 3). A permute goes to a neighbour, by one link.
-- A ring across hosts of GPUs runs m times, m being the group's GPUs on a host, and leaves the host
-  by each one's own adapter. Of an all-to-all and a permute each GPU sends its own.
+- A TPU reaches its neighbours along one axis of a torus by two links. In an all-to-all of S bytes
+  over n chips, each pair's S/n bytes take n/4 steps on average, so a chip's two links carry
+  S/n (n^2 // 4) bytes ("How to Scale Your Model", part 3). A permute goes to a neighbour, by one
+  link.
+- If a group has m GPUs on each of several hosts, m rings run across the hosts, and each leaves a
+  host by another GPU's adapter. In an all-to-all and a permute, each GPU sends its own data.
 
-*Latency.* The start of a collective, and its hops: on a torus n/2 both ways around a ring of n, and
-twice as many for an all-reduce; between GPUs n-1, twice for an all-reduce; between h hosts log2(h)
-(a tree). A 4-byte all-reduce takes microseconds, whatever the bandwidth.
+*Latency.* The start of a collective, and its hops. In a ring of n on a torus these are n/2, as it
+runs both ways, and twice as many for an all-reduce. Between n GPUs they are n-1, and twice as many
+for an all-reduce. Between h hosts they are log2(h) (a tree). A 4-byte all-reduce takes
+microseconds, whatever the bandwidth.
 
-A group is taken to lie along one axis of the torus, and a host to hold consecutive devices.
+Estimates assume that a group lies along one axis of the torus, and that a host has consecutive
+devices.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from shardrules.errors import ShardrulesError
 
-if TYPE_CHECKING:  # flags are read of TARGETS before a script imports NumPy
+if TYPE_CHECKING:  # the command line reads TARGETS before a script imports NumPy
     from shardrules import hlo
 
 _FILE = pathlib.Path(__file__).parents[1] / "targets" / "links.toml"
@@ -37,24 +40,24 @@ _FILE = pathlib.Path(__file__).parents[1] / "targets" / "links.toml"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What is known of an accelerator's links."""
+    """The figures of an accelerator's links."""
 
     name: str  # for people
-    both_ways_bytes_per_s: float  # of one device on all its links, both directions counted
-    # bandwidth_source, latency_source: where the figures stand, and how they are read
+    both_ways_bytes_per_s: float  # on all links of one device, both directions counted
+    # bandwidth_source, latency_source: where the figures are published, and how they are read
     bandwidth_source: str
     hop_latency_s: float  # for one step to a neighbour
     start_latency_s: float  # once for each collective
     latency_source: str
-    links: int | None = None  # of a chip in a torus; None where a switch joins the devices
-    # Devices that have these links to each other, None for all.
+    links: int | None = None  # of a chip in a torus; None if a switch joins the devices
+    # The number of devices that these links join; None for all devices.
     host_device_count: int | None = None
-    across_bytes_per_s: float | None = None  # what one device sends beyond those
+    across_bytes_per_s: float | None = None  # what one device sends to devices on other hosts
     across_hop_latency_s: float = 0.0  # for one step between hosts
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Return what one link of a torus carries one way; None where a switch joins devices."""
+        """Return what one link of a torus carries one way; None if a switch joins the devices."""
         return None if self.links is None else self.both_ways_bytes_per_s / 2 / self.links
 
     @property
@@ -75,6 +78,7 @@ TARGETS: dict[str, Target] = {
 
 
 def target(name: str) -> Target:
+    """Return the target of this name; raise ShardrulesError if there is none."""
     found = TARGETS.get(str(name).lower())
     if found is None:
         from shardrules.costs import accounts
@@ -88,7 +92,7 @@ def target(name: str) -> Target:
 
 
 def latency(collective: hlo.Collective, on: Target) -> float:
-    """Estimate one run of a collective that moves next to nothing."""
+    """Return the estimated seconds of one run of a collective that moves next to nothing."""
     count = collective.group_size
     if count < 2 or not collective.connections.moves:
         return 0.0
@@ -98,7 +102,7 @@ def latency(collective: hlo.Collective, on: Target) -> float:
     if on.links is not None and collective.pairs is None:
         hops = twice * (count // 2)
     if on.host_device_count is not None:
-        hosts = 1  # the most over which one group is spread
+        hosts = 1  # the most hosts over which one group is spread
         for group in collective.pairs or collective.groups:
             hosts = max(hosts, len({device // on.host_device_count for device in group}))
         if hosts > 1:
@@ -108,7 +112,7 @@ def latency(collective: hlo.Collective, on: Target) -> float:
 
 
 def transfer(verdict: hlo.Verdict, wire_bytes: int, on: Target) -> float:
-    """Estimate one run without latency."""
+    """Return the estimated seconds of one run of a collective, without latency."""
     collective = verdict.collective
     exchanges = "all-to-all" in collective.kind
     took = wire_bytes / on.send_bytes_per_s

@@ -14,7 +14,7 @@ from shardrules.costs.advice import Multiplied, advice, of_averages, too_large
 from shardrules.costs.advice import named as with_script
 from shardrules.errors import ShardrulesError
 
-if TYPE_CHECKING:  # it finds what this module's findings are made of
+if TYPE_CHECKING:  # costs.waste imports this module
     from shardrules.costs.waste.program import Hint
 
 
@@ -23,13 +23,13 @@ class Finding:
     """A collective that isn't shown to be needed, rests on too little, or costs too much."""
 
     # ``redundant``, ``overwide``, ``unproven``, ``may hang``, or ``declared`` (in strict mode: the
-    # verdict rests on a rule that nobody audited).
+    # verdict depends on a rule that nobody audited).
     kind: str
     entry: accounts.Entry  # its line in the account
     advice: str  # the change that removes it
-    hint: Hint | None = None  # that which it was made of, where it is needed and could be cheaper
+    hint: Hint | None = None  # its hint, if the collective is needed and could be cheaper
     gradient_of: tuple[str, ...] = ()  # the outputs that it goes into, ``"output['b']"``
-    times: int = 1  # how often a gradient that the body takes may count what is summed
+    times: int = 1  # the factor by which a gradient that the body takes may be too large
 
     @property
     def verdict(self) -> hlo.Verdict:
@@ -37,26 +37,26 @@ class Finding:
 
 
 _HANGS = "may hang"
-_SUMS = ("redundant", "overwide")  # kinds that are told by the gradient that they sum
-# What is no collective: an output, or a line that reads arrays on the host.
+_SUMS = ("redundant", "overwide")  # kinds that are named by the gradient that they sum
+# Allowances for what is not a collective: an output, or a line that reads arrays on the host.
 _OTHER = re.compile(r"(?:differs|unproven) output.*|read at \S+")
 F = TypeVar("F", "Finding", outputs.Unequal)
 
 
 def named(said: F, script: str) -> F:
-    """Write the script into what is advised."""
+    """Return a finding with the script in its advice."""
     return dataclasses.replace(said, advice=with_script(said.advice, script))
 
 
 def unaudited(supports: Iterable[hlo.Support]) -> list[hlo.Support]:
-    """List the rules and tags that are only declared."""
+    """Return the rules and tags that are only declared."""
     return [s for s in supports if s.source in ("tag", "rule") and s.status != "audited"]
 
 
 def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
-    """List a program's findings in the order of its text.
+    """Return a program's findings in the order of its text.
 
-    ``strict`` also finds the verdicts that rest on declarations and not on proofs.
+    ``strict`` also finds verdicts that depend on declarations instead of proofs.
     """
     found, multiplied = [], Multiplied(judgement)
     for entry in accounts.of(judgement):
@@ -86,7 +86,7 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
 
 
 def alike(found: Iterable[Finding]) -> list[tuple[Finding, ...]]:
-    """Gather findings that differ in nothing but their bytes and their place in the program."""
+    """Return groups of findings that differ only in their bytes and their place in the program."""
     same: dict[tuple[object, ...], list[Finding]] = {}
     for one in found:
         entry, verdict = one.entry, one.verdict
@@ -96,7 +96,7 @@ def alike(found: Iterable[Finding]) -> list[tuple[Finding, ...]]:
 
 
 def allowance(finding: Finding) -> str:
-    """Write what ``Allowances`` takes for a finding, ``"redundant backward all-reduce(model)"``."""
+    """Return a finding's name for ``Allowances``, ``"redundant backward all-reduce(model)"``."""
     entry = finding.entry
     axes = "?" if entry.axes is None else ", ".join(entry.axes)
     what = _HANGS if finding.kind == _HANGS else finding.verdict.verdict
@@ -107,10 +107,11 @@ class Allowances:
     """Known findings, each with a reason.
 
     Args:
-      reasons: from ``"redundant all-reduce(model) at model.py"`` (verdict, phase, file and line
-        may be left out) to the reason; what may hang, as ``"may hang all-reduce(model)"`` alone; an
-        output that is called replicated and is not, as ``"differs output['rng']"``; a line that
-        reads an array after each run, as ``"read at train.py:12"``.
+      reasons: from a finding's name to the reason why it stays. A name is
+        ``"redundant all-reduce(model) at model.py"`` (verdict, phase, file and line may be left
+        out). A collective that may hang needs ``"may hang all-reduce(model)"``. An output that is
+        called replicated and is not is ``"differs output['rng']"``, and a line that reads an array
+        after each run is ``"read at train.py:12"``.
 
     Raises:
       ShardrulesError: a name that can't be read, or no reason.
@@ -155,10 +156,10 @@ class Allowances:
 
     def _means(self, what: str, finding: Finding | outputs.Unequal) -> bool:
         if isinstance(finding, outputs.Unequal):
-            # What is said to differ may be unproven as well.
+            # The name ``differs`` also allows an output that is only unproven.
             return what in (f"differs {finding.name}", f"{finding.kind} {finding.name}")
         selector = self.selectors.get(what)
-        hangs = finding.kind == _HANGS  # nobody means it by another name
+        hangs = finding.kind == _HANGS  # no other name allows it
         if selector is None or hangs != (selector.verdict == _HANGS):
             return False
         return (selector._replace(verdict="") if hangs else selector).matches(finding.entry)

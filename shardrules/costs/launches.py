@@ -1,10 +1,10 @@
 """What each loop of a compiled program costs per trip: kernels launched, bytes copied, decisions.
 
 On a GPU each instruction of a scheduled computation that computes is one kernel, one call of a
-library or one copy. A while loop whose trip count XLA knows runs as so many launches of its body.
-If XLA does not know it, the GPU computes the predicate and copies it to the host, which waits for
-it and decides, trip by trip (xla/backends/gpu/runtime, WhileThunk). Instructions in a command
-buffer are recorded once and launched as one graph.
+library or one copy. If XLA knows a while loop's trip count, it launches the loop's body that many
+times. If XLA does not know it, the GPU computes the predicate and copies it to the host, which
+waits for it and decides, trip by trip (xla/backends/gpu/runtime, WhileThunk). Instructions in a
+command buffer are recorded once and launched as one graph.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _LIBRARY = ("__cublas", "__cudnn", "__cub", "__cusolver", "__cufft")
 class Loop(NamedTuple):
     """One while loop."""
 
-    name: str  # of its instruction
+    name: str  # the name of its instruction
     source: str  # its source line, or JAX's name for it
     depth: int  # the number of loops around it
-    trip_count: int | None  # of one run; None where the compiled program holds no static one
-    unknown: str  # what made it unknown
-    # Kernels, library calls, copies and graphs of one trip, and of its condition where the host
-    # reads it; None with a loop of unknown length inside, and on other platforms.
+    trip_count: int | None  # of one run; None if the compiled program has no static count
+    unknown: str  # why the trip count is unknown
+    # Kernels, library calls, copies and graphs in one trip, and in the condition if the host reads
+    # it; None if the loop contains a loop of unknown length, and on other platforms.
     launches: int | None
     kinds: tuple[tuple[str, int], ...]  # the launches by kind
     host_decides: bool  # whether the host waits for the predicate on each trip
-    copied_bytes: int | None  # by copies, of one trip; None with a loop of unknown length inside
+    copied_bytes: int | None  # in one trip; None if it contains a loop of unknown length
     graphs: int  # command buffers launched on one trip, each counted as one launch
 
 
-# What one run of a computation launches by kind; and under these, what else it does.
+# The launches of one run of a computation, by kind. Two more keys count what isn't a launch.
 _Sum = collections.Counter[str]
 _BYTES, _UNKNOWN = "bytes copied", "loops of unknown length"
 _GRAPH = "graph"
 
 
 def platform(module: hlo.Module) -> str | None:
-    """Return the platform of a compiled module, by what only its compiler writes; else None."""
+    """Return the platform whose compiler wrote a module; None if the text doesn't show it."""
     hints = module.header.get("frontend_attributes", "")
     if "fingerprint_before_lhs" in hints or "operation_queue_id" in module.text:
         return "gpu"
@@ -53,7 +53,7 @@ def platform(module: hlo.Module) -> str | None:
 
 
 def read(module: hlo.Module, on: str | None = None) -> list[Loop]:
-    """List a module's loops, outermost first, with what one trip launches if it is for a GPU."""
+    """Return a module's loops, outermost first; on a GPU, with the launches of one trip."""
     # A TPU runs a whole program, and a CPU launches nothing.
     gpu = (on or platform(module)) == "gpu"
     sums = _sums(module)
@@ -65,7 +65,7 @@ def read(module: hlo.Module, on: str | None = None) -> list[Loop]:
 
 
 def in_all(module: hlo.Module) -> int | None:
-    """Count what one execution launches on a GPU; None with a loop of unknown length."""
+    """Return the launches of one execution on a GPU; None if it has a loop of unknown length."""
     total = _sums(module)[module.entry.name]
     return None if total[_UNKNOWN] else _launched(total)
 
@@ -79,7 +79,7 @@ def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: boo
     trips = loops.trip_count(module, place.computation, instruction)
     condition, body = loops.parts(module, instruction)
     total = sums[body.name]
-    # The count that the compiler wrote down decides how the loop runs, not one that we found.
+    # A count that the compiler wrote down decides how the loop runs, not one that we derived.
     asked = gpu and "known_trip_count" not in (instruction.attribute("backend_config") or "")
     if asked:
         total = total + sums[condition.name] + _Sum(["copy of the predicate"])
@@ -99,7 +99,7 @@ def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: boo
 
 
 def _sums(module: hlo.Module) -> dict[str, _Sum]:
-    """Count what one run of each computation launches, with all that it calls."""
+    """Return the launches of one run of each computation, including its callees' launches."""
     sums: dict[str, _Sum] = {}
     for name, computation in module.computations.items():  # callees first
         if computation.original is not computation and not computation.called:
@@ -125,7 +125,7 @@ def _sum(
         inner = sums[loops.parts(module, instruction)[1].name]
         return _Sum([_UNKNOWN] if trips is None else {k: n * trips for k, n in inner.items()})
     if opcode == "conditional" and calls:
-        # At most: the branch that launches most.
+        # The most that it may launch: the branch with the most launches.
         most = max((sums[name] for name in calls), key=_launched)
         return most + _Sum(["branch that the host chooses"])
     if opcode == "call" and calls and calls[0].startswith("command_buffer"):
@@ -147,7 +147,7 @@ def _sum(
 def _unknown(
     module: hlo.Module, place: walk.Place, condition: hlo.Computation, body: hlo.Computation
 ) -> str:
-    """Say which value of the condition the compiler does not know."""
+    """Return a text on the value in the condition that the compiler does not know."""
     taken = functools.partial(_element, condition)
 
     def made_of(position: int) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ def _unknown(
     if root.opcode == "tuple":
         after = [_element(body, operand) for operand in root.operands]
         elements = body.parameters[0].shape.elements or ()
-    else:  # a carry of one array is no tuple
+    else:  # a carry of one array is not a tuple
         after, elements = [_element(body, body.root)], (body.parameters[0].shape,)
     if any(number >= min(len(after), len(elements)) for number in read):
         return "the text does not show how its carry is made"
@@ -175,7 +175,7 @@ def _unknown(
 
 
 def _element(computation: hlo.Computation, position: int) -> int | None:
-    """Return the element of the computation's parameter that a value is, unchanged; else None."""
+    """Return which element of the parameter a value is; None if it is changed, or anything else."""
     instruction = behind(computation, position, ("copy", "bitcast"))
     if instruction.opcode == "parameter" and not instruction.shape.is_tuple:
         return 0
@@ -183,7 +183,7 @@ def _element(computation: hlo.Computation, position: int) -> int | None:
 
 
 def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
-    """Name the value from outside that a loop carries unchanged; empty for a constant."""
+    """Return a text on the outside value that a loop carries unchanged; empty for a constant."""
     computation = place.computation
     path = [number] if place.instruction.shape.is_tuple else []
     instruction = computation.instructions[place.instruction.operands[0]]

@@ -1,8 +1,8 @@
-"""Which value lacks a reduction, where an output that is called replicated differs.
+"""Finds the value that lacks a reduction, if an output that is called replicated differs.
 
 An output that a step updates (a weight, a momentum) differs because a gradient that goes into it
 was not reduced. The gradient is the value to reduce: a sum of the weight itself would add up all
-devices' copies of it.
+devices' copies of the weight.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shardrules.hlo.reader import flow
 from shardrules.hlo.reader.flow import Node
 
 _PARAMETER = re.compile(r"parameter (\d{1,9})\b")
-# After these, all devices of a group hold the same.
+# Kinds after which all devices of a group hold the same value.
 _EQUALIZE = ("all-reduce", "all-gather", "collective-broadcast")
-# Without the check, the transpose of a psum is a psum: a loss with one in it has gradients that are
-# too large by the number of devices, which pmean takes back.
+# Without the check, the transpose of a psum is a psum. If a loss contains a psum, its gradients are
+# too large by the number of devices; a pmean divides by this number.
 _WHICH = (
     "jax.lax.pmean; jax.lax.psum only if the differentiated loss is a sum over the device's "
     "own part, with no psum in it"
 )
-_LINES = 4  # source lines that are named
+_LINES = 4  # the most source lines that advice names
 _AS_IT_IS = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element")
-_OUTPUTS = 3  # that one gradient goes into: the weight, and two moments
+_OUTPUTS = 3  # the most outputs that one gradient goes into: the weight and two moments
 
 
 def find(judgement: hlo.Judgement) -> list[outputs.Unequal]:
-    """List what ``outputs.find`` does, and name the gradient where one lacks its reduction."""
+    """Return the outputs of ``outputs.find``, with the gradient named if it lacks a reduction."""
     broken = outputs.broken(judgement)
     search = None
     found = []
@@ -47,7 +47,7 @@ def find(judgement: hlo.Judgement) -> list[outputs.Unequal]:
 
 
 class _GradientSearch:
-    """Follows outputs back to the gradients that they are made of."""
+    """Follows outputs back to the gradients that they depend on."""
 
     def __init__(self, judgement: hlo.Judgement):
         self._module = judgement.module
@@ -57,7 +57,7 @@ class _GradientSearch:
             for verdict in judgement.verdicts
             if verdict.collective.kind in _EQUALIZE
         }
-        # The computations of the forward pass's sums over each axis.
+        # By axis: the names of the forward pass's sums over it, and of their computations.
         self._forward: dict[str, set[str]] = {}
         for verdict in judgement.verdicts:
             collective = verdict.collective
@@ -68,7 +68,7 @@ class _GradientSearch:
         self._depend: dict[tuple[int, tuple[str, ...]], set[Node]] = {}
 
     def named(self, number: int, cause: str, output: outputs.Unequal) -> outputs.Unequal:
-        """Name the gradient in an output's advice, if all that differs goes through gradients."""
+        """Return the output with the gradients in its advice, if all differences are from them."""
         match, axes = _PARAMETER.match(cause), output.axes or ()
         returned = self._flat.end.operands
         if match is None or number >= len(returned):
@@ -115,10 +115,12 @@ class _GradientSearch:
     def _gradients(
         self, returned: Node, parameter: int, axes: tuple[str, ...]
     ) -> dict[Node, Node | None]:
-        """Return the last value of the backward pass on each path, with what takes it.
+        """Return the last value of the backward pass on each path, with the node that takes it.
 
-        Empty where a value that differs comes another way.
+        Return nothing if a value that differs reaches the output without a gradient.
         """
+        # Follow the output back through the nodes that depend on the differing parameter. A path
+        # ends at the first node of the backward pass, which is a gradient.
         depend = self._depending(parameter, axes)
         found: dict[Node, Node | None] = {}
         seen = {returned}
@@ -141,7 +143,7 @@ class _GradientSearch:
         return found
 
     def _depending(self, parameter: int, axes: tuple[str, ...]) -> set[Node]:
-        """List what depends on a parameter, with no collective over the axes between."""
+        """Return the nodes that depend on a parameter with no collective over the axes between."""
         key = parameter, axes
         if key not in self._depend:
             depend = self._depend[key] = set()
@@ -159,9 +161,9 @@ class _GradientSearch:
 
 
 def gradient_of(judgement: hlo.Judgement, verdict: hlo.Verdict) -> tuple[str, ...]:
-    """Name the few outputs that a sum in the backward pass goes into; none where it can't be told.
+    """Return the names of the few outputs that a backward pass's sum goes into, if it is clear.
 
-    A step's are the weight that it updates, and the optimizer's state of it.
+    In a training step, these are a weight and the optimizer's state for it.
     """
     collective, module = verdict.collective, judgement.module
     promises = judgement.promises or ()
@@ -172,13 +174,13 @@ def gradient_of(judgement: hlo.Judgement, verdict: hlo.Verdict) -> tuple[str, ..
     stack = [node for node in flat.nodes if node.instruction.name == collective.name]
     if len(stack) != 1:
         return ()
-    if len(stack[0].instruction.operands) > 1:  # of a combined one the operand's own result
+    if len(stack[0].instruction.operands) > 1:  # take the operand's own result
         takers = [stack[0], *(n for n in stack[0].users if n.opcode.endswith("-done"))]
         stack = [n.elements[collective.operand] for n in takers if collective.operand in n.elements]
     seen = set(stack)
     while stack:
         new = {taker for taker in stack.pop().takers if taker not in seen}
-        # What the backward pass goes on with is an activation's gradient, and no weight's.
+        # If the backward pass uses the sum, it is the gradient of an activation, not of a weight.
         names = (module.metadata(n.instruction).op_name for n in new if n.opcode not in _AS_IT_IS)
         if any(phases.phase_of(name) == "backward" for name in names):
             return ()
@@ -186,13 +188,13 @@ def gradient_of(judgement: hlo.Judgement, verdict: hlo.Verdict) -> tuple[str, ..
         stack += new
     returned = [number for number, node in enumerate(flat.end.operands) if node in seen]
     named = [promises[n] for n in returned if n < len(promises)]
-    if len(named) > _OUTPUTS:  # through a norm of all gradients, say
+    if len(named) > _OUTPUTS:  # for example through a norm of all gradients
         return ()
     return tuple(outputs.name(promise[0]) for promise in named if promise)
 
 
 def advice(of: outputs.Unreduced) -> str:
-    """Say where to reduce gradients, and by what."""
+    """Return advice where to reduce gradients, and by which function."""
     quoted, many = ", ".join(map(repr, of.axes)), of.gradients > 1
     what = "gradients" if many else "gradient"
     if of.is_summed_before:

@@ -14,8 +14,8 @@ from shardrules.costs import walk
 class Access(NamedTuple):
     """One store to a host buffer, or one load from it."""
 
-    bytes: int  # of one run, on one device
-    # How often one execution runs it at most; None where a loop's count isn't known.
+    bytes: int  # in one run, on one device
+    # The most runs in one execution; None if a loop's count isn't known.
     runs: int | None
     loop_depth: int  # the number of while loops around it
     source: str  # its source line, or JAX's name for it
@@ -23,7 +23,7 @@ class Access(NamedTuple):
 
 @dataclasses.dataclass
 class HostBuffer:
-    """A buffer in host memory, through all loops that carry it."""
+    """A buffer in host memory, followed through all loops that carry it."""
 
     shape: str  # on one device, as HLO prints it
     bytes: int  # of the whole buffer, on one device
@@ -33,11 +33,11 @@ class HostBuffer:
     loads: list[Access] = dataclasses.field(default_factory=list)
 
 
-_Array = tuple[str, int, int]  # its computation, its instruction, which leaf of the shape
+_Array = tuple[str, int, int]  # its computation, its instruction, and the leaf of the shape
 
 
 def read(module: hlo.Module) -> list[HostBuffer]:
-    """List a program's buffers in host memory, the largest first; CPU has one memory, and none."""
+    """Return a program's buffers in host memory, largest first; none on CPU."""
     if walk.HOST_SPACE not in module.text:
         return []
     places = list(walk.executed(module))
@@ -60,13 +60,14 @@ def read(module: hlo.Module) -> list[HostBuffer]:
 
 
 class _Buffers:
-    """Which arrays are the same buffer in host memory."""
+    """Finds the arrays that are one buffer in host memory, with a union-find structure."""
 
     def __init__(self, module: hlo.Module):
         self._module = module
         self._parent: dict[_Array, _Array] = {}
 
     def leaves(self, computation: hlo.Computation, position: int) -> list[_Array]:
+        """Return the arrays of an instruction's shape."""
         count = len(computation.instructions[position].shape.leaves())
         return [(computation.name, position, leaf) for leaf in range(count)]
 
@@ -74,6 +75,7 @@ class _Buffers:
         return self._module.computations[array[0]].instructions[array[1]].shape.leaves()[array[2]]
 
     def of_array(self) -> dict[_Array, HostBuffer]:
+        """Return the buffer of each array."""
         buffers: dict[_Array, HostBuffer] = {}
         entry = self._module.entry
         for array in list(self._parent):
@@ -89,7 +91,7 @@ class _Buffers:
     def add(
         self, computation: hlo.Computation, instruction: hlo.Instruction, here: list[_Array]
     ) -> None:
-        """Add the buffers of one instruction, and join them with those that it passes on."""
+        """Add the buffers of one instruction, and join them with the buffers that it passes on."""
         opcode = instruction.opcode
         given = [self.leaves(computation, operand) for operand in instruction.operands]
         result = [here[n] for n in walk.result_leaves(instruction)]
@@ -121,13 +123,14 @@ class _Buffers:
             self._join(given[0], result)
 
     def _join(self, first: Iterable[_Array], second: Iterable[_Array]) -> None:
-        """Join two lists of arrays, as far as these are in host memory."""
+        """Join the arrays of two lists pair by pair, if both are in host memory."""
         for mine, other in zip(first, second):
             if all(walk.host_buffer(self._shape(array)) for array in (mine, other)):
                 self._parent[self._root(mine)] = self._root(other)
 
     def _root(self, array: _Array) -> _Array:
+        """Return the array that represents all arrays of one buffer."""
         while self._parent.setdefault(array, array) != array:
-            # Point to the grandparent on the way: chains stay short.
+            # Point each array to its grandparent on the way, so that chains stay short.
             self._parent[array] = array = self._parent[self._parent[array]]
         return array

@@ -1,8 +1,9 @@
-"""Outputs whose shardings say replicated, without a proof: a reduction may be missing.
+"""Finds outputs whose shardings say replicated without a proof: a reduction may be missing.
 
-Each device then holds other data under the name of one array, and a state that is carried from step
-to step drifts apart. An output *differs* if it is computed from different data by steps that keep
-data different (``hlo.known.states.EQUALIZING`` lists the others); else it is *unproven*.
+The devices may then hold different data under the name of one array, and a state that is carried
+from step to step drifts apart. An output *differs* if it is computed from different data by steps
+that keep data different (``hlo.known.states.EQUALIZING`` lists the other steps); else it is
+*unproven*.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from shardrules.errors import HloError
 from shardrules.hlo.proof.judgement import Broken
 from shardrules.hlo.reader import notations
 
-_SHOWN = 8  # device groups that are listed
+_SHOWN = 8  # the most device groups that a text lists
 
 
 class Unreduced(NamedTuple):
     """Gradients that go into outputs without a reduction that they need."""
 
-    axes: tuple[str, ...]  # over which it is missing
-    gradients: int  # how many
+    axes: tuple[str, ...]  # the axes of the missing reduction
+    gradients: int  # their number
     sources: tuple[str, ...]  # the lines that they come from
     takers: tuple[str, ...]  # the lines that they go into
-    is_summed_before: bool  # the forward pass sums over these axes what they are made of
+    is_summed_before: bool  # they depend on a sum in the forward pass over these axes
 
     def plus(self, other: Unreduced) -> Unreduced:
         pairs = ((self.sources, other.sources), (self.takers, other.takers))
@@ -39,19 +40,19 @@ class Unreduced(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Unequal:
-    """An output that is called replicated and not proven equal."""
+    """An output that is called replicated but is not proven equal."""
 
     kind: str  # ``differs`` or ``unproven``
     name: str  # its path in the program's result, ``"output['w']"``
     shape: str  # on one device
-    # The mesh axes along which it is not proven, None where they aren't known.
+    # The mesh axes along which equality is not proven; None if they aren't known.
     axes: tuple[str, ...] | None
     over: str  # the axes, or the devices that are called equal, for people
     reason: str  # why it may differ
     carried: str  # the argument whose memory it takes; empty if it takes none
     advice: str  # what to type
-    missing: str = ""  # the reduction that is missing, where it is known of which value
-    unreduced: Unreduced | None = None  # the gradients that lack it, where it is they
+    missing: str = ""  # the missing reduction, if the value that lacks it is known
+    unreduced: Unreduced | None = None  # the gradients that lack a reduction, if they do
 
     @property
     def what(self) -> str:
@@ -69,7 +70,7 @@ class Unequal:
 
 
 def name(path: str) -> str:
-    """Name an output by its path, ``"['w']"``; the lone one by nothing."""
+    """Return an output's name from its path, ``"['w']"``, which is empty for a lone output."""
     return f"output{path}"
 
 
@@ -82,12 +83,12 @@ def tiles(judgement: hlo.Judgement, text: str) -> tuple[int, ...] | None:
 
 
 def find(judgement: hlo.Judgement) -> list[Unequal]:
-    """List the outputs that are called replicated and not proven so, those that differ first."""
+    """Return the outputs that are called replicated without a proof, those that differ first."""
     return [output for _, _, output in broken(judgement)]
 
 
 def broken(judgement: hlo.Judgement) -> list[tuple[int, Broken, Unequal]]:
-    """List these outputs with their numbers and the unproven claims about each."""
+    """Return these outputs with their numbers and the claims that are not proven."""
     carried: dict[int, str] | None = None
     unequal = []
     for number, (output, promise) in enumerate(zip(judgement.outputs, judgement.promises or ())):
@@ -139,7 +140,7 @@ def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Une
 
 
 def _carried(judgement: hlo.Judgement) -> dict[int, str]:
-    """Name the argument in whose memory each output is written, by the output's number."""
+    """Return the argument into whose memory each output is written, by the output's number."""
     try:
         leaves = donation.read(judgement.module)
     except HloError:

@@ -1,4 +1,4 @@
-"""Constants that a program carries to every device, and outputs that it gathers."""
+"""Finds the constants in a program that go to every device, and the outputs that it gathers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PMAP_AXIS = "_internal_pmap_axis_name"
 class Constant(NamedTuple):
     """An array that is written into the program."""
 
-    name: str  # of its instruction
+    name: str  # the name of its instruction
     shape: str  # as HLO prints it
     bytes: int  # on each device
-    device_count: int  # devices that hold it
-    source: str  # the source line of what uses it first, or JAX's name for that
+    device_count: int  # the number of devices that hold it
+    source: str  # the source line of its first user, or JAX's name for that
 
 
 class Gathered(NamedTuple):
@@ -35,8 +35,8 @@ class Gathered(NamedTuple):
 
 
 def constants(module: hlo.Module, min_bytes: int = 1) -> list[Constant]:
-    """List the arrays that are written into a program, of ``min_bytes`` or more, largest first."""
-    # An array of one repeated value (jnp.zeros) is made on the device: it is no large constant.
+    """Return the arrays of ``min_bytes`` or more that are written into a program, largest first."""
+    # An array of one repeated value (jnp.zeros) is made on the device, so its constant is small.
     devices = (module.num_partitions or 1) * (module.replica_count or 1)
     listed = []
     for computation in module.computations.values():
@@ -48,7 +48,7 @@ def constants(module: hlo.Module, min_bytes: int = 1) -> list[Constant]:
 
 
 def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) -> str:
-    """Return the source line of the first reader that has one, in a fusion too; else nothing."""
+    """Return the source line of the first reader that has one, in a fusion too, or ""."""
     # A constant's own line is the call that traced the program.
     users = computation.users()
     reached = [position]
@@ -61,15 +61,16 @@ def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) ->
 
 def is_pmap(module: hlo.Module, axes: Iterable[str] = ()) -> bool:
     """Return whether a program, or a name of its mesh axes, shows a ``jax.pmap``."""
-    # Up to JAX 0.7 its operations are named after it. From 0.8 on it is a shard_map with the check
-    # off, over an axis of this name; if it was given a name, nothing shows it.
+    # Up to JAX 0.7 the op_names of a pmap's operations contain its name. From 0.8 on a pmap is a
+    # shard_map with the check off, over an axis of this name; if the user names the axis, nothing
+    # shows the pmap.
     return _PMAP_AXIS in axes or re.search(rf"xla_pmap|{_PMAP_AXIS}", module.text) is not None
 
 
 def gathered(module: hlo.Module) -> list[Gathered]:
-    """List the outputs that a program gathers from shards, over whichever devices."""
-    # By an all-gather; or by an all-reduce of shards that lie in zeros: up to JAX 0.7 a jax.pmap
-    # under a jit returned its result so.
+    """Return the outputs that a program gathers from shards, over any devices."""
+    # An all-gather gathers them, or an all-reduce of shards that are padded with zeros: up to JAX
+    # 0.7 a jax.pmap under a jit returned its result in this way.
     entry = module.entry
     root = entry.instructions[entry.root]
     outputs = root.operands if root.opcode == "tuple" else (entry.root,)

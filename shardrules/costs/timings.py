@@ -1,4 +1,4 @@
-"""The time that a program's collectives took in a profile, for each verdict."""
+"""The time that a program's collectives took in a profile, by verdict."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Timing(NamedTuple):
     exposed_seconds: float  # the part of it in which that device did nothing else
     fastest_seconds: float  # the same median on the fastest device
     runs: float  # how often it ran, on one device in one step
-    device: str  # the slowest one
-    fastest_device: str  # the fastest one, for which the others wait
+    device: str  # the slowest device
+    fastest_device: str  # the fastest device, for which the others wait
 
     def part(self, share: float) -> Timing:
         """Return the timing of one operand of a combined collective, by its share of the bytes."""
@@ -39,15 +39,15 @@ class Timings:
     """The times that a profile measured of one program."""
 
     step_seconds: float  # the median step
-    # A timing for each of the judgement's verdicts, None where the profile has no event.
+    # A timing for each of the judgement's verdicts; None if the profile has no event for it.
     of: tuple[Timing | None, ...]
-    device: str = ""  # whose step is drawn
-    # Of that step, number of the verdict, start and end in seconds after the step began.
+    device: str = ""  # the device whose step is drawn
+    # In that step: a verdict's number, and its start and end in seconds after the step began.
     ran: tuple[tuple[int, float, float], ...] = ()
-    busy: tuple[tuple[float, float], ...] = ()  # when else that device ran anything, likewise
+    busy: tuple[tuple[float, float], ...] = ()  # start and end of that device's other work
 
     def together(self, numbers: Iterable[int]) -> Timing | None:
-        """Add up what some verdicts' collectives took; None if the profile has no event of them."""
+        """Return the total time of some verdicts' collectives; None if the profile has no event."""
         each = [timing for timing in map(self.of.__getitem__, numbers) if timing is not None]
         if not each:
             return None
@@ -60,7 +60,7 @@ class Timings:
 
 
 def avoidable(verdict: hlo.Verdict, entry: accounts.Entry) -> float:
-    """Return the part of a collective's wire bytes that its verdict shows to be for nothing."""
+    """Return the share of a collective's wire bytes that its verdict shows to be unnecessary."""
     if verdict.verdict == "redundant":
         return 1.0
     if verdict.verdict != "overwide" or not entry.wire_bytes:

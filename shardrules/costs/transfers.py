@@ -1,4 +1,4 @@
-"""Where a compiled program talks to the host: callbacks, feeds, sends, and copies of memory."""
+"""Finds transfers between a compiled program and the host: callbacks, feeds, sends, copies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shardrules import hlo
 from shardrules.costs import walk
 from shardrules.hlo.proof import slices
 
-# JAX's targets of callbacks (jax/_src/callback.py and interpreters/mlir.py, 0.4.28 to 0.12): on CPU
-# and GPU as a custom call, of the FFI from 0.5 on; a TPU sends and receives instead.
+# The targets of JAX's callbacks (jax/_src/callback.py and interpreters/mlir.py, 0.4.28 to 0.12). On
+# CPU and GPU they are custom calls, of the FFI from 0.5 on; a TPU sends and receives instead.
 CALLBACK = re.compile(r"xla_(ffi_)?(partitioned_)?python_\w*callback")
 _FEEDS = {"infeed": "from host", "outfeed": "to host"}
 _SENDS = {"send": "to host", "recv": "from host"}
@@ -22,12 +22,12 @@ class Transfer(NamedTuple):
     # ``callback``, ``infeed``, ``outfeed``, ``send``, ``recv``, ``copy`` or ``host computation``.
     kind: str
     direction: str  # ``to host``, ``from host`` or ``both``
-    bytes: int  # of one run, on one device, without tokens
-    # How often one execution runs it at most; None where a loop's trip count isn't known.
+    bytes: int  # in one run, on one device, without tokens
+    # The most runs in one execution; None if a loop's trip count isn't known.
     runs: int | None
     loop_depth: int  # the number of while loops around it
-    name: str  # of the instruction
-    target: str  # of a callback
+    name: str  # the instruction's name
+    target: str  # the target of a callback
     source: str  # its source line, or JAX's name for it
 
     @property
@@ -37,9 +37,9 @@ class Transfer(NamedTuple):
 
 
 def read(module: hlo.Module) -> list[Transfer]:
-    """List a program's transfers, those in loops first, the costliest of these first."""
+    """Return a program's transfers, the most deeply nested in loops first, then by bytes."""
     # A TPU's callback is listed as its send and its recv. TPU and GPU print a buffer's memory in
-    # its layout; CPU has one memory, and no copies.
+    # its layout; CPU has only one memory, so it has no copies.
     transfers = []
     for place in walk.executed(module):
         described = _transfer(module, place)
@@ -48,14 +48,14 @@ def read(module: hlo.Module) -> list[Transfer]:
             name, source = (place.instruction.name, walk.where(module, place))
             run = (place.runs, place.loop_depth)
             transfers.append(Transfer(kind, direction, size, *run, name, target, source))
-    # A loop of unknown length may be the longest.
+    # Loops of unknown length come first, since they may be the longest.
     return sorted(
         transfers, key=lambda t: (-t.loop_depth, t.runs is not None, -(t.runs or 1) * t.bytes)
     )
 
 
 def _transfer(module: hlo.Module, place: walk.Place) -> tuple[str, str, int, str] | None:
-    """Return kind, direction, bytes and target of what an instruction transfers."""
+    """Return kind, direction, bytes and target of an instruction's transfer, or None."""
     instruction = place.instruction
     opcode = instruction.opcode
     operands = [place.computation.instructions[o].shape for o in instruction.operands]

@@ -17,9 +17,9 @@ _T = TypeVar("_T")
 # Instructions that run a computation's instructions one by one. The computations of fusions,
 # reductions, sorts and scatters are part of one kernel.
 _CONTROL = ("while", "conditional", "call", "async-start")
-_NEAR = 40  # instructions around a collective that are looked at
+_NEAR = 40  # the most instructions around a collective to look at
 HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
-# What passes numbers on, and rounds them at most.
+# Opcodes that pass numbers on, at most rounding them.
 PASS_ON = frozenset(
     "bitcast reshape transpose copy convert get-tuple-element all-reduce-done copy-start "
     "copy-done".split()
@@ -34,10 +34,10 @@ NO_WORK = frozenset(
 class Place(NamedTuple):
     """An instruction that runs, and how often."""
 
-    computation: hlo.Computation  # the computation that holds it
+    computation: hlo.Computation  # its computation
     position: int  # its position in the computation's instructions
     loop_depth: int  # the number of while loops around it
-    # How often one execution runs it at most; None where a loop's count isn't known.
+    # The most runs in one execution; None if a loop's count isn't known.
     runs: int | None
 
     @property
@@ -63,14 +63,14 @@ def executed(module: hlo.Module) -> Iterator[Place]:
 
 
 def where(module: hlo.Module, place: Place) -> str:
-    """Return an instruction's source line, or JAX's name for it or its operand, or its own."""
+    """Return an instruction's source line, else JAX's name for it or an operand, else its name."""
     instructions = place.computation.instructions
     operands = [instructions[o] for o in place.instruction.operands]
     return source(module, [place.instruction, *operands]) or place.instruction.name
 
 
 def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
-    """Return the source line, or JAX's name, of the first instruction with one; else nothing."""
+    """Return the source line, or JAX's name, of the first instruction that has one, or ""."""
     for instruction in instructions:
         metadata = module.metadata(instruction)
         if metadata.frames or metadata.op_name:
@@ -79,17 +79,17 @@ def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
 
 
 def line(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
-    """Return the source line of the first instruction with one; else nothing."""
+    """Return the source line of the first instruction that has one, or ""."""
     named = (i for i in instructions if module.metadata(i).frames)
     return source(module, itertools.islice(named, 1))
 
 
-# What an op_name ends in whose line is that of a loop or a checkpoint (JAX 0.4.28 to 0.12).
+# The ends of op_names whose line is a loop's or a checkpoint's line (JAX 0.4.28 to 0.12).
 _AROUND = frozenset("while remat remat2 checkpoint rematted_computation".split())
 
 
 def loop_lines(module: hlo.Module) -> frozenset[tuple[str, int]]:
-    """Return the source lines, each as (file, line), at which while loops stand."""
+    """Return the source lines of while loops, each as (file, line)."""
     lines: set[tuple[str, int]] = set()
     for computation in module.computations.values():
         for position in computation.calling:
@@ -102,12 +102,12 @@ def loop_lines(module: hlo.Module) -> frozenset[tuple[str, int]]:
 def line_within(
     module: hlo.Module, collective: hlo.Collective, of_loops: Collection[tuple[str, int]]
 ) -> str:
-    """Return a source line that says more than a collective's own, if that is only a loop's line.
+    """Return a line that says more than a collective's own, if that is only a loop's line, or "".
 
-    XLA may give a collective that it made in a loop, in a checkpoint or for a loop's result no line
-    but the loop's. Then return a line that the loop's line calls: one that makes the operand, or
-    that takes the result. For a loop's result, return a line that takes it. Empty if there is none.
-    ``of_loops``: ``loop_lines``.
+    XLA may give only the loop's line to a collective that it made in a loop, in a checkpoint or for
+    a loop's result. Then return a line that the loop's line calls: the line that makes the operand,
+    or the line that takes an all-gather's result. For a loop's result, return a line that takes it.
+    ``of_loops`` are the ``loop_lines``.
     """
     own, operation = collective.frames, phases.operation(collective.op_name)
     of_result = operation == "while"
@@ -119,6 +119,7 @@ def line_within(
     gathers = (
         collective.kind == "all-gather"
     )  # an all-gather is named by its reader, others by their operand
+    # Search outwards from the collective, through instructions that have no line or the loop's.
     seen, left = {place}, [place]
     while left and len(seen) < _NEAR:
         here = left.pop(0)
@@ -136,7 +137,7 @@ def line_within(
 
 
 def argument(module: hlo.Module, collective: hlo.Collective, arguments: Collection[str]) -> str:
-    """Return JAX's name for the argument that a collective without a line moves; else nothing.
+    """Return JAX's name for the argument that a collective without a line moves, or "".
 
     XLA gives the all-gather of a sharded argument the argument's own name, and no line.
     """
@@ -150,6 +151,7 @@ def argument(module: hlo.Module, collective: hlo.Collective, arguments: Collecti
 def callers(
     module: hlo.Module, called: hlo.Computation
 ) -> list[tuple[hlo.Computation, hlo.Instruction]]:
+    """Return the instructions that call a computation, each with its own computation."""
     found: list[tuple[hlo.Computation, hlo.Instruction]] = []
     for computation in module.computations.values():
         for position in computation.calling:
@@ -160,7 +162,7 @@ def callers(
 
 
 def reached(start: Iterable[_T], follow: Callable[[_T], Iterable[_T]]) -> set[_T]:
-    """List some places, and all that can be reached from them."""
+    """Return some places, and all places that can be reached from them."""
     seen = set(start)
     stack = [*seen]
     while stack:
@@ -180,7 +182,7 @@ def parameters(computation: hlo.Computation) -> dict[int, int]:
 
 
 def applied(module: hlo.Module, reduction: hlo.Instruction) -> str:
-    """Name the one operation that a reduction applies, ``"add"``."""
+    """Return the name of the operation that a reduction applies, ``"add"``."""
     called = module.computations.get((reduction.attribute("to_apply") or "").lstrip("%"))
     return reduction_of(called) if called else ""
 
@@ -195,6 +197,7 @@ def target(call: hlo.Instruction) -> str:
 
 
 def host_buffer(shape: hlo.Shape) -> bool:
+    """Return whether this is the shape of an array in host memory."""
     return not shape.is_tuple and HOST_SPACE in shape.layout
 
 
@@ -206,7 +209,7 @@ class Moved(NamedTuple):
 
 
 def moved(module: hlo.Module, place: Place) -> Moved | None:
-    """Return what an instruction moves between host and device memory, if it does."""
+    """Return what an instruction moves between host and device memory; None if nothing."""
     # On TPU and GPU layouts carry the memory space; CPU has one memory and prints none.
     instruction = place.instruction
     opcode = instruction.opcode

@@ -1,4 +1,4 @@
-"""What a finding or a hint is worth: what one execution saves on one device if it is followed."""
+"""Computes what following a finding or a hint saves, in one execution on one device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardrules.costs.waste import Hint
 from shardrules.costs.waste.program import SMALL
 from shardrules.errors import few
 
-_NAMED = 3  # shard_maps
-_FOLDED = 0.01  # of what the program moves: findings that save less together are one line
+_NAMED = 3  # the most shard_maps that advice names
+_FOLDED = 0.01  # findings that together save a smaller share of the program become one line
 
 
 class Worth(NamedTuple):
@@ -24,11 +24,11 @@ class Worth(NamedTuple):
 
     bytes: int = 0  # on the wire
     seconds: float = 0.0  # estimated, 0 without a target
-    # round_trips: how much less often the devices of a group wait for each other; below 0, more
+    # round_trips: how many fewer times the devices of a group wait for each other; negative if more
     round_trips: int = 0
-    is_sure: bool = True  # it is shown to be for nothing; otherwise this is saved at most
+    is_sure: bool = True  # the collective is proven unnecessary; otherwise this is the most saved
     is_per_trip: bool = False  # a loop's length isn't known
-    exposed_seconds: float = 0.0  # of a step, as a profile measured it; 0 without one
+    exposed_seconds: float = 0.0  # in a step, as measured by a profile; 0 without a profile
     at_most: bool = False  # the replacement may move a part of it
 
     @property
@@ -48,7 +48,7 @@ class Worth(NamedTuple):
 
 
 class Switched(NamedTuple):
-    """A program as it was compiled again with each check on that can be."""
+    """A program that was compiled again, with every check on that can be on."""
 
     sent: int  # by one device, in one execution
     # The keys of the collectives that are still defensive.
@@ -63,9 +63,10 @@ class Switched(NamedTuple):
     def applied(
         self, found: Sequence[Finding], account: accounts.Account
     ) -> tuple[list[Finding], dict[int, int]]:
-        """Say of each defensive finding what to do; return what those that go save.
+        """Return the findings, with advice in the defensive ones, and what each of them saves.
 
-        The latter is from a collective's number to its part of what all of them save together.
+        The savings are by the number of a collective that disappears: its part of all that these
+        collectives save together, in proportion to its cost.
         """
         left, saved = self.left.copy(), max(0, self.saved(account))
         going: list[Finding] = []
@@ -88,7 +89,7 @@ class Switched(NamedTuple):
         why = f"; {'; '.join(self.steps)}" if self.steps else ""
         if stays:
             each = [f"the check of {place} stays off: {reason}" for place, reason in self.off]
-            # A gradient that is too large is mended in the body, whatever becomes of its check.
+            # A gradient that is too large must be corrected in the body, with the check on or off.
             own = [finding.advice] if finding.times > 1 or not each else []
             return "; ".join([*own, *each[:_NAMED]])
         on = few(self.on, _NAMED)
@@ -103,14 +104,14 @@ def key(entry: accounts.Entry) -> tuple[str, str]:
 
 
 class Ledger:
-    """What a program's collectives cost, and what each finding and hint saves of it."""
+    """The costs of a program's collectives, and what each finding and hint saves."""
 
     def __init__(
         self,
         account: accounts.Account,
         on: estimates.Target | None,  # the accelerator on which times are estimated
         measured: timings.Timings | None = None,  # what each collective took in a profile
-        # From the number of a collective that goes when checks are switched on to the bytes saved.
+        # The bytes saved when checks are switched on, by the collective's number.
         switched: Mapping[int, int] | None = None,
     ):
         self.entries = account.entries
@@ -118,7 +119,8 @@ class Ledger:
         self.measured = measured
         self.switched = switched or {}
         self.seconds = [0.0] * len(self.entries)
-        # Of one run of each, which shares the latency of the collective that it is a part of.
+        # The seconds are those of one run. Entries that are parts of one collective share its
+        # latency.
         parts: dict[tuple[str, str], list[int]] = {}
         for entry in self.entries:
             collective = entry.judged.collective
@@ -147,16 +149,17 @@ class Ledger:
         )
 
     def timing(self, about: Sequence[Finding | Hint]) -> timings.Timing | None:
-        """Return the measured time in a step of the collectives of findings or hints."""
+        """Return the time in a step that was measured for the collectives of findings or hints."""
         numbers = dict.fromkeys(one.entry.number for one in about)
         return None if self.measured is None else self.measured.together(numbers)
 
     def exposed_seconds(self, about: Sequence[Finding | Hint]) -> float:
-        """Return the exposed part of that time; 0 where it wasn't measured."""
+        """Return the exposed part of the measured time; 0 if it wasn't measured."""
         timing = self.timing(about)
         return timing.exposed_seconds if timing else 0.0
 
     def worth(self, one: Finding | Hint) -> Worth:
+        """Return what following a finding or a hint saves."""
         number = one.entry.number
         cost = self.cost(number)
         hint = one if isinstance(one, Hint) else one.hint
@@ -164,7 +167,7 @@ class Ledger:
             return self._cheaper(hint, cost, number)
         if one.kind == "unproven":
             return cost._replace(is_sure=False)
-        # What it saves is not why one that may hang should go.
+        # A collective that may hang must be changed whatever that saves.
         sure = one.kind not in ("declared", "may hang")
         share = timings.avoidable(one.verdict, one.entry) if sure else 0.0
         known = number in self.switched
@@ -179,7 +182,9 @@ class Ledger:
         )
 
     def _cheaper(self, hint: Hint, cost: Worth, number: int) -> Worth:
-        """Return what fewer bytes, or fewer round trips, save."""
+        """Return what a hint's fewer bytes or fewer round trips save."""
+        # A number that the hint leaves open stays as it is. The time after the change is the larger
+        # of the latencies of the trips that are left and the transfer of the bytes that are left.
         known = (hint.sent_after, hint.round_trips_after, hint.round_trips_before)
         if_not = (cost.bytes, cost.round_trips, cost.round_trips)
         sent, trips, before = (b if a is None else a for a, b in zip(known, if_not))
@@ -201,12 +206,12 @@ class Ledger:
         return Worth(fewer, seconds, before - trips, True, cost.is_per_trip, exposed)
 
     def _run(self, number: int) -> float:
-        """Return the time of one run of a collective in the profile; 0 where it has none."""
+        """Return the time of one run of a collective in the profile; 0 if it has none."""
         timing = self.measured and self.measured.of[number]
         return timing.seconds / timing.runs if timing and timing.runs else 0.0
 
     def _latency(self, number: int) -> float:
-        """Return the latency of a run: its own time, or another small collective's."""
+        """Return the latency of a run: its own time if it is small, else a small collective's."""
         small = []
         for numbers in self._parts.values():
             wire_bytes = sum(self.entries[n].wire_bytes for n in numbers)
@@ -216,7 +221,7 @@ class Ledger:
         return min((sum(map(self._run, p)) for p in own), default=0.0)
 
     def share(self, worth: Worth) -> float:
-        """Return a worth's share of the program's cost: of the time where it is estimated."""
+        """Return a worth's share of the program's estimated time, else of its bytes."""
         if self.on is not None and self.total.seconds:
             return worth.seconds / self.total.seconds
         return worth.bytes / self.total.bytes if self.total.bytes else 0.0
@@ -228,7 +233,7 @@ class Ledger:
         return max(self.share(worth), trips, measured)
 
     def folded(self, worths: list[Worth]) -> int:
-        """Count the last ones that are below 1% together; at least the first stays."""
+        """Return how many of the last worths, without the first, are below 1% together."""
         count, weight = 0, 0.0
         for worth in reversed(worths[1:]):
             weight += self.weight(worth)

@@ -42,7 +42,7 @@ def _contents(of: Content | Several) -> Sequence[Content]:
     return [of] if isinstance(of, Content) else of.contents
 
 
-# From a format to what writes the report of one program, or of several.
+# By format, the function that writes the report of one program or several.
 WRITERS: dict[str, Callable[[Content | Several], str]] = {
     "text": plain,
     "markdown": markdown,

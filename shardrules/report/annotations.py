@@ -20,7 +20,7 @@ from shardrules.report.items import RESTING, alike_hints, item, of_output
 from shardrules.report.sections import Item
 
 _PACKAGE = os.path.join(os.path.dirname(shardrules.__file__), "")
-_ROOT = "%SRCROOT%"  # of the repository, as GitHub reads it
+_ROOT = "%SRCROOT%"  # GitHub's name for the repository's root
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _RULES = {
     "differs": "An output that is called replicated differs between devices.",
@@ -43,22 +43,22 @@ class _Note(NamedTuple):
 
 
 def _inside(file: str) -> str:
-    """Give a file's path from the repository's root; empty where it lies outside of it."""
+    """Return a file's path from the repository's root; empty if it is outside of the repository."""
     root = os.environ.get("GITHUB_WORKSPACE") or os.getcwd()
     path = os.path.relpath(os.path.abspath(file), root)
     return "" if path.startswith(os.pardir) else pathlib.PurePath(path).as_posix()
 
 
 def _frame(verdict: hlo.Verdict) -> hlo.Frame | None:
-    """Give the innermost source line of the repository, else the innermost."""
-    # <frozen runpy> is not a file, and those of this package ran the script.
+    """Return the innermost source line in the repository, else the innermost one."""
+    # <frozen runpy> is not a file, and this package's own frames only ran the script.
     frames = [f for f in verdict.collective.frames if not f.file.startswith(("<", _PACKAGE))]
     inside = (f for f in frames if _inside(f.file) and "site-packages" not in f.file)
     return next(inside, frames[0] if frames else None)
 
 
 def _notes(contents: Sequence[Content]) -> list[_Note]:
-    """List what there is to say, what is worth most first: GitHub shows ten of each level."""
+    """Return all notes, the most worthwhile first, since GitHub shows only ten of each level."""
     notes = []
     for content in contents:
         for output in content.unequal:
@@ -84,14 +84,14 @@ def _message(note: _Note) -> str:
 
 
 def _escaped(text: str, of_property: bool = False) -> str:
-    """Escape text as GitHub's runner reads it back."""
+    """Return text with the escapes that GitHub's runner undoes."""
     text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if of_property else text
 
 
 @checked
 def github(contents: Sequence[Content]) -> str:
-    """Return workflow commands: an annotation for each finding and hint, those worth most first."""
+    """Return workflow commands: an annotation per finding and hint, the most worthwhile first."""
     lines = []
     for note in _notes(contents):
         if note.allowed:
@@ -109,7 +109,7 @@ def github(contents: Sequence[Content]) -> str:
 
 @checked
 def sarif(contents: Sequence[Content]) -> str:
-    """Return a SARIF log of one run, which holds a result for each finding and hint."""
+    """Return a SARIF log of one run, with a result for each finding and hint."""
     notes = _notes(contents)
     rules = {
         note.item.kind.replace(" ", "-"): _RULES.get(note.item.kind, _CHEAPER) for note in notes
@@ -142,7 +142,7 @@ def _result(note: _Note, rules: list[str]) -> dict[str, Any]:
 
 
 def merged(logs: Sequence[str]) -> str:
-    """Put SARIF logs of several processes into one run: GitHub refuses two runs of one tool."""
+    """Return SARIF logs of several processes as one run, since GitHub rejects two of one tool."""
     whole = json.loads(logs[0])
     rules: dict[str, Any] = {}
     results: list[Any] = []

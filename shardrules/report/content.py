@@ -36,12 +36,12 @@ _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text; the compiled program may move and "
     "avoid other bytes (pass the file that ends in after_optimizations.txt)"
 )
-# Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
+# Kinds that are never folded, with ranks: the first is a bug, the other needs a decision.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
 
 
 class TableCell(NamedTuple):
-    """A cell of the table of collectives; ``key`` sorts a number, and is None for text."""
+    """A cell of the table of collectives; ``key`` is a number to sort by, None for text."""
 
     column: str
     text: str
@@ -54,18 +54,18 @@ class Content:
 
     Attributes:
       title: where the program came from.
-      judgement, account: the verifier's.
-      findings: those on collectives that no allowance covers, those worth most first.
-      allowed: findings with the reasons for which they stay.
+      judgement, account: the verifier's results.
+      findings: findings on collectives that no allowance covers, the most worthwhile first.
+      allowed: findings with the reasons why they stay.
       unused: allowances that match nothing.
-      hints: needed collectives that could be cheaper, those worth most first.
+      hints: needed collectives that could be cheaper, the most worthwhile first.
       ledger: what everything costs, and what each finding and hint saves.
-      unequal: outputs that are called replicated and not proven so, that no allowance covers.
-      unequal_allowed: such outputs with the reasons for which they stay.
-      strict: outputs that are unproven alone are findings, too.
-      why_at_most: why it isn't known what switching on its checks saves; empty where it is.
-      script: what ran, as it was typed; empty where that isn't known.
-      interpreted: ``file:line`` of each call of a kernel that is interpreted, where known.
+      unequal: outputs called replicated without a proof, if no allowance covers them.
+      unequal_allowed: such outputs with the reasons why they stay.
+      strict: outputs that are only unproven are findings, too.
+      why_at_most: why the saving of switching on its checks isn't known; empty if it is known.
+      script: what ran, as it was typed; empty if it isn't known.
+      interpreted: ``file:line`` of each known call of an interpreted kernel.
     """
 
     title: str
@@ -85,33 +85,33 @@ class Content:
 
     @property
     def target(self) -> estimates.Target | None:
-        """Return the accelerator on which times are estimated, None for none."""
+        """Return the accelerator on which times are estimated, or None."""
         return self.ledger.on
 
     @property
     def timings(self) -> Timings | None:
-        """Return what a profile measured of each collective, None without one."""
+        """Return what a profile measured of each collective; None without a profile."""
         return self.ledger.measured
 
     @property
     def failing(self) -> int:
-        """Count the findings: of outputs those that differ, in strict mode all."""
+        """Return the number of findings, with differing outputs; in strict mode, unproven too."""
         unproven = len(self.unequal) - self.differing if self.strict else 0
         return len(self.findings) + self.differing + unproven
 
     @property
     def differing(self) -> int:
-        """Count the outputs that are called replicated and differ."""
+        """Return the number of outputs that are called replicated but differ."""
         return sum(output.kind == "differs" for output in self.unequal)
 
     @property
     def clean(self) -> bool:
-        """Tell whether there is nothing to do."""
+        """Return whether there is nothing to do."""
         return not self.failing and not self.unused
 
     @property
     def kinds(self) -> str:
-        """Count the findings by kind, outputs first; empty if there are none."""
+        """Return the counts of findings by kind, outputs first; empty if there are none."""
         counts = []
         for kind, n in collections.Counter(output.kind for output in self.unequal).items():
             verb = "differ" if kind == "differs" and n > 1 else kind
@@ -121,7 +121,7 @@ class Content:
 
     @property
     def cheaper(self) -> str:
-        """Name the hint that saves most, and count the others; empty if there are none."""
+        """Return the hint that saves most, and the count of others; empty if there are none."""
         if not self.hints:
             return ""
         (first, *_), *others = self._joined(alike_hints(self.hints))
@@ -132,7 +132,7 @@ class Content:
 
     @property
     def costliest(self) -> str:
-        """Name the finding or hint that saves most; empty if there is none."""
+        """Return the finding or hint that saves most, in words; empty if there is none."""
         if not self.findings:
             return self.cheaper
         every = self._joined(findings.alike(self.findings))
@@ -142,7 +142,7 @@ class Content:
 
     @property
     def spent(self) -> str:
-        """Say that there is nothing to do, and which collectives cost most, and who asked."""
+        """Return that nothing is to be done, which collectives cost most, and who asks for them."""
         if not self.rows:
             return "no findings"
         parts = ["all needed"] if {e.verdict for e in self.account} == {"needed"} else []
@@ -150,10 +150,10 @@ class Content:
         sent, entry = max(costs), self.rows[costs.index(max(costs))].first
         if sent and entry.judged is not None:
             made = phases.operation(name := entry.judged.collective.op_name)
-            # A name without a path is an argument's.
+            # A name without a path is an argument's name.
             asked = phases.is_written(name) or made in CONSTRAINED or "/" not in name
             what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
-            by = "" if self.timings is None else " of the bytes"  # the rows stand by their times
+            by = "" if self.timings is None else " of the bytes"  # rows are sorted by time
             by += "" if asked else f", by XLA's partitioner for {made}"
             parts.append(f"the most: {what}, {percent(sent, self.ledger.total.bytes)}{by}")
         return "; ".join(parts) or "no findings"
@@ -162,12 +162,12 @@ class Content:
 
     @functools.cached_property
     def avoidable(self) -> Worth:
-        """Add up what findings and hints save for sure."""
+        """Return the sum of what findings and hints save for sure."""
         return _sum(worth for worth in self._worths() if worth.is_sure)
 
     @functools.cached_property
     def in_doubt(self) -> Worth:
-        """Add up what is saved at most, if all that is unproven is redundant."""
+        """Return the most that could be saved if everything unproven were redundant."""
         return _sum(w for w in self._worths() if not w.is_sure)._replace(is_sure=False)
 
     def _worths(self) -> Iterable[Worth]:
@@ -177,7 +177,7 @@ class Content:
         return [*self.findings, *self.hints]
 
     def _share(self, worth: Worth) -> str:
-        """Write whether a worth is of one trip, and its share of the bytes and of the times."""
+        """Return whether a worth is for one trip, and its share of the bytes and the times."""
         total = self.ledger.total
         parts = [percent(worth.bytes, total.bytes)] if worth.bytes else []
         if self.target is not None:
@@ -191,7 +191,7 @@ class Content:
 
     @property
     def worth(self) -> str:
-        """Say what can be avoided; empty where there is nothing."""
+        """Return what can be avoided, in words; empty if there is nothing."""
         parts: list[str] = []
         for worth, words in ((self.avoidable, "can be avoided"), (self.in_doubt, "is unproven")):
             if not worth.saves:
@@ -203,7 +203,7 @@ class Content:
         return ", ".join(parts)
 
     def saves(self, group: Sequence[Finding | Hint], others: int = 0) -> str:
-        """Say what following one advice saves; ``others``: of the group, not like its first."""
+        """Return what following one advice saves; ``others`` of the group are unlike its first."""
         together = self.ledger.switched if group[0].entry.number in self.ledger.switched else ()
         others = others or len(together) - len(group)
         if together:  # following the advice on one of them removes all of them
@@ -227,7 +227,7 @@ class Content:
 
     @property
     def measured(self) -> str:
-        """Say which part of a measured step can be avoided; empty without a profile."""
+        """Return which part of a measured step can be avoided; empty without a profile."""
         if self.timings is None:
             return ""
         avoidable, step = self.avoidable.exposed_seconds, self.timings.step_seconds
@@ -236,24 +236,24 @@ class Content:
 
     @property
     def staying_bytes(self) -> int:
-        """Count the bytes that can be avoided in collectives that a profile has times of."""
+        """Return the bytes that can be avoided in collectives with exposed time in a profile."""
         timed = (c for c in self._changes() if self.ledger.exposed_seconds([c]))
         return sum(worth.bytes for worth in map(self.ledger.worth, timed) if worth.is_sure)
 
     @property
     def headline(self) -> str:
-        """Say in one line what it comes to, after the title."""
+        """Return the report in one line, after the title."""
         return f"{self.title}: {self.about}"
 
     @property
     def axes(self) -> str:
-        """Write the mesh, `` (data=4, model=2)``; empty where it isn't known."""
+        """Return the mesh, `` (data=4, model=2)``; empty if it isn't known."""
         mesh = self.account.mesh
         return f" ({', '.join(f'{axis}={n}' for axis, n in mesh.items())})" if mesh else ""
 
     @property
     def about(self) -> str:
-        """Say what can be avoided, what kind of program it is, and what was found."""
+        """Return what can be avoided, what kind of program it is, and the findings' kinds."""
         total, devices = self.account.total, self.account.device_count
         mesh = self.axes or " (mesh not known: pass --mesh or mesh=)"
         shown = f"{devices} devices{mesh}" if devices != 1 or self.axes else "1 device"
@@ -277,7 +277,7 @@ class Content:
         return "; ".join(filter(None, parts))
 
     def _unseen(self, devices: int) -> str:
-        """Name the calls without a rule, which may communicate."""
+        """Return a note on calls without a rule, which may communicate; empty if there are none."""
         calls = ((call.kernel, call.target or "") for call in self.judgement.opaque)
         names = [repr(k or t) for k, t in calls if not transfers.CALLBACK.fullmatch(t)]
         if not names or devices == 1:
@@ -288,7 +288,7 @@ class Content:
 
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
-        """List the rows of collectives, the costliest first; those that are alike are one."""
+        """Return the rows of collectives, the costliest first; those that are alike share one."""
 
         def key(row: Row) -> tuple[float, float, int]:
             cost = _sum(map(self.ledger.cost, row.numbers))
@@ -297,7 +297,7 @@ class Content:
         return tuple(sorted(grouping.rows(self.account), key=key))
 
     def cells(self, row: Row) -> list[TableCell]:
-        """Write a row's cells; every row has the same columns."""
+        """Return a row's cells; every row has the same columns."""
         entry, cost = row.first, _sum(map(self.ledger.cost, row.numbers))
         sent, is_known = row.total.wire_bytes, entry.runs is not None
         runs = f"{'at most ' if entry.at_most else ''}{entry.runs}"
@@ -338,7 +338,7 @@ class Content:
 
     @property
     def note(self) -> str:
-        """Say how to read the table of collectives, a sentence a line."""
+        """Return how to read the table of collectives, one sentence on each line."""
         note = _NOTE if self.timings is None else f"{_NOTE}\n{grouping.MEASURED_NOTE}"
         if self.target is None:
             return note
@@ -353,7 +353,7 @@ class Content:
 
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """List all parts of the report: what to change, the collectives, other costs."""
+        """Return all parts of the report: what to change, the collectives, other costs."""
         cells = [self.cells(row) for row in self.rows]
         columns = tuple(cell.column for cell in cells[0]) if cells else ()
         texts = [tuple(cell.text for cell in row) for row in cells]
@@ -374,12 +374,12 @@ class Content:
 
     @functools.cached_property
     def costs(self) -> tuple[Block, ...]:
-        """List the other silent costs: donation, transfers, and what else holds anything."""
+        """Return the other silent costs, such as donation and transfers, if there are any."""
         return sections(self.judgement.module, self.interpreted)
 
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
-        """List what to change: outputs that differ, findings and hints, those worth most first."""
+        """Return what to change: outputs that differ, findings, hints; most worthwhile first."""
         todo: list[Item] = []
         for same in alike(self.unequal, items.lacking):
             advice = named(items.advice_on(same), self.script)
@@ -398,12 +398,12 @@ class Content:
         )
 
     def _joined(self, groups: Iterable[Group]) -> list[tuple[Group, ...]]:
-        """Gather groups that one change removes, the costliest first, also within each."""
+        """Return groups joined by the change that removes them, the costliest first everywhere."""
         joined = grouping.connected(sorted(groups, key=self._rank), items.changes)
         return sorted(joined, key=lambda same: self._rank(flat(same)))
 
     def _ranked(self, title: str, groups: Iterable[Group]) -> Block:
-        """List groups, the costliest first, and fold those below 1% together into one line."""
+        """Return a list of groups, the costliest first; one line has all below 1% together."""
         joined = self._joined(groups)
         ranked = [(same, _sum(map(self.ledger.worth, flat(same)))) for same in joined]
         movable = [n for n, (same, _) in enumerate(ranked) if same[0][0].kind not in _NEVER_FOLDED]
@@ -429,7 +429,7 @@ class Content:
         return first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips
 
     def item(self, group: Group, *others: Group) -> Item:
-        """Say all of findings or hints that are alike, and name others that have their advice."""
+        """Return the item on findings or hints that are alike; ``others`` have the same advice."""
         time, every = "", flat((group, *others))
         if self.timings is not None:
             timing = self.ledger.timing(every)
@@ -455,19 +455,19 @@ def content(
     fed: Fed | None = None,
     script: str = "",
 ) -> Content:
-    """Gather what a report says.
+    """Return what a report says.
 
     Args:
       judgement: what ``hlo.judge`` returned.
       title: where the program came from; the module's name if None.
-      strict: accept proofs alone: verdicts that rest on declared rules are findings too.
+      strict: accept only proofs: verdicts that depend on declared rules are findings too.
       allow: findings that may stay.
       target: an accelerator of ``costs.estimates``, on which times are estimated.
-      cheapest: all all-reduces that are needed and would move less elsewhere are findings; if
-        False, those in loops that one before or after the loop replaces, above 1% of the bytes.
+      cheapest: all needed all-reduces that could be cheaper are findings; if False, only those in
+        loops with more than 1% of the bytes, which one before or after the loop replaces.
       timings: what a profile measured of each verdict's collective.
-      switched: the same program with its shard_maps' checks on, or why it wasn't compiled so.
-      fed: how often the program ran with a result of its own as an argument.
+      switched: the same program with its shard_maps' checks on, or why there is none.
+      fed: how often the program ran with one of its own results as an argument.
       script: what ran, as it was typed.
     """
     all_hints = hints(judgement, fed)

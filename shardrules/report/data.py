@@ -12,19 +12,20 @@ from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
 from shardrules.report.content import Content
 
-SCHEMA = 1  # it grows when a field changes its meaning or goes
+SCHEMA = 1  # to be increased when a field changes its meaning or is removed
 
 
 @checked
 def as_json(content: Content) -> str:
     """Return a report as JSON, one object; bytes are per device.
 
-    ``collectives`` are single runs, ``totals`` are over all runs of one execution.
+    ``collectives`` are single runs; ``total`` and ``by_axes`` are over all runs of one execution.
     """
     return json.dumps(as_dict(content), indent=1) + "\n"
 
 
 def as_dict(content: Content) -> dict[str, Any]:
+    """Return a report as a dictionary, from which JSON is written."""
     target, timings, ledger = content.target, content.timings, content.ledger
     by_axes = content.account.by("over").items()
 
@@ -92,7 +93,7 @@ def _collective(content: Content, entry: accounts.Entry) -> dict[str, Any]:
     verdict, number = entry.judged, entry.number
     part = verdict.range
     own = dict(vars(entry))
-    del own["judged"], own["number"]  # its place is that in the list
+    del own["judged"], own["number"]  # the number is its place in the list
     data = {
         **own,
         "group_size": verdict.collective.group_size,

@@ -17,7 +17,7 @@ from shardrules.report.page import meshes, timeline
 from shardrules.report.text import markdown_table
 from shardrules.units import size
 
-# From what a change is called to the colour that it has elsewhere on such pages.
+# By a change's status, the verdict whose colour it has on the page.
 _COLOURS = {
     "came": "redundant",
     "grew": "overwide",
@@ -65,9 +65,9 @@ def compared(before: Content, after: Content, changes: Sequence[Change]) -> str:
     """Return a page of two reports: what changed, groups on the mesh, both timelines.
 
     Args:
-      before: of the first program.
-      after: of the second.
-      changes: what ``comparing.compare`` returned of the two.
+      before: the report of the first program.
+      after: the report of the second program.
+      changes: what ``comparing.compare`` returned for the two.
     """
     named = {"before": before, "after": after}
     totals = [content.account.total for content in named.values()]
@@ -114,7 +114,7 @@ def _table(changes: Sequence[Change]) -> str:
     return wide("changes", html_table("Changes, the costliest first", columns, rows))
 
 
-# From a format to what writes it of both programs and the changes that ``compare`` found.
+# By format, the function that writes both programs and the changes from ``compare``.
 DIFFS: dict[str, Callable[[Content, Content, Sequence[Change]], str]] = {
     "text": _plain,
     "markdown": _markdown,

@@ -13,21 +13,21 @@ from shardrules import hlo
 from shardrules.hlo.proof import loops
 from shardrules.units import counted, milliseconds
 
-_CELLS = 256  # devices that are drawn; a larger mesh shows its first ones
-_ACROSS = 16  # of them in a line
-_COLOURS = 8  # of groups; they come round again
-_MEMBERS = 16  # of a group that are listed
-_HEIGHT = 90  # of the timeline's highest bar
-_LETTER = 6.8  # the width of a letter below it
-_LOWEST = 2.0  # of any bar
-_WIDTH = 1080  # of a step that is drawn to time
-_LANE = 24  # of it, for collectives that don't overlap
-_NARROWEST = 0.5
-_ELSE = "anything else"  # the label of what hides a collective
-_MOST = 4000  # runs of collectives in it, the longest
+_CELLS = 256  # the most devices that are drawn; a larger mesh shows its first ones
+_ACROSS = 16  # the most devices in a line
+_COLOURS = 8  # the number of colours for groups, which are used again in turn
+_MEMBERS = 16  # the most members of a group that are listed
+_HEIGHT = 90  # the height of the timeline's highest bar
+_LETTER = 6.8  # the width of a letter below the timeline
+_LOWEST = 2.0  # the least height of a bar
+_WIDTH = 1080  # the width of a step that is drawn to time
+_LANE = 24  # the height of a lane, in which collectives don't overlap
+_NARROWEST = 0.5  # the least width of a bar in a lane
+_ELSE = "anything else"  # the label of work that hides a collective
+_MOST = 4000  # the most runs of collectives in a step; the longest are drawn
 
 _Span = tuple[float, float]
-# Of text: what a browser refuses, and what turns the direction of the text after it.
+# Characters that browsers reject, or that change the direction of the text after them.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 _CODE = re.compile("`([^`]+)`")
 
@@ -42,12 +42,12 @@ class BarLabel(NamedTuple):
 
 
 def escaped(value: object) -> str:
-    """Escape text from a program, so that a browser shows it as text."""
+    """Return text from a program with escapes, so that a browser shows it as text."""
     return html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value)))
 
 
 def prose(sentence: object) -> str:
-    """Write a sentence for a browser; commands between backticks become code."""
+    """Return a sentence for a browser; commands between backticks become code."""
     return _CODE.sub(r"<code>\1</code>", escaped(sentence))
 
 
@@ -72,7 +72,10 @@ def groups_on_mesh(
     device_count: int,
     label: str,
 ) -> str:
-    """Draw devices, the last axis to the right, a colour for each group, an arrow for each pair."""
+    """Return a picture of devices, with a colour for each group and an arrow for each pair.
+
+    The last mesh axis goes to the right.
+    """
     axes = dict(mesh) if mesh else {"devices": device_count}
     *down, right = axes
     across = axes[right]
@@ -130,7 +133,7 @@ def _coordinates(device: int, axes: Mapping[str, int]) -> str:
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float], side: float) -> str:
-    """Draw an arrow between two cells, bent a little, so that two ways stay apart."""
+    """Return a bent arrow between two cells, so that arrows in both directions stay apart."""
     first, last = complex(*start), complex(*end)
     along = (last - first) / abs(last - first)
     first, last = first + along * side * 0.3, last - along * side * 0.3
@@ -148,7 +151,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], side: float) ->
 
 
 def _bar(mark: BarLabel, x: float, wide: float, bar: _Span, column: _Span, log: float) -> str:
-    """Draw a bar; its whole column takes the pointer. Both have a top and a height."""
+    """Return a bar in a column that reacts to the pointer; both are pairs of top and height."""
     (y, high), (top, tall), says = bar, column, escaped(mark.says)
     link = f'a href="#{mark.row}"' if mark.row else "g"
     return (
@@ -164,29 +167,31 @@ def _bar(mark: BarLabel, x: float, wide: float, bar: _Span, column: _Span, log: 
 
 
 class Event(NamedTuple):
-    kind: str  # collective; loop or branch where one begins, end where it ends
+    """A collective, or the begin or end of a loop or branch, in program order."""
+
+    kind: str  # ``collective``; ``loop`` or ``branch`` at its begin, ``end`` at its end
     number: int = -1  # a collective's place among the verdicts
-    label: str = ""  # of a loop how often it runs each time, of a branch which one it is
+    label: str = ""  # for a loop, how often it runs each time; for a branch, its number
 
 
 _END = Event("end")
 
 
 def events(judgement: hlo.Judgement) -> list[Event]:
-    """List what runs in program order, without loops and branches that hold no collective."""
+    """Return events in program order, without loops and branches that contain no collective."""
     module = judgement.module
     numbers: dict[tuple[str, str], list[int]] = {}
     for number, verdict in enumerate(judgement.verdicts):
         place = verdict.collective.computation, verdict.collective.name
         numbers.setdefault(place, []).append(number)
     kept: list[Event] = []
-    seen = set()  # a computation with several callers stands at the first of them
+    seen = set()  # a computation with several callers is shown at the first of them
 
     def inside(event: Event, callees: Iterable[str]) -> None:
         kept.append(event)
         walk(callees)
         if kept[-1] is event:
-            kept.pop()  # nothing stands in it
+            kept.pop()  # it contains nothing
         else:
             kept.append(_END)
 
@@ -217,7 +222,7 @@ def events(judgement: hlo.Judgement) -> list[Event]:
 def strip(
     events: Sequence[Event], marks: Sequence[BarLabel], sizes: Sequence[int], phases: Sequence[str]
 ) -> str:
-    """Draw the collectives in program order, as high as their sizes: loops above, phases below."""
+    """Return a picture of the collectives in program order, with loops above and phases below."""
     count = sum(event.kind == "collective" for event in events)
     pitch = max(3.0, min(58.0, _WIDTH / max(1, count)))
     gap = min(3.0, pitch / 4)
@@ -257,7 +262,7 @@ def strip(
 
 
 def _span(phase: str, start: float, end: float, base: float) -> str:
-    """Draw how far a phase goes, with its name; with its first letter where that has no room."""
+    """Return a line along a phase, with its name; with its first letter if there is no room."""
     title = f"<title>{escaped(phase)}</title>"
     line = f'<path class="edge" d="M{start:.1f} {base + 5}H{end:.1f}">{title}</path>'
     shown = phase if end - start > _LETTER * len(phase) else phase[:1]
@@ -267,10 +272,10 @@ def _span(phase: str, start: float, end: float, base: float) -> str:
 
 
 def timed(runs: Sequence[tuple[BarLabel, float, float]], busy: Sequence[_Span]) -> str:
-    """Draw runs of collectives from start to end in seconds, and below when the device was busy."""
+    """Return a picture of runs from start to end in seconds, and of the device's other work."""
     last = max([*(end for *_, end in runs), *(end for _, end in busy), 1e-9])
-    # A lane for each kind of collective and its axes, and more where these overlap.
-    lanes: list[tuple[str, float]] = []  # each lane's label, and when its last one ended
+    # Each kind of collective and its axes have a lane, and more lanes if runs overlap.
+    lanes: list[tuple[str, float]] = []  # each lane's label, and when its last run ended
     bars: list[tuple[float, str]] = []
     labels = list(dict.fromkeys(mark.lane for mark, *_ in sorted(runs, key=lambda run: run[1])))
     left = 6 + 6.2 * max(map(len, (*labels, _ELSE)))

@@ -1,4 +1,4 @@
-"""The parts that every page is made of: the whole with its style and script, titles, tables."""
+"""The parts that all pages share: the whole page with its style and script, titles, tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardrules.report.drawn import escaped, prose
 def whole(
     heading: str, head: Iterable[str], body: Iterable[str], about: str = ": collectives"
 ) -> str:
-    """Write a page of this look: one style and one script, both inside of it."""
-    # No other script runs, whatever a program's names hold.
+    """Return a whole page, with its style and its script inside of it."""
+    # The digest lets only this script run, whatever text a program's names contain.
     script = _asset("page.js")
     return string.Template(_asset("page.html")).substitute(
         title=escaped(heading + about),
@@ -40,19 +40,19 @@ def titled(title: str, *parts: str) -> str:
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
-    """Write the figures at the top, each with what it is."""
+    """Return the figures at the top, each with its label."""
     shown = "".join(f"<li><b>{escaped(v)}</b>{escaped(k)}</li>" for k, v in pairs)
     return f'<ul class="tiles">{shown}</ul>'
 
 
 def wide(name: str, inside: str) -> str:
-    """Let a wide part scroll by itself, by keys too."""
+    """Return a wide part that scrolls by itself, by keys too."""
     name = escaped(name)
     return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{inside}</div>'
 
 
 def html_table(says: str, columns: Mapping[str, str], rows: Iterable[str], kind: str = "") -> str:
-    """Write a table with a hidden caption, from its columns' names, each with its CSS classes."""
+    """Return a table with a hidden caption; ``columns``: from names to CSS classes."""
     start, end = ('<button type="button">', "</button>") if kind == "collectives" else ("", "")
     heads = "".join(
         f'<th scope="col"{classed(classes)}>{start}{escaped(column)}{end}</th>'
@@ -66,7 +66,7 @@ def html_table(says: str, columns: Mapping[str, str], rows: Iterable[str], kind:
 
 
 def classed(names: str) -> str:
-    """Write an element's CSS classes, nothing for none."""
+    """Return an element's class attribute; empty without classes."""
     return f' class="{names}"' if names else ""
 
 

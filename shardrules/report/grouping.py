@@ -1,4 +1,4 @@
-"""Collectives that are alike as one row with a count, and what each took."""
+"""Groups collectives that are alike into one row with a count, and writes the times they took."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEASURED_NOTE = (
 
 
 def sent(total: accounts.Totals) -> str:
-    """Write how much one device sends; for loops of unknown length, how much on each trip."""
+    """Return how much one device sends; for loops of unknown length, how much on each trip."""
     a_trip = f"{size(total.unknown_wire_bytes)} each trip"
     if total.unknown == total.sites and total.sites:
         return a_trip
@@ -32,14 +32,14 @@ def sent(total: accounts.Totals) -> str:
 def of_step(
     avoidable_seconds: float, step_seconds: float, device: str, staying: int = 0, hidden: int = 0
 ) -> str:
-    """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``.
+    """Return which part of a measured step is avoidable: ``avoidable: 3.1 ms of 41.0 ms a step``.
 
     Args:
       avoidable_seconds: the median over the steps.
       step_seconds: the median step.
-      device: the name of one that was measured.
-      staying: bytes that can be avoided and save no time, since their round trips stay.
-      hidden: those of collectives for which no device is seen to wait.
+      device: the name of a device that was measured.
+      staying: bytes that can be avoided without saving time, since their round trips stay.
+      hidden: bytes that can be avoided in collectives for which no device seems to wait.
     """
     of = f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step"
     parts = [percent(avoidable_seconds, step_seconds)] if step_seconds else []
@@ -51,11 +51,12 @@ def of_step(
             "or the profile has no event of them"
         )
     share = f" ({'; '.join(parts)})" if parts else ""
-    # Eight devices on a few cores wait for each other, and what they send is a copy in memory.
+    # On CPU, many devices share a few cores and wait for each other, and sending copies memory.
     return f"{of}{share}{', on CPU, unlike TPU or GPU' if 'CPU' in device else ''}"
 
 
 def took(timing: Timing | None, step_seconds: float) -> str:
+    """Return the time that a collective took in a step, in words."""
     if timing is None:
         return "not measured: the profile has no event of it"
     if not timing.seconds:
@@ -66,14 +67,14 @@ def took(timing: Timing | None, step_seconds: float) -> str:
 
 
 def spread(timing: Timing | None) -> str:
-    """Name the fastest device where the slowest one is far behind it; empty elsewhere."""
+    """Return the fastest device and its time if the slowest one is far behind it, else ""."""
     if timing is None or not timing.spread:
         return ""
     return f" (fastest: {milliseconds(timing.fastest_seconds)}, {timing.fastest_device})"
 
 
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...]]:
-    """Group items by key, in the order in which the keys first occur."""
+    """Return items grouped by key, in the order in which the keys first occur."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -81,7 +82,8 @@ def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...
 
 
 def connected(items: Iterable[T], keys: Callable[[T], Sequence[Hashable]]) -> list[tuple[T, ...]]:
-    """Group items that share a key, also by way of other items; each item has at least one."""
+    """Return items grouped if they share a key, directly or by way of others; each item has one."""
+    # A union-find structure: ``above`` leads from a key to another key of the same group.
     all_items, above = [*items], dict[Hashable, Hashable]()
 
     def top(key: Hashable) -> Hashable:
@@ -97,32 +99,34 @@ def connected(items: Iterable[T], keys: Callable[[T], Sequence[Hashable]]) -> li
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives that differ in nothing that a table shows."""
+    """Collectives that are equal in everything that a table shows."""
 
-    entries: tuple[accounts.Entry, ...]  # theirs in the account, in the order of the text
+    entries: tuple[accounts.Entry, ...]  # their entries in the account, in the order of the text
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return where each stands in the account."""
+        """Return the place of each collective in the account."""
         return tuple(entry.number for entry in self.entries)
 
     @property
     def first(self) -> accounts.Entry:
-        """Return one collective that stands for all."""
+        """Return the first collective, as an example of all."""
         return self.entries[0]
 
     @property
     def sites(self) -> int:
-        """Count the places in the program."""
+        """Return the number of places in the program."""
         return len(self.entries)
 
     @property
     def total(self) -> accounts.Totals:
-        """Sum up all runs of all of them."""
+        """Return the sums over all runs of all of them."""
         return functools.reduce(accounts.Totals.plus, self.entries, accounts.Totals())
 
 
 def rows(account: accounts.Account) -> tuple[Row, ...]:
+    """Return an account's collectives, grouped into rows."""
+
     def shown(entry: accounts.Entry) -> accounts.Entry:
         return dataclasses.replace(entry, reason="", groups="", loop_depth=0)
 

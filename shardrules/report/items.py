@@ -1,4 +1,4 @@
-"""The text on one finding, hint or output, for every format."""
+"""Writes the text on one finding, hint or output, for every format."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardrules.report.grouping import alike
 from shardrules.report.sections import Item
 
 TODO = "to do:"  # the label of advice
-RESTING, BETWEEN = "resting on:", "; "  # the label of what a finding rests on; between its parts
-LISTED = 3  # of the findings that are folded into one line
-Group = Sequence[Finding | Hint]  # that are alike
-# Kinds whose advice takes a collective out of a loop: it stays there until its last part goes.
+RESTING, BETWEEN = "resting on:", "; "  # the label of a finding's assumptions; between these
+LISTED = 3  # the most names that one line lists
+Group = Sequence[Finding | Hint]  # findings or hints that are alike
+# Kinds whose advice takes a collective out of a loop. It stays there until its last part goes.
 _GO_TOGETHER = ("repeated", "after the loop", "each call")
 
 
@@ -32,7 +32,7 @@ def lacking(output: outputs.Unequal) -> tuple[object, ...]:
 
 
 def advice_on(same: Sequence[outputs.Unequal]) -> str:
-    """Advise on outputs that lack the same reduction."""
+    """Return the advice on outputs that lack the same reduction."""
     unreduced = [output.unreduced for output in same if output.unreduced is not None]
     if len(unreduced) < 2:
         return same[0].advice
@@ -40,23 +40,23 @@ def advice_on(same: Sequence[outputs.Unequal]) -> str:
 
 
 def of_output(output: outputs.Unequal, label: str, text: str, likewise: Sequence[str] = ()) -> Item:
-    """Describe an output, and name the outputs that differ from it only in the reason."""
+    """Return the item on an output; ``likewise`` are the outputs with the same advice."""
     more = ("likewise", few(likewise, LISTED)) if likewise else ("", "")
     lines = (("because", here(output.because)), more, (label, here(text)))
     return Item(output.kind, output.what, "", tuple(line for line in lines if line[0]))
 
 
 def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
-    """Gather hints that differ in nothing but their bytes and their place in the program."""
+    """Return groups of hints that differ only in their bytes and their place in the program."""
     return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.place, hint.advice))
 
 
 def changes(group: Group) -> list[object]:
-    """List what a group shares with others that are followed together; else only itself.
+    """Return keys that a group shares with the groups that one change removes together.
 
-    Unproven collectives share the flag that lets judge them; parts of combined ones share these,
-    which go when none of their parts is left; collectives of one line share its advice, apart
-    from the bytes.
+    Unproven collectives share the advice that lets shardrules judge them. Parts of a combined
+    collective share the collective, which goes with its last part. Collectives of one line share
+    their advice, apart from the bytes. Any other group has a key of its own.
     """
     first = group[0]
     if first.kind == "unproven":
@@ -73,7 +73,7 @@ def changes(group: Group) -> list[object]:
 
 def words(advice: str) -> str:
     """Return advice without its bytes, to compare it with other advice."""
-    # Other numbers are to be typed: a dimension, a size to pad to.
+    # Other numbers, such as a dimension or a size to pad to, are part of what the user types.
     return re.sub(r"\d+(?= B\b)", "", advice)
 
 
@@ -82,7 +82,7 @@ def flat(groups: Iterable[Group]) -> list[Finding | Hint]:
 
 
 def place(group: Group) -> str:
-    """Name a collective by its line, or by the argument that it moves where it has none."""
+    """Return a collective's name with its line, or with the argument that it moves."""
     entry = group[0].entry
     where = f"at {here(entry.place)}" if entry.source else f"of {entry.place}"
     return f"{entry.what} {where}" if entry.place else entry.what
@@ -95,9 +95,9 @@ def item(
     time: str = "",
     others: Sequence[Group] = (),
 ) -> Item:
-    """Say all of findings or hints that are alike, and which others go together with them.
+    """Return the item on findings or hints that are alike; ``others`` go together with them.
 
-    ``reason`` is why they stay, if allowed.
+    ``reason`` says why they stay, if they are allowed.
     """
     first, count = same[0], len(same)
     verdict, entry = first.verdict, first.entry
@@ -134,5 +134,5 @@ def item(
 
 
 def resting_on(verdict: hlo.Verdict) -> str:
-    """Say which assumptions a verdict rests on."""
+    """Return the statements that a verdict depends on."""
     return BETWEEN.join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML page: nothing is fetched, and no script but its own runs."""
+"""A report as one self-contained HTML page: it fetches nothing, and runs only its own script."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from shardrules.units import milliseconds, percent, size
 
 VERDICTS = ("needed", "overwide", "redundant", "unproven", "internal")
 _PLACE = re.compile(r"(.+?)(:(\d{1,9})(?: \(.*\))?)", re.DOTALL)  # file, and its line
-_BARS = 12  # mesh axes that are drawn
-_MESHES = 6  # sets of groups that are drawn at once; the others are folded away
-_ITEMS = 20  # of a list that are shown at once
-_OPEN = 6  # items of a list up to which all are unfolded
-_SITES = 20  # of a row that are listed
-_AROUND = 2  # lines above and below one that is shown
-_LARGEST = 1 << 20  # bytes of a source file that is read
-_UNTIMED = ("share", "exposed")  # and these where times are measured
-# Columns of the table of collectives that a narrow screen shows in the unfolded row only.
+_BARS = 12  # the most mesh axes that are drawn
+_MESHES = 6  # sets of groups that are shown at once; the others are folded
+_ITEMS = 20  # items of a list that are shown at once
+_OPEN = 6  # a list of more items is folded
+_SITES = 20  # the most sites of a row that are listed
+_AROUND = 2  # the lines shown above and below a source line
+_LARGEST = 1 << 20  # larger source files, in bytes, are not read
+_UNTIMED = ("share", "exposed")  # and these columns if times are measured
+# Columns of the table of collectives that a narrow screen shows only in the unfolded row.
 _HIDDEN = ("sites", "runs", "bytes", "wire bytes", "est. a run", "bandwidth", "source")
 _OF_PROGRAMS = (
     "times",
@@ -43,18 +43,18 @@ _OF_PROGRAMS = (
     "collectives",
     "runs",
     "other",
-)  # those of the table of programs
-_LEAST = _HIDDEN[:-1]  # of these, which a wide screen shows there too where times are measured
+)  # such columns of the table of programs
+_LEAST = _HIDDEN[:-1]  # columns that a wide screen hides as well if times are measured
 
 
 @checked
 def page(content: Content | Several) -> str:
     """Return a report as an HTML page: what to change, a timeline, the collectives, their groups.
 
-    Source lines are quoted where a Python file stands at the path that the program names.
+    It quotes source lines if there is a Python file at the path that the program names.
 
     Args:
-      content: of the report.
+      content: the content of the report.
 
     Examples:
       >>> content = report.content(testing.judge(step, w, x), title="step")
@@ -68,7 +68,7 @@ def page(content: Content | Several) -> str:
 
 
 def _head(content: Content, about: str, failing: int) -> list[str]:
-    """Write the figures, and below them what they don't say."""
+    """Return the figures at the top, and below them what they leave out."""
     total, avoidable, cost = content.account.total, content.avoidable, content.ledger.total
     figures = [
         ("avoidable", f"{size(avoidable.bytes)}, {percent(avoidable.bytes, cost.bytes)}"),
@@ -86,8 +86,8 @@ def _head(content: Content, about: str, failing: int) -> list[str]:
         of = f"avoidable of {milliseconds(step)} a step, measured{on}"
         figures.insert(0, (of, f"{milliseconds(saved)}, {percent(saved, step)}"))
     worth = f"{content.worth}; " if content.worth else ""
-    about = about.replace(worth, "", 1)  # the tiles have that
-    if len(content.changes) == 1:  # the costliest stands first in it
+    about = about.replace(worth, "", 1)  # the figures say it
+    if len(content.changes) == 1:  # its first item is the costliest
         about = about.removesuffix(f"; {content.costliest}")
     why = content.measured if avoidable.bytes and not avoidable.exposed_seconds else ""
     return [tiles(figures), dim(*(f"{sentence}." for sentence in (why, about) if sentence))]
@@ -103,7 +103,7 @@ def _body(content: Content) -> list[str]:
 
 
 def in_notebook(content: Content | Several) -> str:
-    """Return the page in a frame of its own, as a notebook shows a cell's value."""
+    """Return the page in a frame, as a notebook shows a cell's value."""
     own = html.escape(page(content))
     return f'<iframe srcdoc="{own}" style="width:100%;height:42rem;border:0"></iframe>'
 
@@ -136,12 +136,12 @@ def _of_several(several: Several) -> str:
 
 
 def _frame(content: Content, about: str, summary: str, is_open: bool) -> str:
-    """Fold a program's page away below one line."""
+    """Return a program's page, folded below one line."""
     own = whole(content.title, _head(content, about, content.failing), _body(content))
-    # A frame of its own keeps each page's names and styles apart. Its links to #row would be
-    # links to this page, which a frame in it may not load; the base makes them its own.
+    # Each page is in a frame, which keeps its names and styles separate. Without the base, its
+    # links to #row would lead to the outer page, which the frame may not load.
     own = own.replace("<head>", '<head><base href="about:srcdoc">', 1)
-    own = own.replace("<body>", '<body class="framed">', 1)  # its title stands above it
+    own = own.replace("<body>", '<body class="framed">', 1)  # the summary above has its title
     return (
         f"<details{' open' if is_open else ''}><summary>{escaped(summary)}</summary>"
         f'<iframe title="{escaped(content.title)}" srcdoc="{html.escape(own)}"></iframe></details>'
@@ -180,7 +180,7 @@ def _present(content: Content) -> list[str]:
 
 
 def _where(entry: accounts.Entry) -> str:
-    """Give file, line and function, without the folders that every machine has its own of."""
+    """Return file, line and function, without the folders that differ between machines."""
     match = _PLACE.fullmatch(entry.place)
     if match is None:
         return comparing.relative_file(entry.place, os.getcwd())
@@ -188,7 +188,7 @@ def _where(entry: accounts.Entry) -> str:
 
 
 def _ids(*programs: Content) -> dict[str, str]:
-    """Return an id for each distinct set of device groups, those that move most first."""
+    """Return an id for each distinct set of device groups, ordered by the bytes they move."""
     moved: dict[str, int] = {}
     for content in programs:
         for number, entry in enumerate(content.account):
@@ -198,7 +198,7 @@ def _ids(*programs: Content) -> dict[str, str]:
 
 
 def meshes(programs: dict[str, Content]) -> str:
-    """Draw each set of groups on the mesh, with what each program, by its name, runs over it."""
+    """Return a picture of each set of groups, with what each program runs over these groups."""
     figures = []
     for groups, figure_id in _ids(*programs.values()).items():
         numbers: dict[str, list[int]] = {}
@@ -260,7 +260,7 @@ def _picture(title: str, picture: str, below: str) -> str:
 
 
 def timeline(content: Content, title: str, linked: bool) -> str:
-    """Draw the collectives in program order, each linked to its row of the table if wanted."""
+    """Return a picture of the collectives in program order; ``linked``: to rows of the table."""
     moved = [content.ledger.cost(n).bytes for n in range(len(content.account.entries))]
     total = content.ledger.total.bytes
     amounts = [f"{size(n)} on the wire, {percent(n, total)}" for n in moved]
@@ -291,7 +291,7 @@ def _timed(content: Content) -> str:
 
 
 def _sums(content: Content, pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
-    """Sum wire bytes up by label and verdict, the costliest first."""
+    """Return sums of wire bytes by label and verdict, the costliest first."""
     sums: dict[str, dict[str, int]] = {}
     for label, number in pairs:
         of_label = sums.setdefault(label, dict.fromkeys(VERDICTS, 0))
@@ -310,7 +310,7 @@ def _bar(sums: dict[str, int], most: int) -> str:
 
 
 def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
-    """Write a table whose middle column is drawn."""
+    """Return a table with a column of bars."""
     totals = [sum(of_label.values()) for of_label in sums.values()]
     rows = (
         f'<tr><th scope="row">{escaped(label)}</th><td>{_bar(of_label, max(totals))}</td>'
@@ -441,7 +441,7 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _lines(file: str) -> tuple[str, ...]:
-    """Read a Python file that is at hand; of any other that a text may name, nothing."""
+    """Return the lines of a Python file that can be read; none of any other file."""
     path = pathlib.Path(file)
     try:
         if path.suffix != ".py" or not path.is_file() or os.path.getsize(path) > _LARGEST:

@@ -11,7 +11,7 @@ from shardrules.costs import accounts, donation, launches, offloading, placement
 from shardrules.hlo.proof.customcalls import frontend_attributes
 
 LOOPS = "Loops"
-_LARGE_BYTES = 1 << 20  # of a constant that is shown
+_LARGE_BYTES = 1 << 20  # smaller constants are not shown
 _Rows = Iterable[tuple[Any, ...]]
 
 
@@ -19,11 +19,11 @@ class Item(NamedTuple):
     """One thing that a report says: a finding, a hint, an output.
 
     Attributes:
-      kind: ``redundant`` and so on; empty where ``what`` is all there is.
+      kind: ``redundant`` and so on; empty if there is only ``what``.
       what: what it is about.
-      source: ``file:line (function)``, empty where the text has none.
-      lines: more to say, each with its label: ``("because", ...)``, ``("to do:", ...)``.
-      entry: the collective's line in the account, None where it is about something else.
+      source: ``file:line (function)``; empty if the text has none.
+      lines: more lines, each with its label: ``("because", ...)``, ``("to do:", ...)``.
+      entry: the collective's line in the account; None if it is about something else.
     """
 
     kind: str
@@ -38,11 +38,11 @@ class Block(NamedTuple):
 
     Attributes:
       title: what it is about.
-      note: how to read it, a sentence a line, each without a full stop.
-      columns: the names of a table's cells.
+      note: how to read it, one sentence on each line, without a full stop.
+      columns: the names of a table's columns.
       rows: the cells; None is not known.
-      numbers: how many columns before the last one hold numbers.
-      items: of a list.
+      numbers: how many columns before the last one have numbers.
+      items: the items of a list.
       rest: one sentence on the items that are left out.
     """
 
@@ -56,7 +56,7 @@ class Block(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """Write the note as sentences."""
+        """Return the note as sentences."""
         notes = self.note.splitlines()
         # A program's name stays as it is.
         begins = [n if "_" in n.split()[0] else f"{n[0].upper()}{n[1:]}" for n in notes]
@@ -64,7 +64,7 @@ class Block(NamedTuple):
 
     @property
     def told(self) -> Block:
-        """Leave out the columns of a titled table in which nothing is known in any row."""
+        """Return a titled table without the columns in which no row has a known cell."""
         known = [not {*column} <= {None, ""} for column in zip(*self.rows)]
         if not self.title or all(known):
             return self
@@ -77,14 +77,14 @@ def listed(title: str, lines: Iterable[str]) -> Block:
 
 
 def filled(*blocks: Block) -> tuple[Block, ...]:
-    """Leave out those that hold nothing."""
+    """Return the blocks that have rows or items."""
     return tuple(block for block in blocks if block.rows or block.items)
 
 
 def sections(module: hlo.Module, interpreted: Collection[str] = ()) -> tuple[Block, ...]:
-    """List the tables of a module's silent costs that hold anything.
+    """Return the tables of a module's silent costs, without empty ones.
 
-    ``interpreted``: ``file:line`` of each call of a kernel that is interpreted.
+    ``interpreted``: ``file:line`` of each call of an interpreted kernel.
     """
     return filled(
         _donated(module),
@@ -146,7 +146,7 @@ def _donated(module: hlo.Module) -> Block:
 
 
 def _moved(accesses: Iterable[offloading.Access]) -> int | None:
-    """Add up the bytes that one execution moves, None where a loop's length isn't known."""
+    """Return the bytes that one execution moves; None if a loop's length isn't known."""
     moved = [None if a.runs is None else a.bytes * a.runs for a in accesses]
     return None if None in moved else sum(filter(None, moved))
 

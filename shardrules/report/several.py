@@ -19,20 +19,20 @@ from shardrules.report.grouping import of_step, sent
 from shardrules.report.sections import LOOPS, Block, filled, listed
 from shardrules.units import counted, duration, percent, size
 
-_SPENDING = 5  # programs without findings of which is said what they send
-_DIFFERENCES = 3  # with more kinds of collectives that differ, a program is not called alike
+_SPENDING = 5  # the most programs without findings for which the report says what they send
+_DIFFERENCES = 3  # programs that differ in more kinds of collectives are not called alike
 
 
 @dataclasses.dataclass(frozen=True)
 class Several:
     """The reports of a process's programs, the costliest first."""
 
-    contents: tuple[Content, ...]  # of each program that was judged
-    counts: tuple[int, ...]  # how many programs each stands for
+    contents: tuple[Content, ...]  # one for each program that was judged
+    counts: tuple[int, ...]  # how many programs each content stands for
     failures: tuple[tuple[str, str], ...]  # name of each that can't be judged, and why
     unused: tuple[str, ...]  # allowances that match nothing in any of them
     missing: int  # programs that were not judged, since Ctrl-C was pressed
-    of_process: bool = True  # they are what a process compiled; else they were read from files
+    of_process: bool = True  # whether a process compiled them; if not, they are from files
     notes: tuple[str, ...] = ()  # more on how the programs came to be
     title: str = "Programs"  # where they came from
     reads: tuple[str, ...] = ()  # sentences on lines that read arrays after each run
@@ -43,7 +43,7 @@ class Several:
         return sum(content.failing for content in self.contents) + len(self.reads)
 
     def with_reads(self, reads: Mapping[str, str], allow: Iterable[tuple[str, str]]) -> Several:
-        """Add findings on lines that read arrays on the host, without those that are allowed."""
+        """Return this with findings on lines that read arrays on the host, unless allowed."""
         known = {f"read at {here(line)}": line for line in reads}
         known |= {f"read at {line}": line for line in reads}
         names = [name for name, _ in allow if name in known]
@@ -55,12 +55,12 @@ class Several:
 
     @property
     def clean(self) -> bool:
-        """Tell whether all were judged and there is nothing to do."""
+        """Return whether all were judged and there is nothing to do."""
         return not (self.findings or self.failures or self.unused or self.missing)
 
     @property
     def shown(self) -> list[tuple[Content, int]]:
-        """List the programs that have collectives or costs other than loops, with their counts."""
+        """Return the programs that have collectives or costs other than loops, with counts."""
         pairs = zip(self.contents, self.counts)
         return [
             (c, n) for c, n in pairs if c.account.entries or c.changes or {*_costs(c)} - {LOOPS}
@@ -68,12 +68,12 @@ class Several:
 
     @property
     def detailed(self) -> list[Content]:
-        """List the programs that have more than their row, times too; without allowances."""
+        """Return the programs with findings, costs or times below the table, without allowances."""
         return self._parts[0]
 
     @functools.cached_property
     def _parts(self) -> tuple[list[Content], list[str]]:
-        """List the programs that get a part of their own, and how others differ from these."""
+        """Return the programs that get their own part, and texts on how others differ from them."""
         parts: list[Content] = []
         alike: list[str] = []
         for content, _ in self.shown:
@@ -89,8 +89,8 @@ class Several:
 
     @property
     def measured(self) -> str:
-        """Say which part of a measured step can be avoided; empty without a profile."""
-        # Programs of one text that are judged apart share their times.
+        """Return which part of a measured step can be avoided; empty without a profile."""
+        # Programs with one text that are judged separately share their times.
         each = {id(c.timings): c for c in self.contents if c.timings is not None}.values()
         if not each:
             return ""
@@ -120,7 +120,7 @@ class Several:
     headline = about
 
     def about_of(self, content: Content) -> str:
-        """Describe a program, as far as ``about`` doesn't do so already."""
+        """Return a description of a program, without what ``about`` says already."""
         own, whole = content.about, self.about
         if not any(content is first for first in (self.detailed or self.quiet)[:1]):
             return own
@@ -131,7 +131,7 @@ class Several:
 
     @property
     def first(self) -> str:
-        """Name the costliest thing to do; where nothing is, what the costliest program spends."""
+        """Return the costliest thing to do; if there is none, what the costliest program spends."""
         of_programs = (content.costliest for content in self.contents)
         named = next(filter(None, of_programs), "")
         named = named or (f"the first: {self.reads[0].partition(',')[0]}" if self.reads else "")
@@ -142,7 +142,7 @@ class Several:
 
     @property
     def programs(self) -> Block:
-        """Make the table of the programs; a file's program has no count."""
+        """Return the table of the programs; programs from files have no count."""
         is_counted = self.of_process and any(count > 1 for _, count in self.shown)
         rows = [_row(c, count if is_counted else None) for c, count in self.shown]
         for column in ("cheaper", "other"):
@@ -161,12 +161,12 @@ class Several:
 
     @property
     def quiet(self) -> list[Content]:
-        """List the programs with collectives that have no part of their own in the report."""
+        """Return the programs with collectives that have no part of their own in the report."""
         return [c for c, _ in self.shown if c.account.entries and not _has_more(c)]
 
     @property
     def spends(self) -> Block:
-        """Say what the quiet programs send."""
+        """Return what the quiet programs send."""
         quiet = self.quiet
         lines = [_spends(content) for content in quiet[:_SPENDING]]
         rest = f"and {len(quiet) - _SPENDING} more, which send less"
@@ -178,7 +178,7 @@ class Several:
 
     @property
     def alike(self) -> Block:
-        """Say of programs without a part of their own how they differ from one that has one."""
+        """Return how programs without a part of their own differ from a program that has one."""
         return listed("Alike", self._parts[1])
 
     @property
@@ -194,12 +194,12 @@ class Several:
 
 
 def _has_more(content: Content) -> bool:
-    """Tell whether a program gets a part of its own in the report."""
+    """Return whether a program gets a part of its own in the report."""
     return bool(content.changes or content.costs) or content.timings is not None
 
 
 def _as_another(content: Content, other: Content) -> str:
-    """Say in which collectives a program differs from another; empty if in more than a few."""
+    """Return the collectives in which a program differs from another; empty if they are many."""
     if any(key(content) != key(other) for key in (_program, _advised)):
         return ""
     if content.timings is not None and content.timings is not other.timings:
@@ -218,7 +218,7 @@ def _program(content: Content) -> tuple[object, ...]:
 
 
 def _advised(content: Content) -> list[object]:
-    """List what is to do, and the costs, without names that differ by text, or times and order."""
+    """Return what is to do, and the costs, without the text's own names, times and order."""
     blocks = [(block.title, [*block.rows]) for block in content.costs]
     unequal = [(output.what, output.advice) for output in content.unequal]
     allowed = [finding for finding, _ in content.allowed]
@@ -228,7 +228,7 @@ def _advised(content: Content) -> list[object]:
 
 
 def _spends(content: Content) -> str:
-    """Say what one device sends in one execution, and which collective costs most of it."""
+    """Return what one device sends in one execution, and the collective that costs most."""
     total, row = content.account.total, content.rows[0]
     runs = counted(total.count, "run")  # a program with a loop has a part of its own
     cells = {cell.column: cell.text for cell in content.cells(row)}
@@ -276,14 +276,14 @@ def gather(
     of_process: bool = True,
     notes: Sequence[str] = (),
 ) -> Several:
-    """Put programs in order: those that miss a reduction, then those where most can be avoided."""
-    # Programs of a process that differ in nothing reported are one.
+    """Return programs in order: first those that miss a reduction, then by what can be avoided."""
+    # Programs of a process are one if their reports are equal.
     alike: dict[object, tuple[Content, int]] = {}
-    # If a program did not run while steps were recorded, its equal may have the times.
+    # If a program did not run while steps were recorded, an equal program may have the times.
     timed_first = sorted(enumerate(zip(contents, counts)), key=lambda n: n[1][0].timings is None)
     timed: dict[str, object] = {}
     for number, (content, count) in timed_first:
-        # Their texts may differ in a constant, or in what nothing here depends on.
+        # Their texts may differ in a constant, or in details that no report depends on.
         key: object = number
         if of_process:
             text = _untimed(content)
@@ -308,7 +308,8 @@ def gather(
         tuple(content for content, _ in order),
         tuple(count for _, count in order),
         tuple(failures),
-        # An allowance that matches in one program need not match in another; a part tells nothing.
+        # An allowance that matches in one program need not match in another. If programs are
+        # missing, it may match in one of those.
         tuple(sorted(set.intersection(*unused))) if unused and not missing else (),
         missing,
         of_process,
@@ -317,7 +318,7 @@ def gather(
 
 
 def _untimed(content: Content) -> str:
-    """Return a program's report without times, since these order its lines."""
+    """Return a program's report without times, in the order of its text."""
     ledger = Ledger(content.account, content.target, None, content.ledger.switched)
     found = tuple(sorted(content.findings, key=lambda finding: finding.entry.number))
     hints = tuple(sorted(content.hints, key=lambda hint: hint.entry.number))
@@ -325,7 +326,7 @@ def _untimed(content: Content) -> str:
 
 
 def as_json(content: Content | Several) -> str:
-    """Write one object; of several programs, it holds each one's own."""
+    """Return one JSON object; for several programs, it contains an object for each."""
     if isinstance(content, Content):
         return data.as_json(content)
     whole = {

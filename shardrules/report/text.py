@@ -18,13 +18,13 @@ from shardrules.report.sections import Block, Item
 from shardrules.report.several import Several
 from shardrules.units import sizes
 
-_LONG = 60  # characters of advice that is written once
-_BLOCKS, _LINES = 3, 12  # of the collectives that a failing test's message is about
+_LONG = 60  # advice with at least so many characters is written once
+_BLOCKS, _LINES = 3, 12  # the most blocks or lines on collectives in a failing test's message
 
 
 @checked
 def table(rows: Sequence[Sequence[Any]]) -> str:
-    """Align rows of cells, the first of which is the heading; a cell may have several lines.
+    """Return an aligned table; the first row is the heading, and a cell may have several lines.
 
     Args:
       rows: equally long sequences of cells.
@@ -66,7 +66,7 @@ def _as_text(blocks: Iterable[Block]) -> list[str]:
 
 
 def _advised_once(items: Iterable[Item]) -> Iterator[Item]:
-    """Point from long advice to the collective above which has the same."""
+    """Yield the items; repeated long advice refers to the collective above that has it."""
     first: dict[str, str] = {}
     for said in items:
         advice = dict(said.lines).get(TODO, "")
@@ -95,7 +95,7 @@ def _text_of(said: Item) -> str:
 def markdown_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: int = 0
 ) -> list[str]:
-    """Write a table whose last column but one, and others before it, hold numbers."""
+    """Return the lines of a table; ``numbers`` columns before the last one have numbers."""
     lines = []
     for row in (columns, *rows):
         cells = [_shown(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
@@ -123,7 +123,7 @@ def _as_markdown(blocks: Iterable[Block], level: str) -> list[str]:
 
 @checked
 def plain(content: Content | Several) -> str:
-    """Return a whole report as text, its lines as long as they are."""
+    """Return a whole report as text, without wrapping lines."""
     each_one = content.detailed if isinstance(content, Several) else [content]
     items: list[Item] = []
     for one in each_one:
@@ -147,12 +147,12 @@ def _plain(content: Content | Several, headline: str, common: Sequence[str]) -> 
 
 
 def _parts(said: Item) -> list[str]:
-    """List what a finding rests on."""
+    """Return the statements that a finding depends on."""
     return dict(said.lines).get(RESTING, "").split(BETWEEN) if said.kind else []
 
 
 def _common(items: Iterable[Item]) -> list[str]:
-    """List what all findings rest on, to say it once."""
+    """Return the statements that all findings depend on, to write them once."""
     each = [_parts(said) for said in items if RESTING in dict(said.lines)]
     common = each[0] if each else []
     for other in each[1:]:
@@ -165,7 +165,7 @@ def _resting(common: Sequence[str]) -> list[str]:
 
 
 def described(groups: Iterable[Sequence[Finding]]) -> tuple[list[str], list[str]]:
-    """Return each group of alike findings as a block, and lines on what all of them rest on."""
+    """Return each group of alike findings as a block, and lines on what all of them depend on."""
     items = [item(same) for same in groups]
     common = _common(items)
     (block,) = _without([Block("", items=tuple(items))], common)
@@ -173,7 +173,7 @@ def described(groups: Iterable[Sequence[Finding]]) -> tuple[list[str], list[str]
 
 
 def _without(blocks: Iterable[Block], common: Sequence[str]) -> Iterable[Block]:
-    """Remove from each finding the lines that are written once for all."""
+    """Yield the blocks, without the statements that are written once for all findings."""
     for block in blocks:
         items = []
         for said in block.items:
@@ -224,7 +224,7 @@ def describe_finding(*same: Finding) -> str:
 
 @checked
 def listed(entries: Sequence[Entry]) -> list[str]:
-    """Return a few collectives as blocks, many as a line for each kind, axes, verdict and source.
+    """Return a few collectives as blocks; many as a line per kind, axes, verdict and source.
 
     Args:
       entries: collectives of an account.

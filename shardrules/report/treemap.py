@@ -10,7 +10,7 @@ from shardrules.report.drawn import escaped
 from shardrules.units import percent, size
 
 _PLACE = re.compile(r"(.+):(\d+)(?: \((.*)\))?")
-_MOST = 60  # lines that are drawn, the costliest; the others of each file are one area
+_MOST = 60  # the most lines that are drawn, by bytes; the other lines of a file are one area
 
 
 class _Area(NamedTuple):
@@ -23,7 +23,7 @@ class _Area(NamedTuple):
 
 
 def treemap(lines: Mapping[str, Mapping[str, int]]) -> str:
-    """Draw the bytes of source lines, by ``file:line (function)`` and verdict; empty for none."""
+    """Return the treemap of bytes by ``file:line (function)`` and verdict; empty without bytes."""
     areas = {line: _Area(line, verdicts) for line, verdicts in lines.items()}
     total = sum(area.bytes for area in areas.values())
     shown = sorted(areas, key=lambda line: -areas[line].bytes)[:_MOST]
@@ -73,7 +73,7 @@ def _lines(areas: Sequence[_Area], file: str, total: int) -> str:
     return "".join(written)
 
 
-_Box = tuple[float, float, float, float]  # left, top, width, height, in percent of what holds it
+_Box = tuple[float, float, float, float]  # left, top, width, height, in percent of the outer box
 
 
 def _at(box: _Box) -> str:
@@ -82,7 +82,9 @@ def _at(box: _Box) -> str:
 
 
 def _placed(sizes: Mapping[str, int], wide: float = 3.0) -> Iterable[tuple[str, _Box]]:
-    """Divide an area that is so much wider than high, by strips as near to squares as they go."""
+    """Yield the boxes that divide an area ``wide`` times as wide as high, as square as possible."""
+    # A squarified treemap: cut strips off the shorter side, the largest areas first. A strip takes
+    # the next area as long as the least square of its boxes gets squarer.
     left = sorted((name for name, n in sizes.items() if n), key=lambda name: -sizes[name])
     x, y, width, height = 0.0, 0.0, wide, 1.0
     scale = width * height / max(1, sum(sizes.values()))
@@ -90,7 +92,7 @@ def _placed(sizes: Mapping[str, int], wide: float = 3.0) -> Iterable[tuple[str, 
         along = min(width, height)
         row: list[str] = []
         worst = float("inf")
-        for name in left:  # as long as the least square of a strip gets squarer
+        for name in left:
             areas = [sizes[each] * scale for each in (*row, name)]
             thick = sum(areas) / along
             now = max(max(thick / (a / thick), (a / thick) / thick) for a in areas)

@@ -1,4 +1,4 @@
-"""Waste: collectives that are needed and could be cheaper, by kinds."""
+"""Finds waste, by kinds: collectives that are needed but could be cheaper."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ _MODULES = {
 KINDS = tuple(_MODULES)
 _OF: dict[str, Kind] = {kind: module.ROWS[kind] for kind, module in _MODULES.items()}
 _OF_LOOPS = ("repeated", "after the loop")
-_IN_PLACE = ("reduce first", "narrow first")  # the collective stays, with less
-_LEAST = 64  # bytes sent: what saves fewer, and no round trip, is not worth reading
+_IN_PLACE = ("reduce first", "narrow first")  # the collective stays, with fewer bytes
+_LEAST = 64  # bytes sent: a hint that saves fewer, and no round trip, is not worth reading
 
 
 def hints(judgement: hlo.Judgement, fed: Fed | None = None) -> list[Hint]:
-    """List the needed collectives that the program shows could be cheaper.
+    """Return hints on the needed collectives that the program shows could be cheaper.
 
-    ``fed``: how often it ran with a result of its own as an argument, where that was seen.
+    ``fed`` says how often the program ran with its own results as arguments, if that was observed.
     """
     if not judgement.is_compiled:
         return []  # XLA's later passes combine, hoist and scatter some of them
@@ -73,6 +73,8 @@ def hints(judgement: hlo.Judgement, fed: Fed | None = None) -> list[Hint]:
             if hint is not None:
                 found[site] = dataclasses.replace(hint, kind=kind)
                 break
+    # The first part of a combined collective counts its round trips. If the first part goes but
+    # another part stays, the collective's own round trips stay, too.
     for site, hint in found.items():
         parts = program.parts(site.instruction)
         stays = [part not in found or found[part].kind in _IN_PLACE for part in parts]
@@ -87,18 +89,19 @@ def _saves(hint: Hint) -> bool:
     before, after, trips = hint.sent_before, hint.sent_after, hint.round_trips_after
     if before is None or after is None or trips != hint.round_trips_before:
         return True
-    # Of parts that leave a loop together, the first counts the round trips that they save.
+    # If parts leave a loop together, the first one counts the round trips that they save.
     return hint.kind == "after the loop" or before - after >= _LEAST
 
 
-_SHARE = 0.01  # of a program's wire bytes: a smaller sum in a loop is a hint
+_SHARE = 0.01  # a sum in a loop with a smaller share of the program's wire bytes is only a hint
 
 
 def dearer(found: list[Hint], worth_more_in: hlo.Judgement | None = None) -> list[findings.Finding]:
-    """List the all-reduces among hints as findings, with the bytes now and then.
+    """Return the hints on all-reduces as findings.
 
-    With ``worth_more_in``, only those in loops that one before or after the loop replaces with
-    fewer bytes, and that send more than 1% of this program's bytes; and what is combined with them.
+    With ``worth_more_in``, return only all-reduces in loops that send more than 1% of this
+    program's bytes, and that one before or after the loop replaces with fewer bytes; and the parts
+    that are combined with them.
     """
     taken = [hint for hint in found if hint.entry.kind == "all-reduce"]
     if worth_more_in is not None:
@@ -109,7 +112,7 @@ def dearer(found: list[Hint], worth_more_in: hlo.Judgement | None = None) -> lis
             for hint in leaving
             if hint.entry.each * hint.entry.wire_bytes > least and _moves_fewer(hint)
         }
-        # Parts of one combined all-reduce leave a loop together, or it stays there.
+        # The parts of one combined all-reduce leave a loop together, or not at all.
         taken = [hint for hint in leaving if _collective(hint) in large]
     return [findings.Finding(h.kind, h.entry, h.advice, h) for h in taken]
 
@@ -120,6 +123,7 @@ def _collective(hint: Hint) -> tuple[str, str]:
 
 
 def _moves_fewer(hint: Hint) -> bool:
+    """Return whether the change moves fewer bytes, or isn't known to, since a count is unknown."""
     before, after = hint.bytes_before, hint.bytes_after
     return before is None or (after is not None and after < before)
 

@@ -1,4 +1,4 @@
-"""A batched loop that asks all devices on every trip whether one of them goes on."""
+"""Finds batched loops that ask all devices on every trip whether one of them goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OTHER = ("add", "multiply", "and", "minimum")
 
 
 def find(site: Site) -> Hint | None:
-    """Find the predicate of a vmapped while loop, each of whose examples has its own."""
+    """Find the predicate of a vmapped while loop, in which each example has a predicate."""
     if not _is_predicate(site) or not site.program.remembered(_alone).get(site.computation.name):
         return None
     spec = f"P({site.over})"
@@ -26,7 +26,7 @@ def find(site: Site) -> Hint | None:
 
 
 def _is_predicate(site: Site) -> bool:
-    # What a program itself reduces in its condition has the name of that operation.
+    # A reduction that the program itself has in its condition has that operation's name.
     collective = site.collective
     return (
         collective.kind == "all-reduce"
@@ -40,7 +40,7 @@ def _is_predicate(site: Site) -> bool:
 
 
 def _alone(program: Program) -> dict[str, bool]:
-    """Return, of each computation, whether loops around it communicate by such predicates alone."""
+    """Return, for each computation in a loop, whether its loops only communicate by predicates."""
     computations = program.module.computations
     others = {s.computation.name for s in program.sites if not _is_predicate(s)}
 

@@ -1,4 +1,4 @@
-"""What XLA moves for calls, callbacks, FFTs and other operations that it can't partition."""
+"""Finds what XLA moves for calls, callbacks, FFTs and others that it can't partition."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardrules.costs.waste.program import (
 )
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
-# What JAX calls a kernel or a foreign function; XLA's own calls have the names of operations.
+# JAX's names for kernels and foreign functions; XLA's own calls have the names of operations.
 _CALLS = frozenset(["ffi_call", "pallas_call", "triton_kernel_call", "tpu_custom_call"])
-# XLA runs a callback on one device, in a branch for that one.
+# XLA runs a callback on one device, in a branch for that device.
 _CALLBACKS = frozenset(["pure_callback"])
 _MOVES = WHOLE | BARRIERS | {"all-gather-done"}
-_COMPLEX = ("FFT", "IFFT")  # of a real one the result has another size than its operand
+_COMPLEX = ("FFT", "IFFT")  # the result of a real one has another size than its operand
 _TOP_K = ("TopK", "TopKBatchMajorSmallK", "__gpu$TopK")
-# The bits of a number; its place has bits of its own.
+# Operations on the bits of a number; its place has bits of its own.
 _BITS = frozenset("and or xor shift-right-arithmetic bitcast-convert".split())
 _INDEX = 32  # bits of a place
 _EACH = WHOLE | BARRIERS | UNARY | _BITS | {"all-gather-done"}
@@ -46,14 +46,14 @@ class _Taker(NamedTuple):
 
 
 def find(site: Site) -> Hint | None:
-    """Find what XLA moves because it can't partition a call: its operand, or its result."""
+    """Find an operand or a result that XLA moves because it can't partition a call."""
     if site.in_shard_map or site.is_unnamed:
         return None
     return _gathered_for(site) or _brought_from_one(site)
 
 
 def _gathered_for(site: Site) -> Hint | None:
-    """Find a gather of a batch, the first dimension, whose result one call of a user takes."""
+    """Find a gather of a batch, the first dimension, whose result only a user's call takes."""
     call, entry, size = _called(site), site.entry, site.collective.group_size
     if call is None or site.result is None:
         return None
@@ -63,7 +63,7 @@ def _gathered_for(site: Site) -> Hint | None:
     split = [_gathered(site.program, operand, site) for operand in call.operands]
     for operand, is_split in zip(call.operands, split):
         if not is_split and operand.shape.leaves()[0].dimensions[:1] == (rows,):
-            return None  # it may be a batch that was never split, or none
+            return None  # it may be a batch that was never split, or not a batch
     specs = ", ".join(_spec(site) if is_split else "P()" for is_split in split)
     outs = ", ".join([_spec(site)] * len(leaves))
     several = len(leaves) > 1 or (call.node.shape.is_tuple and not call.on_one)
@@ -95,7 +95,7 @@ def _line(program: Program, call: Node) -> str:
 
 
 def _called(gather: Site) -> _Taker | None:
-    """Return the only call that takes what is gathered along the first dimension."""
+    """Return the only call that takes an array gathered along its first dimension."""
     collective = gather.collective
     if collective.kind != "all-gather" or collective.dimension != "0" or not gather.whole:
         return None
@@ -159,7 +159,7 @@ def _brought_from_one(site: Site) -> Hint | None:
 
 
 def of_a_transform(site: Site) -> Hint | None:
-    """Find a gather for an FFT of which each device reads a slice."""
+    """Find a gather for an FFT if each device reads only a slice of the result."""
     entry, size = site.entry, site.collective.group_size
     if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
         return None
@@ -174,7 +174,7 @@ def of_a_transform(site: Site) -> Hint | None:
     readers = site.program.uses(transform, 0, _MOVES | UNARY)
     if not readers or any(r.user.opcode != "dynamic-slice" for r in readers):
         return None
-    part = transform.shape.bytes // size  # complex, where what is gathered may be real
+    part = transform.shape.bytes // size  # complex, though the gathered array may be real
     sent = 2 * accounts.wire_bytes("all-to-all", part, size)
     if sent >= entry.wire_bytes:
         return None
@@ -198,15 +198,15 @@ def of_a_transform(site: Site) -> Hint | None:
 
 
 class _Largest(NamedTuple):
-    """A top_k: what it finds of each row."""
+    """A top_k, with its results."""
 
-    ends: list[Node]  # what holds the values, and what holds their places, if they are read
+    ends: list[Node]  # the nodes of the values and of their places, if they are read
     k: int
     bits: int  # of a value with its place
 
 
 def of_the_largest(site: Site) -> Hint | None:
-    """Find a gather for a top_k of which no row, or no part of one, needs the others."""
+    """Find a gather for a top_k that could run on rows, or parts of rows, without the others."""
     if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
         return None
     call = _top_k(site)
@@ -221,7 +221,7 @@ def of_the_largest(site: Site) -> Hint | None:
 
 
 def _top_k(gather: Site) -> _Largest | None:
-    """Return the only top_k that takes a gathered array, of which the last dimension is its own."""
+    """Return the top_k that alone takes a gathered array, along the array's last dimension."""
     taker = _next(gather)
     if taker is None:
         return None
@@ -236,7 +236,7 @@ def _top_k(gather: Site) -> _Largest | None:
 
 
 def _first_of_sorted(gather: Site, sort: Node) -> _Largest | None:
-    """Read a sort of which only the first of each row are used: for CPU XLA makes it of a top_k."""
+    """Return a sort as the top_k from which XLA for CPU made it, if only the first are used."""
     program, rows = gather.program, sort.shape.leaves()[0].dimensions
     if sort.instruction.attribute("dimensions") != f"{{{len(rows) - 1}}}":
         return None
@@ -247,7 +247,7 @@ def _first_of_sorted(gather: Site, sort: Node) -> _Largest | None:
     makers = [sort, *walk.reached(parts, lambda node: node.users if _is_each(node) else [])]
     names = (program.module.metadata(maker.instruction).op_name for maker in makers)
     if not any(name.endswith("/top_k") for name in names):
-        return None  # of a program's own sort these may be the smallest
+        return None  # in a program's own sort, the first may be the smallest
     return _Largest(parts, parts[0].shape.dimensions[-1], gather.taken.bits + _INDEX)
 
 
@@ -263,14 +263,14 @@ def _is_each(node: Node) -> bool:
 
 
 def _uses(program: Program, *values: Node) -> list[Use]:
-    """List what takes values, or what is made of each of their elements, once."""
+    """Return the uses of values, also behind elementwise operations, each once."""
     elements = (range(len(value.shape.leaves())) for value in values)
     found = [program.uses(v, n, _EACH) for v, of in zip(values, elements) for n in of]
     return [*dict.fromkeys(itertools.chain(*found))]
 
 
 def _next(gather: Site) -> Node | None:
-    """Return what alone takes a gathered array, each row of it as one."""
+    """Return the only user of a gathered array, if it takes whole rows."""
     if gather.result is None or not gather.whole or not gather.collective.dimension.isdecimal():
         return None
     uses = gather.uses(_EACH) if gather.collective.group_size > 1 else []
@@ -279,7 +279,7 @@ def _next(gather: Site) -> Node | None:
     taker, value = uses[0]
     if any(use.taken is not value for use in uses):
         return None
-    while value.opcode in _BITS:  # as whole numbers, with their places in the last bits
+    while value.opcode in _BITS:  # whole numbers with their places in the last bits
         value = value.operands[0]
     whole = factors.of(gather.result.dimensions)
     taken = factors.followed(whole, value)
@@ -287,31 +287,34 @@ def _next(gather: Site) -> Node | None:
 
 
 def _gathers(program: Program, node: Node) -> list[Site]:
-    """Return a gather under jit as a list of one; else nothing."""
+    """Return a node's gather as a list of one; empty if the node isn't a needed, whole gather."""
     if node.fused or not node.opcode.startswith("all-gather"):
-        return []  # what returns a root has the root's instruction
+        return []  # a return node has the root's instruction
     parts = program.parts(node.instruction)
     return parts if [part.needed and part.whole for part in parts] == [True] else []
 
 
 def _behind(gather: Site) -> list[Site]:
+    """Return the chain of gathers after a gather."""
     taker = _next(gather)
     found = _gathers(gather.program, taker) if taker else []
     return [*found, *_behind(found[0])] if found else []
 
 
 def _before(gather: Site) -> list[Site]:
+    """Return the chain of gathers before a gather."""
     found = _gathers(gather.program, gather.made_by(_ROWS))
     return [*found, *_before(found[0])] if found else []
 
 
 def _written(spec: list[str]) -> str:
-    """Write a spec without the dimensions at its end that stay whole."""
+    """Return a spec as text, without the dimensions at its end that stay whole."""
     count = max((n + 1 for n, axes in enumerate(spec) if axes), default=0)
     return f"P({', '.join(axes or 'None' for axes in spec[:count])})"
 
 
 def _of_rows(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
+    """Return the hint to run a top_k on each device's own rows."""
     readers = _uses(site.program, *call.ends)
     rows, k = _written([*spec[:-1], ""]), call.k
     found, sent = 0, 0
@@ -337,6 +340,7 @@ def _of_rows(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
 
 
 def _of_parts(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
+    """Return the hint to run a top_k on parts of each row, and another on their results."""
     size, k, part = site.collective.group_size, call.k, site.taken.dimensions[-1]
     found = site.taken.element_count // part * min(k, part) * call.bits // 8
     sent = accounts.wire_bytes("all-gather", found, size)
@@ -364,7 +368,7 @@ def _of_parts(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
 
 
 def of_running_sums(site: Site) -> Hint | None:
-    """Find a gather for the sums up to each element, of which a device keeps its own."""
+    """Find a gather for running sums, of which each device keeps its own part."""
     along, size = site.collective.dimension, site.collective.group_size
     if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
         return None
@@ -378,7 +382,7 @@ def of_running_sums(site: Site) -> Hint | None:
     sizes = re.search(r"size=([\dx]+)", window.instruction.attribute("window") or "")
     rows, local = site.result.dimensions[int(along)], site.taken.dimensions[int(along)]
     if not summed or not sizes or {*sizes[1].split("x")} - {"1"} != {str(rows)}:
-        return None  # of a smaller window XLA sends what is at a shard's ends
+        return None  # for a smaller window, XLA only sends the ends of each shard
     ends = _paddings(uses[0].taken, rows)
     if len(ends) != 1:
         return None
@@ -412,14 +416,14 @@ def of_running_sums(site: Site) -> Hint | None:
 
 
 def _is_counted(site: Site) -> bool:
-    """Return whether these may be the places that jnp.nonzero counts itself: of a mask in a row."""
+    """Return whether these may be the places that jnp.nonzero counts in a flat mask."""
     made = site.made_by(WHOLE)
     widened = made.opcode == "convert" and made.operands[0].shape.element_type == "pred"
     return widened and len(site.taken.dimensions) == 1
 
 
 def _paddings(taken: Node, rows: int) -> set[tuple[bool, bool]]:
-    """Return at which ends zeros are added for windows of so many rows, of all the pads behind."""
+    """Return the end, before or after, at which the pads behind a value add ``rows`` - 1 zeros."""
     found = set()
     while taken.operands:
         if taken.opcode == "pad":

@@ -1,4 +1,4 @@
-"""Sums that a loop on the host makes in each call of a program, and only adds up."""
+"""Finds sums that each call of a program makes, and that a loop on the host only adds up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardrules.costs.waste.program import FLOATS, WHOLE, Hint, Kind, Program, S
 from shardrules.hlo.reader.flow import Node, made_by
 
 _THROUGH = WHOLE | {"all-reduce-done"}
-_LEAST = 3  # calls for each result: what two calls sum up is hardly a loop
+_LEAST = 3  # the fewest calls for each total: two calls are hardly a loop
 
 
 def find(site: Site) -> Hint | None:
@@ -59,7 +59,7 @@ def _are_apart(program: Program) -> bool:
 
 
 def _added(site: Site) -> tuple[int, int] | None:
-    """Return the result that a sum makes with one parameter that nothing else reads."""
+    """Return the output and the parameter of a sum that is only added to that parameter."""
     *_, (node, taken) = _scaled(site)
     if node is None or node.opcode != "add" or len({*node.operands}) < 2:
         return None
@@ -81,7 +81,7 @@ def _is_returned(site: Site) -> bool:
 
 
 def _scaled(site: Site) -> Iterator[tuple[Node, Node] | tuple[None, None]]:
-    """Follow a result through what scales it by constants, to what else takes it, alone."""
+    """Yield a result's only user, then that one's, as long as they scale it by constants."""
     uses = site.uses(_THROUGH)
     while len(uses) == 1:
         ((node, taken),) = uses

@@ -1,8 +1,8 @@
-"""An array's dimensions as factors, followed through what moves it as a whole.
+"""Follows the dimensions of an array, as factors, through operations that move the whole array.
 
-XLA reads the same memory as arrays of other dimensions: it gathers f32[64,128,32] over 2 x 4
-devices as f32[512,128,32], and makes f32[128,128,128] of that: it splits 512 into 2, 4 and 64,
-moves the 4 beside the 32, and joins what then lies together.
+XLA reads the same memory as an array of other dimensions. For example, it gathers f32[64,128,32]
+over 2 x 4 devices as f32[512,128,32], and turns that into f32[128,128,128]: it splits 512 into 2, 4
+and 64, moves the 4 beside the 32, and joins the factors that are then neighbours.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _UNCHANGED = COPIES | UNARY
 class Factor(NamedTuple):
     """The part of an index into one dimension that counts ``size`` steps of ``stride``."""
 
-    origin: int  # the number of the dimension where it was first seen
+    origin: int  # the number of its dimension in the array where following began
     stride: int
     size: int
 
 
-# For each dimension its factors, the major one first; none for a size of one.
+# The factors of each dimension, the major one first; none for a size of one.
 Factors = list[list[Factor]]
 
 
 def of(dimensions: Sequence[int]) -> Factors:
-    """Return the factors of an array from which others are followed: each dimension is one."""
+    """Return the factors of the array where following begins: each dimension is one factor."""
     return [[Factor(d, 1, size)] if size > 1 else [] for d, size in enumerate(dimensions)]
 
 
 def followed(factors: Factors | None, node: Node) -> Factors | None:
-    """Return a value's factors from those of what is behind it; None where they aren't known."""
+    """Return a value's factors, given the factors behind its moves; None if they are unknown."""
     moves = []
     while node.opcode in MOVES | UNARY and node.operands:
         moves.append(node)
@@ -58,10 +58,11 @@ def followed(factors: Factors | None, node: Node) -> Factors | None:
 
 
 def read_as(factors: Factors, before: hlo.Shape, after: hlo.Shape) -> Factors | None:
-    """Return the factors of another array that the same memory holds; None if one would be cut."""
+    """Return the factors of another array in the same memory; None if a factor would be cut."""
     if not is_same_memory(before, after):
         return None
-    # Deal them out to the dimensions, both in the order in which they lie in memory.
+    # Assign the factors to the other array's dimensions. Both are taken in the order in memory, the
+    # major one first; a factor that is larger than a dimension is split.
     minor_first = (reversed(factors[d]) for d in reversed(in_memory(before)))
     left = [*itertools.chain.from_iterable(minor_first)]
     dealt: Factors = [[] for _ in after.dimensions]
@@ -72,7 +73,7 @@ def read_as(factors: Factors, before: hlo.Shape, after: hlo.Shape) -> Factors | 
             common = math.gcd(factor.size, size)
             if common not in (factor.size, size):
                 return None
-            if common < factor.size:  # split it: its minor part goes on
+            if common < factor.size:  # split it; its minor part goes to the next dimension
                 rest = factor.size // common
                 left.append(factor._replace(size=rest))
                 factor = Factor(factor.origin, factor.stride * rest, common)
@@ -86,7 +87,7 @@ def read_as(factors: Factors, before: hlo.Shape, after: hlo.Shape) -> Factors | 
 
 
 def in_memory(shape: hlo.Shape) -> list[int]:
-    """List an array's dimensions as they lie in memory, the major one first."""
+    """Return an array's dimensions in the order in memory, the major one first."""
     order = shape.layout.partition(":")[0]
     return [int(d) for d in reversed(order.split(","))] if order else []
 
@@ -95,7 +96,7 @@ _TILE = re.compile(r"T\((\d+)((?:,\d+)*)\)(.*)")
 
 
 def is_same_memory(before: hlo.Shape, after: hlo.Shape) -> bool:
-    """Tell whether two arrays' elements lie in one order: of dimensions, or of rows of tiles."""
+    """Return whether two arrays have their elements in the same order in memory, tiles included."""
     orders = [in_memory(shape) for shape in (before, after)]
     sizes = [[s.dimensions[d] for d in order] for s, order in zip((before, after), orders)]
     tiles = [re.sub(r"S\(\d+\)", "", s.layout.partition(":")[2]) for s in (before, after)]
@@ -110,7 +111,7 @@ def is_same_memory(before: hlo.Shape, after: hlo.Shape) -> bool:
     one, other = map(_TILE.fullmatch, tiles)
     if one is None or other is None or one.groups()[1:] != other.groups()[1:]:
         return False
-    # Tiles begin anew in each row of the dimensions before theirs: all must be full of rows.
+    # Tiles start again for each index of the outer dimensions, so all tiles must be full of rows.
     lanes = [int(size) for size in one[2].split(",")[1:]]
     (row, *rest), (row_after, *rest_after) = (
         s[-1 - len(lanes) :] if len(s) > len(lanes) else [0] for s in sizes
@@ -120,8 +121,8 @@ def is_same_memory(before: hlo.Shape, after: hlo.Shape) -> bool:
     whole = row % int(one[1]) == 0 == row_after % int(other[1])
     if one[1] == other[1]:
         return whole or row == row_after
-    # Tiles of other heights have the same rows where one is as wide as the array, and each holds
-    # whole ones of the smaller tiles that its rows are packed in.
+    # Tiles of different heights have the same rows if a tile is as wide as the array, and if each
+    # consists of whole smaller tiles, into which its rows are packed.
     packed = [int(rows) for rows in re.findall(r"(?<!\w)\((\d+)", one[3])]
     if any(int(one[1]) % rows or int(other[1]) % rows for rows in packed):
         return False

@@ -1,4 +1,4 @@
-"""All-gathers of arrays that may stay sharded, or that are there already."""
+"""Finds all-gathers of arrays that may stay sharded, or that the devices already have."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOVES = WHOLE | BARRIERS
 _CUTS = WHOLE | BARRIERS | {"slice", "all-gather-done", "convert"}
-# To a gathered array's output; XLA for CPU moves 16-bit floats as 32 bits and converts them after.
+# Opcodes between a gather and the output; XLA for CPU moves 16-bit floats as 32 bits and converts
+# them after that.
 _RETURNS = frozenset(["copy", "bitcast", "all-gather-done", "convert"])
 _GATHERS = ("all-gather", "all-gather-start")
 _CONVERTS = "convert_element_type"  # what JAX calls a conversion
 _BY_XLA = " by XLA"
-# What an optimizer makes of each weight's part, one element of one of each operand.
+# The opcodes by which an optimizer updates a part of a weight, element by element.
 _UPDATES = (FUNCTIONS | WHOLE | BARRIERS | {"dynamic-slice"}) - {"dot", "reduce", "iota"}
-_MOST = 256  # of these that are followed
+_MOST = 256  # the most of these to follow
 
 # -- what is only returned ------------------------------------------------------------------------
 
@@ -27,13 +28,13 @@ def only_returned(site: Site) -> Hint | None:
     if site.collective.kind != "all-gather" or not site.computation.is_entry:
         return None
     if site.in_shard_map and not site.op_name:
-        return None  # no all_gather is written: XLA for TPU makes it of a psum over slices
+        return None  # the source has no all_gather: XLA for TPU makes it from a psum over slices
     uses = site.uses(_RETURNS)
     if len(uses) != 1 or site.result is None:
         return None
     taker = uses[0].user
     behind = site.program.parts(taker.instruction) if taker.opcode in _GATHERS else []
-    if len(behind) == 1 and behind[0].needed and behind[0].whole:  # over other axes, one by one
+    if len(behind) == 1 and behind[0].needed and behind[0].whole:  # one gather for each axis
         if only_returned(behind[0]) is None:
             return None
         return site.hint(
@@ -43,7 +44,7 @@ def only_returned(site: Site) -> Hint | None:
         )
     if taker.opcode != "return":
         return None
-    # One of another shape may be sharded as no spec says.
+    # If the output has another shape, there may be no spec for its sharding.
     once = uses[0].user.operands.count(uses[0].taken) == 1
     if not once or uses[0].taken.shape.dimensions != site.result.dimensions:
         return None
@@ -65,8 +66,8 @@ def only_returned(site: Site) -> Hint | None:
 
 def _is_update(site: Site, returned: hlo.Shape) -> bool:
     """Return whether a result is the new value of a parameter that each device holds whole."""
-    # As ZeRO does: each device updates its part of the weights, or of their copy in more bits, and
-    # all gather them.
+    # ZeRO does this: each device updates its part of the weights, or of a copy of them in more
+    # bits, and all devices gather the parts.
     wholes = [p for p in site.computation.parameters if p.shape[:2] == returned[:2]]
     stack, seen = [site.source], {site.source}
     while stack and wholes and len(seen) < _MOST:
@@ -81,7 +82,7 @@ def _is_update(site: Site, returned: hlo.Shape) -> bool:
 
 
 def uneven(site: Site) -> Hint | None:
-    """Find a returned array of which one dimension is padded to divide it, gathered and cut."""
+    """Find a returned array that XLA pads in one dimension to shard it, then gathers and cuts."""
     entry, size, along = site.entry, site.collective.group_size, site.collective.dimension
     if site.collective.kind != "all-gather" or site.in_shard_map or not site.whole:
         return None
@@ -94,7 +95,7 @@ def uneven(site: Site) -> Hint | None:
         return None
     cut, padded, place = uses[0].taken.shape, [*site.result.dimensions], int(along)
     if len(padded) > len(cut.dimensions) and padded[place] == size:
-        # Parts that are smaller than a TPU's tile are gathered along a dimension of their own.
+        # Parts smaller than a TPU's tile are gathered along a new dimension.
         padded[place : place + 2] = [math.prod(padded[place : place + 2])]
     once = uses[0].user.operands.count(uses[0].taken) == 1
     changed = [d for d, sizes in enumerate(zip(cut.dimensions, padded)) if len({*sizes}) > 1]
@@ -136,13 +137,13 @@ def gathered_too(site: Site) -> Hint | None:
 
 
 def _gathers(program: Program) -> dict[Node, Site]:
-    """List the all-gathers by what made the arrays that they gather."""
+    """Return the all-gathers by the nodes that made their arrays."""
     gathers = [s for s in program.sites if s.collective.kind == "all-gather" and s.whole]
     return {site.made_by(WHOLE): site for site in gathers}
 
 
 def _within(site: Site, gather: Site) -> bool:
-    """Return whether all that a collective brings comes from the devices of one gathering group."""
+    """Return whether a collective only moves data within the groups of a gather."""
     group_of: dict[int, int] = {}
     for number, members in enumerate(gather.collective.groups):
         group_of.update(dict.fromkeys(members, number))
@@ -162,14 +163,14 @@ def gathered_twice(site: Site) -> Hint | None:
         return None
     remat = entry.phase == "recompute" or "remat" in site.collective.op_name
     if not (site.in_shard_map or remat):
-        return None  # the partitioner gathers for the backward pass what no policy names
+        return None  # no policy can name what the partitioner gathers for the backward pass
     if not site.in_shard_map:
         if _is_named_by_array(site) or operation(site.collective) != "sharding_constraint":
-            # To constrain it changes what the partitioner makes of the rest: in a step of FSDP, one
-            # of two weights kept so cost 30% more bytes than before (JAX 0.12, CPU).
+            # A constraint changes the partitioner's other choices: in a step of FSDP, keeping one
+            # of two weights in this way cost 30% more bytes (JAX 0.12, CPU).
             return None
     if _narrowed(site, _origin(site)):
-        return None  # what a policy keeps would be gathered as wide as it is
+        return None  # an array that a policy keeps would be gathered in its wider type
     gathers = (s for s in site.program.remembered(_forward) if _is_again(site, s))
     first = next(gathers, None)
     if first is None:
@@ -198,14 +199,14 @@ def gathered_twice(site: Site) -> Hint | None:
 def _is_named_by_array(site: Site) -> bool:
     """Return whether a gather has the name of the array that it moves, as on JAX 0.12.
 
-    A constraint may have made that array, sharded as it is; the gather is another's then.
+    Then a constraint may have made the sharded array, and the gather is for another operation.
     """
     return "is_spmd_generated" in (site.instruction.attribute("frontend_attributes") or "")
 
 
 def _narrowed(site: Site, origin: tuple[Node, str] | None) -> bool:
     """Return whether XLA, and not the program, converts an array to fewer bits to gather it."""
-    # XLA for CPU rounds to 16 bits, and gathers what it rounded as 32.
+    # XLA for CPU rounds to 16 bits, but gathers the rounded numbers as 32 bits.
     if site.taken.bits >= 32:
         return False
     return site.program.platform == "tpu" if origin is None else _BY_XLA in origin[1]
@@ -218,7 +219,7 @@ def _forward(program: Program) -> list[Site]:
 
 
 def _is_again(site: Site, first: Site) -> bool:
-    """Return whether two gather the same over the same devices, the second not more often."""
+    """Return whether a gather repeats a first one over the same devices, and runs no more often."""
     runs, first_runs = site.entry.runs, first.entry.runs
     if runs != first_runs and (runs is None or first_runs is None or runs > first_runs):
         return False
@@ -236,7 +237,8 @@ def _is_again(site: Site, first: Site) -> bool:
 
 
 def _origin(site: Site) -> tuple[Node, str] | None:
-    """Follow an operand back to its array, also if it is one trip's slice of that."""
+    """Return the array that an operand comes from, and a text on the part that it takes of it."""
+    # Follow moves, slices and conversions, and the loops that pass the array on.
     program, node, part = site.program, site.source, ""
     while True:
         node = made_by(node, _MOVES)
@@ -260,7 +262,7 @@ def _origin(site: Site) -> tuple[Node, str] | None:
 
 
 def _stacked(program: Program, taken: Node) -> Node | None:
-    """Return what a loop stacks, or passes on, in one element of its result."""
+    """Return the value that a loop stacks or passes on in one element of its result."""
     loop = taken.operands[0]
     if loop.opcode != "while" or loop.instruction.calls[1] not in program.loops:
         return None

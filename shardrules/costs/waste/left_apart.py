@@ -1,4 +1,4 @@
-"""Small collectives of one kind that the compiler did not combine: run one for all of them."""
+"""Finds small collectives of one kind that the compiler did not combine: run one for all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def find(site: Site) -> Hint | None:
     if site.collective.kind not in _KINDS or not site.whole or not _alone(site):
         return None
     groups = site.program.remembered(_together)
-    for group in groups:  # the first keeps its round trip, and each later one saves it
+    for group in groups:  # the first keeps its round trip, each later one saves its own
         if site in group[1:]:
             return _hint(site, group)
     return None
@@ -44,19 +44,19 @@ def _hint(site: Site, group: list[Site]) -> Hint:
 
 
 def _may_be_one(site: Site, group: list[Site]) -> bool:
-    """Return whether two may be what XLA makes of one that is written: of a complex array."""
+    """Return whether XLA may have made two collectives from one, of a complex array."""
     of = site.program.module.metadata
     same = len(group) == 2 and len({of(s.instruction) for s in group}) == 1
     return same and site.program.platform == "tpu" and site.collective.element_type[:1] == "f"
 
 
 def _alone(site: Site) -> bool:
-    """Return whether a collective that is written has one operand, and a result of its own."""
+    """Return whether the program asks for a collective with one operand and one result."""
     return site.is_written and len(site.instruction.operands) == 1 and not site.collective.in_place
 
 
 def _together(program: Program) -> list[list[Site]]:
-    """Gather the collectives that one could replace."""
+    """Return groups of collectives, each of which one collective could replace."""
     alike: dict[tuple[object, ...], list[Site]] = {}
     for site in program.sites:
         c = site.collective
@@ -81,7 +81,8 @@ def _together(program: Program) -> list[list[Site]]:
 
 def _beside(program: Program, group: list[Site], site: Site) -> bool:
     """Return whether a collective could run in a group's place, and would save its round trip."""
-    # It takes none of their results, waits for what they wait for, and starts after they end.
+    # It must take none of their results, wait for the same large instructions, and start after the
+    # others end.
     needed = program.remembered(_needed, site.computation.name)
     if needed is None:
         return False
@@ -96,7 +97,7 @@ def _beside(program: Program, group: list[Site], site: Site) -> bool:
 
 
 def _ends_after(site: Site, other: Site) -> bool:
-    """Return whether a collective is still under way where a later one starts."""
+    """Return whether a collective is still running when a later one starts."""
     if not site.instruction.opcode.endswith("-start"):
         return False
     users = site.computation.users()[site.position]

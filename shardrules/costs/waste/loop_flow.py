@@ -1,8 +1,8 @@
-"""How a loop uses the results of its collectives, and which of them no trip reads.
+"""Finds out how a loop uses the results of its collectives, and which of them no trip reads.
 
 A loop's body is evaluated on values that say how they depend on these results. A trip may compute
-something from them alone, and write, add or pass that into an element of the carry that no trip
-reads: all of this can be done after the loop. Anything else is a read.
+values from the results only, and write, add or pass such values into an element of the carry that
+no trip reads: all of this can be done after the loop. Anything else is a read.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _Sources = frozenset[_Source]
 
 @dataclasses.dataclass(frozen=True)
 class _Same:
-    """The same on every device in each trip: made of constants and of the trip's number."""
+    """A value that is the same on every device: it depends on constants and the trip's number."""
 
     zero: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class _LoopResult:
-    """Computed in this trip from collectives' results and what is the same on every device.
+    """A value that this trip computes from collectives' results and values of ``_Same``.
 
-    ``packed`` holds the ranges of a flat result that XLA packed from several arrays.
+    ``packed`` has the ranges of a flat result that XLA packed from several arrays.
     """
 
     sources: _Sources
@@ -51,7 +51,7 @@ class _LoopResult:
 
 @dataclasses.dataclass(frozen=True)
 class _Carried:
-    """An element of the carry with results of earlier trips in it; ``change``: made in this one."""
+    """An element of the carry with earlier trips' results; ``change`` is this trip's change."""
 
     element: int
     sources: _Sources
@@ -63,23 +63,25 @@ _SAME = _Same()
 _IN_PLACE = BARRIERS | frozenset("copy copy-start copy-done bitcast reshape".split())
 _WAYS = {"written": "stacks", "added": "adds up", "last": "keeps the last of"}
 
-# How the elements of a loop's carry that hold results are made, and of which results.
+# For each element of a loop's carry that contains results: how it is made, and from which results.
 _Outcome = dict[int, tuple[str, _Sources]]
 
 
 class Unread(NamedTuple):
     """A collective's result that no trip of a loop reads."""
 
-    around: str  # the computation in which one collective after the loop would stand
-    # How many trips' operands that one takes: 1 where the loop only adds them up, or keeps the
-    # last; None if a trip count isn't known.
+    around: str  # the computation in which a collective after the loop would be
+    # The number of trips whose operands this collective takes: 1 if the loop only adds them up, or
+    # keeps the last; None if a trip count isn't known.
     copies: int | None
     # What the loops do with it: ``stacks``, ``adds up`` and ``keeps the last of``.
     ways: frozenset[str]
 
 
 def unread(program: Program) -> dict[_Source, Unread]:
-    """List the results that no trip reads, each with the outermost loop that it can leave."""
+    """Return the results that no trip reads, each with the outermost loop that it can leave."""
+    # Inner loops come first. A result that can leave an inner loop is a result in the outer one,
+    # which it may leave, too.
     outcomes: dict[str, _Outcome] = {}
     found: dict[_Source, Unread] = {}
     results: dict[str, set[_Source]] = {}
@@ -120,13 +122,18 @@ def _own(sites: list[Site]) -> dict[int, _Source]:
 
 
 def _held(outcome: _Outcome) -> _Sources:
+    """Return all results that the elements of a carry contain."""
     return frozenset().union(*(sources for _, sources in outcome.values()))
 
 
 def _settle(
     program: Program, loop: Node, outcomes: dict[str, _Outcome], sources: _Sources
 ) -> _Outcome:
-    """Evaluate a loop's body until no further result turns out to be read."""
+    """Return how a loop's body makes elements of its carry from results that no trip reads."""
+    # A fixpoint of three assumptions: which elements are the same on every device, which results no
+    # trip reads, and which results the elements contain. Each round evaluates one trip under them.
+    # If it refutes one of the first two, that set shrinks and the third starts anew; otherwise the
+    # elements contain what this trip has put into them. It ends when a round changes nothing.
     condition, body = map(program.flat, loop.instruction.calls)
     if body.root.opcode != "tuple" or not sources:
         return {}
@@ -174,9 +181,11 @@ class _Trip:
         self.seen: set[_Source] = set()
 
     def read(self, values: Iterable[Any]) -> None:
+        """Record that something reads the results in these values."""
         self.seen |= _sources(values)
 
     def evaluate(self, flat: Flat, arguments: Sequence[Any]) -> Any:
+        """Return the value of a computation's root."""
         values: dict[Node, Any] = {}
         for node in flat.nodes:
             if node.opcode == "parameter":
@@ -187,6 +196,7 @@ class _Trip:
         return values[flat.root]
 
     def _apply(self, node: Node, operands: list[Any]) -> Any:
+        """Return a node's value from the values of its operands."""
         opcode, calls = node.opcode, node.instruction.calls
         if opcode == "tuple":
             return tuple(operands)
@@ -216,7 +226,7 @@ class _Trip:
         return _Same(moved and all(o.zero for o in operands))
 
     def _function(self, node: Node, operands: list[Any]) -> Any:
-        """Return the value of an instruction that takes results; _PLAIN where it reads them."""
+        """Return the value of an instruction that takes results; _PLAIN if it reads them."""
         carried = [o for o in operands if isinstance(o, _Carried)]
         if node.opcode == "dynamic-update-slice":
             base, update, *places = operands
@@ -228,7 +238,7 @@ class _Trip:
                 if base.change in ("", "written"):
                     return _Carried(base.element, base.sources | update.sources, "written")
             if isinstance(base, _Carried) and not _sources([update, *places]):
-                return base  # another trip's place is written by something else
+                return base  # something else is written into another trip's place
             return _PLAIN
         if carried:
             return _in_carry(node, operands, carried[0]) if len(carried) == 1 else _PLAIN
@@ -246,7 +256,7 @@ class _Trip:
         """Return whether an instruction is linear in the results that it takes."""
         opcode = node.opcode
         floats = FLOATS.match(node.shape.element_type) is not None
-        if opcode == "bitcast":  # to another element type it takes the bits for other numbers
+        if opcode == "bitcast":  # with another element type, the bits are other numbers
             return node.operands[0].shape.element_type == node.shape.element_type
         if opcode in MOVES or opcode == "negate":
             return True
@@ -267,7 +277,7 @@ class _Trip:
         return False
 
     def _unpacked(self, node: Node, flat: _LoopResult) -> Any:
-        """Return what is taken out of a flat result: the ranges that a slice covers."""
+        """Return the value of a slice of a flat result: the results whose ranges it overlaps."""
         if node.opcode in ("copy", "all-reduce-done", "copy-done"):
             return flat
         bounds = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", node.instruction.attribute("slice") or "")
@@ -281,6 +291,7 @@ class _Trip:
         return _PLAIN
 
     def _collective(self, node: Node, operands: list[Any]) -> Any:
+        """Return a collective's value, which contains its own results and those it takes."""
         sites = self.program.parts(node.instruction)
         own = _own(sites)
         if any(_sources([o]) and not isinstance(o, _LoopResult) for o in operands):
@@ -310,6 +321,7 @@ class _Trip:
         return (_PLAIN, whole) if _holds_operands(node) else tuple(results)
 
     def _loop(self, node: Node, start: Any) -> Any:
+        """Return the value of an inner loop from what it starts with."""
         count = len(node.shape.elements or ())
         starts = start if isinstance(start, tuple) else (start,) * count
         outcome = self.outcomes[node.instruction.calls[1]]
@@ -317,7 +329,7 @@ class _Trip:
         return tuple(self._element(*outcome.get(k, none), value) for k, value in enumerate(starts))
 
     def _element(self, how: str, sources: _Sources, start: Any) -> Any:
-        """Return what such a loop makes of the start of one element."""
+        """Return an element of an inner loop's value from the element that it starts with."""
         change = {"written": ("", "written"), "added": ("", "added")}.get(how, ())
         if sources and sources <= self.sources:
             if isinstance(start, _Same) and (how != "added" or start.zero):
@@ -330,7 +342,7 @@ class _Trip:
 
 
 def _in_carry(node: Node, operands: list[Any], element: _Carried) -> Any:
-    """Return what becomes of an element of the carry that holds results."""
+    """Return an element of the carry after an instruction; _PLAIN if that reads the element."""
     opcode, rest = node.opcode, [o for o in operands if o is not element]
     floats = FLOATS.match(node.shape.element_type)
     if len(operands) == 1 and (opcode in _IN_PLACE or (opcode == "convert" and floats)):
@@ -339,13 +351,13 @@ def _in_carry(node: Node, operands: list[Any], element: _Carried) -> Any:
         if element.change in ("", "added"):
             return _Carried(element.element, element.sources | rest[0].sources, "added")
     if opcode == "select" and element is not operands[0] and not element.change:
-        # On TPU the first trip takes what the carry starts from.
+        # On TPU the first trip selects the carry's initial value.
         return element if len(rest) == 2 and all(isinstance(o, _Same) for o in rest) else _PLAIN
     return _PLAIN
 
 
 def _holds_operands(start: Node) -> bool:
-    """Return whether a start's shape is (operands, results, contexts) and not the results alone."""
+    """Return whether a start's shape is (operands, results, contexts), not only the results."""
     if not start.opcode.endswith("-start") or start.opcode == "copy-start":
         return start.opcode == "copy-start"
     elements = start.shape.elements or (start.shape,)
@@ -353,13 +365,14 @@ def _holds_operands(start: Node) -> bool:
 
 
 def _may_hold(value: Any) -> bool:
-    """Return whether a value may hold results: an element of the carry may in a later trip."""
+    """Return whether a value may contain results; elements of the carry may in a later trip."""
     if isinstance(value, tuple):
         return any(map(_may_hold, value))
     return isinstance(value, _LoopResult | _Carried)
 
 
 def _sources(values: Iterable[Any]) -> _Sources:
+    """Return the results that some values contain."""
     sources: _Sources = frozenset()
     for value in values:
         if isinstance(value, tuple):

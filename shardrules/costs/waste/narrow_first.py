@@ -1,4 +1,4 @@
-"""An array that is moved wider than it is read, or than it was made: convert it first."""
+"""Finds arrays that are moved in a wider type than they are read or made in: convert first."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shardrules.costs.advice import operation
 from shardrules.costs.waste.program import WHOLE, Hint, Kind, Site, is_constant
 from shardrules.hlo.reader.flow import BARRIERS, made_by
 
-# These move elements and change none: a conversion may stand on either side.
+# These kinds move elements without changing them, so a conversion may be before or after them.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")
 _MOVES = WHOLE.union(BARRIERS, ["slice", "dynamic-slice", "concatenate"])
 _MOVES |= frozenset(f"{kind}-done" for kind in _KINDS)
 _COPIES = frozenset(["copy", "copy-done"])
 _TOGETHER = frozenset("add and divide maximum minimum multiply or select subtract xor".split())
-_READ_BY = ("gather", "scatter")  # as indices, which say nothing of the array's sharding
+_READ_BY = ("gather", "scatter")  # as indices, which say nothing about the array's sharding
 _NARROW_FLOAT = re.compile(r"(bf|f)(16|8|4)")
 
 
-# The array that is enough, why, and the change.
+# The narrower array that is enough, why it is, and the change.
 _Narrower = tuple[hlo.Shape, str, str]
 
 
@@ -33,7 +33,7 @@ def find(site: Site) -> Hint | None:
         return None
     one_hot = _one_hot(site)
     if one_hot is not None and not site.in_shard_map:
-        return None  # of indices and their one-hot array, XLA's partitioner moves which it likes
+        return None  # XLA's partitioner chooses between indices and their one-hot array by itself
     found = one_hot or _widened(site) or (_narrowed(site) if site.is_written else None)
     if found is None:
         return None
@@ -41,7 +41,7 @@ def find(site: Site) -> Hint | None:
     if array.bytes >= size:
         return None
     if _NARROW_FLOAT.match(array.element_type) and site.program.platform is None:
-        return None  # XLA for CPU makes floats of 32 bits of narrower ones
+        return None  # XLA for CPU widens narrower floats to 32 bits
     advice = f"{why}: {change}, and {size} B become {array.bytes} B (the values are the same)"
     return site.smaller(advice, array.bytes)
 
@@ -52,8 +52,8 @@ def _is_for_cumsum(site: Site) -> bool:
 
 
 def _is_combined(site: Site) -> bool:
-    """Return whether the counts meet other data, whose sharding they may have to have."""
-    # XLA then gathers the numbers again, also of a mask that each device holds whole.
+    """Return whether the counts are combined with other data, whose sharding they may need."""
+    # XLA then gathers the numbers again, even if each device holds the whole mask.
     made = walk.reached([site.node], lambda node: [] if node.opcode in _READ_BY else node.takers)
     for node in made:
         if node.opcode in _TOGETHER:
@@ -64,6 +64,7 @@ def _is_combined(site: Site) -> bool:
 
 
 def _widened(site: Site) -> _Narrower | None:
+    """Return the array before a conversion to a wider type, just before the collective."""
     convert = site.made_by(WHOLE)
     if convert.opcode != "convert":
         return None
@@ -90,7 +91,7 @@ def _widened(site: Site) -> _Narrower | None:
 
 
 def _one_hot(site: Site) -> _Narrower | None:
-    """Find a one-hot array that is made of indices just before."""
+    """Return the indices from which a one-hot array is made just before the collective."""
     compare = site.made_by(_COPIES | {"convert"})
     if compare.opcode != "compare" or compare.instruction.attribute("direction") != "EQ":
         return None
@@ -98,14 +99,14 @@ def _one_hot(site: Site) -> _Narrower | None:
     if dimensions != site.taken.dimensions or site.collective.kind == "all-to-all":
         return None
     if site.collective.pairs is not None and not site.collective.connections.reaches_all:
-        return None  # a device that gets nothing has zeros, and of an index 0 a row with a one
+        return None  # a device that gets nothing has a row of zeros, but an index 0 gives a one
     sides = sorted((made_by(o, _COPIES) for o in compare.operands), key=lambda node: node.opcode)
     if [side.opcode for side in sides] != ["broadcast", "iota"]:
         return None
     spread, counter = sides
     if {side.shape.dimensions for side in sides} != {dimensions}:
         return None
-    # Indices for all dimensions except the counted one, along which nothing is gathered.
+    # The indices have all dimensions except the counted one, along which nothing may be gathered.
     counted = counter.instruction.attribute("iota_dimension") or ""
     others = [str(d) for d in range(len(dimensions)) if str(d) != counted]
     if re.findall(r"\d+", spread.instruction.attribute("dimensions") or "") != others:
@@ -120,6 +121,7 @@ def _one_hot(site: Site) -> _Narrower | None:
 
 
 def _narrowed(site: Site) -> _Narrower | None:
+    """Return the array in the narrower type to which every use converts the result."""
     uses, wide = site.uses(_MOVES, True), site.taken
     if any(u.user.opcode != "convert" for u in uses):
         return None

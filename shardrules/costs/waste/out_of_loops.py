@@ -1,4 +1,4 @@
-"""Collectives in loops that could stand before or after the loop."""
+"""Finds collectives in loops that could run before or after the loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardrules.hlo.reader.flow import Node
 
 # -- the same operand on every trip ---------------------------------------------------------------
 
-# Beside what is deterministic, these give the same on each trip if their operands are the same.
+# Besides deterministic operations, these give the same on each trip if their operands are the same.
 _SAME = OPCODES.keys() | {f"{kind}-done" for kind in KINDS}
 _SAME |= frozenset("copy-start copy-done partition-id replica-id".split())
 
@@ -38,7 +38,7 @@ def repeated(site: Site) -> Hint | None:
         change += ", in a shard_map of its own, and give the loop's shard_map its result"
     elif not site.in_shard_map and not site.is_unnamed:
         if site.entry.axes is None:
-            return None  # no spec says what XLA's partitioner gathers over parts of an axis
+            return None  # no spec describes the partitioner's gathers over parts of an axis
         change = "compute what it makes before the loop"
         if site.collective.kind == "all-gather":
             change = (
@@ -53,7 +53,7 @@ def repeated(site: Site) -> Hint | None:
 
 
 def _invariant(program: Program, body: str) -> set[Node]:
-    """List the values in a loop's body that are the same on every trip."""
+    """Return the values in a loop's body that are the same on every trip."""
     same: set[Node] = set()
     reach = CallGraph(program.module)
     for node in program.flat(body).nodes:
@@ -83,8 +83,8 @@ def accumulated(site: Site) -> Hint | None:
 
 
 def _are_apart(program: Program) -> bool:
-    """Return whether no example needs another in a loop: no trip reads what one reduces."""
-    # A squared mean over the batch, a batch norm, a mask: each reads its own reduction in the loop.
+    """Return whether no example needs another in a loop, as no trip reads a reduced value."""
+    # A squared mean over the batch, a batch norm and a mask read their own reductions in the loop.
     reads = program.remembered(unread)
     return all(
         s.is_gradient or _only_adds_up(reads.get(s.key))
@@ -104,7 +104,7 @@ def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
     results = [site.program.remembered(unread).get(s.key) for s in sites]
     own = results[sites.index(site)]
     if own is None or (site.entry.runs is None and "keeps the last of" in own.ways):
-        return None  # without a trip the result would be what the carry starts from
+        return None  # if the loop makes no trip, the result is the carry's initial value
     if only and own.ways != only:
         return None
     size = site.entry.bytes
@@ -120,7 +120,7 @@ def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
         return None
     advice = _advice(site, own, after, times) + site.cast("before the loop")
     sent = None
-    if site.split and after is not None:  # then over the whole axis
+    if site.split and after is not None:  # after the change, it runs over the whole axis
         sent = accounts.wire_bytes(site.collective.kind, after, site.program.mesh[site.split[0]])
     return site.hint(advice, bytes_after=after, trips_after=times, sent_after=sent, together=whole)
 

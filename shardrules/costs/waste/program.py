@@ -1,4 +1,4 @@
-"""A judged program, as the kinds of waste read it: its collectives' sites, loops and overlap."""
+"""A judged program as the kinds of waste see it: its collectives' sites, loops and overlap."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _T = TypeVar("_T")
 
-# From a result and the parameter that it becomes to runs, and first runs of a loop on the host.
+# By an output and the parameter that it becomes: the runs, and the first runs of loops on the host.
 Fed = Mapping[tuple[int, int], tuple[int, int]]
 
-# Up to these bytes a run takes about as long as its round trip: 5 us for an all-reduce at 100 GB/s.
+# A run of fewer bytes takes about as long as its round trip: 5 us for an all-reduce at 100 GB/s.
 SMALL = 256 * 1024
 
 # How a jit with shardings writes the part of a reduction that needs no communication.
@@ -34,14 +34,14 @@ WITHIN_SHARDS = (
     "shards"
 )
 
-# The operations of which XLA's partitioner moves the array that a program constrains.
+# The names under which XLA's partitioner moves an array that the program constrains.
 CONSTRAINED = frozenset(
     "sharding_constraint convert_element_type abs cos exp log logistic neg rsqrt sin sqrt square "
     "tanh".split()
 )
 
 FLOATS = re.compile(r"(bf|f|c)\d")
-# What brings all elements elsewhere; and what moves or repeats some of them.
+# Opcodes that move all elements; and opcodes that move or repeat some of them.
 WHOLE = frozenset("bitcast reshape copy transpose copy-start copy-done".split())
 MOVES = WHOLE | BARRIERS | {"slice", "reverse", "broadcast", "all-reduce-done", "all-gather-done"}
 UNARY = frozenset(
@@ -53,7 +53,7 @@ FUNCTIONS = frozenset(
     "add and atan2 clamp compare complex divide maximum minimum multiply or power remainder select "
     "subtract xor iota concatenate pad reduce dot".split()
 ).union(UNARY, MOVES)
-_MOST = 256  # steps on the way of one value
+_MOST = 256  # the most steps to follow from one value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Hint:
     kind: str  # one of ``KINDS``
     entry: accounts.Entry  # its line in the account
     # bytes_before, bytes_after: operand bytes on one device, over all runs of one execution;
-    # ``bytes_before`` is None where a loop's trip count isn't known
+    # ``bytes_before`` is None if a loop's trip count isn't known
     bytes_before: int | None
     bytes_after: int | None
     advice: str  # the change
@@ -98,7 +98,7 @@ class Use(NamedTuple):
 
 
 class Program:
-    """A judged program; what several kinds look up in it is kept."""
+    """A judged program; it keeps the facts that several kinds need."""
 
     fed: Fed = MappingProxyType({})
 
@@ -122,7 +122,7 @@ class Program:
         return self.collectives.get(collective.start, [])
 
     def remembered(self, function: Callable[..., _T], *place: str | int) -> _T:
-        """Call a function of a program, once for each place."""
+        """Return a function's result for this program and a place; call it once for each place."""
         key = (function, *place)
         if key not in self._remembered:
             self._remembered[key] = function(self, *place)
@@ -131,13 +131,13 @@ class Program:
 
     @functools.cached_property
     def op_names(self) -> str:
-        """Return what other op_names say of a collective that has none; empty without any."""
+        """Return what other op_names suggest for a collective that has none; empty if none do."""
         text = self.module.text
         return next((what for what in ("shard_map/", "pmap", "op_name=") if what in text), "")
 
     @functools.cached_property
     def asks_which_device(self) -> bool:
-        """Return whether it reads a device's number; without, no value is one device's alone."""
+        """Return whether it reads a device's number; if not, no value belongs to one device."""
         asked = itertools.chain(*self.module.opcodes.values())
         return not {"partition-id", "replica-id"}.isdisjoint(asked)
 
@@ -159,7 +159,7 @@ class Program:
 
     @functools.cached_property
     def loops(self) -> dict[str, Node]:
-        """List the loops by their bodies' names, without bodies that two loops share."""
+        """Return the loops by their bodies' names, without bodies that two loops share."""
         loops_of: dict[str, list[Node]] = {}
         for name, computation in self.module.computations.items():
             for position, (caller, _) in zip(computation.calling, computation.calls()):
@@ -172,19 +172,19 @@ class Program:
         return {name: these[0] for name, these in loops_of.items() if len(these) == 1}
 
     def start(self, loop: Node) -> list[Node]:
-        """List what the elements of a loop's carry start from; nothing where that isn't shown."""
+        """Return the initial elements of a loop's carry; none if the text doesn't show them."""
         start = loop.operands[0]
         return start.operands if start.opcode == "tuple" else []
 
     def unchanged(self, node: Node) -> bool:
-        """Return whether a body takes it out of the carry, and each trip passes it on."""
+        """Return whether a value is an element of the carry that each trip passes on unchanged."""
         if node.opcode != "get-tuple-element" or node.operands[0].opcode != "parameter":
             return False
         end = self.flat(node.home.name).end.operands
         return 0 <= node.index < len(end) and made_by(end[node.index], {"copy"}) is node
 
     def before_loop(self, node: Node) -> Node | None:
-        """Return the value before the loop of what its body takes and passes on unchanged."""
+        """Return the initial value of an element of the carry that the body doesn't change."""
         loop = self.loops.get(node.home.name)
         start = self.start(loop) if loop and self.unchanged(node) else []
         return dict(enumerate(start)).get(node.index)
@@ -192,8 +192,8 @@ class Program:
     def uses(
         self, node: Node, element: int, through: frozenset[str], in_loops: bool = False
     ) -> list[Use]:
-        """List what takes a value, behind ``through`` too; nothing where there are too many."""
-        # ``in_loops`` follows it into the loops that pass it on unchanged as well.
+        """Return a value's uses, also behind ``through`` opcodes; none if there are too many."""
+        # With ``in_loops``, follow the value also into loops that pass it on unchanged.
         ends: list[Use] = []
         stack, steps = [(node, element)], 0
         while stack:
@@ -218,7 +218,7 @@ class Program:
         return ends
 
     def _into_loops(self, user: Node, taken: Node) -> list[tuple[Node, int]] | None:
-        """Follow an operand of a tuple into the loops that take it and pass it on unchanged."""
+        """Return where to follow a tuple's operand in loops that pass it on unchanged, or None."""
         elements = [k for k, operand in enumerate(user.operands) if operand is taken]
         if user.opcode == "return":  # of a loop's body, which may pass it on in its own place
             passed_on = len(elements) == 1 and self.before_loop(taken) is not None
@@ -239,7 +239,7 @@ class Program:
 
 
 def _results(program: Program, computation: str, position: int) -> list[hlo.Shape]:
-    """List the shapes of a collective's results; none where the text does not show them."""
+    """Return the shapes of a collective's results; none if the text does not show them."""
     instruction = program.module.computations[computation].instructions[position]
     leaves, count = instruction.shape.leaves(), len(instruction.operands)
     return leaves[-count:] if len(leaves) in (count, 2 * count) else []
@@ -267,30 +267,30 @@ class Site:
         self.computation = module.computations[collective.computation]
         self.position = self.computation.places[collective.name]
         self.instruction = self.computation.instructions[self.position]
-        self.operand = collective.operand  # its number
+        self.operand = collective.operand  # the operand's number
         self.part = verdict.range.start if verdict.range else collective.operand
         self.key = self.instruction.start, self.part
         self.needed = verdict.verdict == "needed" and not verdict.divergent
-        self.whole = verdict.range is None  # one operand, and not a range of a flat one
+        self.whole = verdict.range is None  # a whole operand, not a range of a flat one
         self.adds = collective.kind == "all-reduce" and collective.reduction == "add"
         # Directly in a loop that may make more than one trip.
         self.in_loop = self.computation.name in program.loops and entry.runs != 1
         maker = self.computation.instructions[self.instruction.operands[self.operand]]
         self.taken = maker.shape
-        # XLA leaves some without a name.
+        # XLA leaves some collectives without a name.
         self.op_name = name = collective.op_name or module.metadata(maker).op_name
-        # Else XLA's partitioner made it.
+        # If this is false, XLA's partitioner made it.
         called = name or self.program.op_names
         self.in_shard_map = "shard_map/" in called or "pmap" in called
         # Nothing in the text says whether a shard_map or XLA's partitioner made it.
         self.is_unnamed = not called
-        # A loop holds the shard_map that holds it.
+        # A loop contains the shard_map that contains it.
         self.in_inner_shard_map = self.in_shard_map and bool(re.search("while.*shard_map", name))
         self.where = entry.place or collective.name  # for people
-        # In a line of code: 'data', or ('data', 'model').
+        # The axes in a line of code: 'data', or ('data', 'model').
         axes = entry.axes or self.split
         self.over = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis_name"
-        # What has a dimension for the shards before an array's own: that may be sharded, too.
+        # For an array with a new first dimension for the shards; its others may be sharded, too.
         others = {axis for axis, size in program.mesh.items() if size > 1}.difference(axes)
         self.and_own = f"{self.over}, *spec" if others else self.over
         self.own_spec = f", spec being w's own without {self.over}" if others else ""
@@ -305,7 +305,7 @@ class Site:
 
     @property
     def sources(self) -> list[Node]:
-        """List all that it takes: its operand, or all of a collective that has one verdict."""
+        """Return its operand, or all operands of a collective that has one verdict."""
         kind = self.collective.kind
         together = kind.endswith("all-to-all") or self.collective.in_place
         return [*self.node.operands] if together else [self.source]
@@ -318,13 +318,13 @@ class Site:
 
     @property
     def result(self) -> hlo.Shape | None:
-        """Return the shape of its operand's result; None where the text does not show it."""
+        """Return the shape of its operand's result; None if the text does not show it."""
         results = self.program.remembered(_results, self.computation.name, self.position)
         return results[self.operand] if results else None
 
     @functools.cached_property
     def split(self) -> tuple[str, ...]:
-        """Return the axis of which XLA's partitioner made parts for it; empty where none is."""
+        """Return the axis along which only parts of it are connected; empty if there is none."""
         sizes = tuple(self.program.mesh.values())
         known = self.entry.axes is None and math.prod(sizes) == self.program.device_count
         if not known or self.in_shard_map:
@@ -336,8 +336,8 @@ class Site:
     @property
     def is_written(self) -> bool:
         """Return whether the source asks for it by a shard_map, a constraint or a reduction."""
-        # What the partitioner adds for another operation's operands, or in the backward pass,
-        # comes and goes with its other choices: no change of the source is sure to replace it.
+        # A collective that the partitioner adds for another operation's operands, or in the
+        # backward pass, depends on its other choices, so no change of the source is sure to help.
         name = self.op_name.rpartition("/")[2]
         if self.in_shard_map or self.collective.kind != "all-reduce":
             return self.in_shard_map or name in CONSTRAINED
@@ -352,7 +352,7 @@ class Site:
         return self.adds and is_jit and is_backward and self.program.platform is None
 
     def own_gradients(self, kept: str, when: str) -> str:
-        """Say how to add up each shard's own gradient; ``kept``: in what."""
+        """Return how to add up each shard's own gradient in ``kept``."""
         return (
             "add up each shard's own gradient, jax.vmap(jax.grad(loss), (None, 0))(w, "
             "x.reshape(n, -1, *x.shape[1:])) for n shards of the batch, in "
@@ -362,7 +362,7 @@ class Site:
         )
 
     def runs_of(self, computation: str) -> int:
-        """Count how often another computation runs, 1 where it isn't known."""
+        """Return how often another computation runs; 1 if that isn't known."""
         run = self.program.runs.get(computation)
         return (run.count if run else None) or 1
 
@@ -372,7 +372,7 @@ class Site:
         return before is not None and after is not None and before - after > SMALL
 
     def in_all(self, amount: int) -> int | None:
-        """Return an amount of one run over all runs; None where their count isn't known."""
+        """Return the amount of one run times the number of runs; None if that isn't known."""
         return None if self.entry.runs is None else self.entry.runs * amount
 
     def hint(
@@ -384,9 +384,9 @@ class Site:
         sent_after: int | None = None,
         together: bool = False,
     ) -> Hint:
-        """Make a hint from what is after the change, over all runs: nothing, if it goes away.
+        """Return a hint; its numbers after the change are over all runs, 0 if the collective goes.
 
-        ``together``: its round trips are those of the collective's other parts as well.
+        ``together``: the collective's other parts share its round trips.
         """
         entry = self.entry
         first = self.program.parts(self.instruction)[0] is self
@@ -413,7 +413,7 @@ class Site:
         return bool(given) and given[0].equal_in(self.collective.groups)
 
     def smaller(self, advice: str, size: int, sent: int | None = None) -> Hint:
-        """Make the hint that each run takes fewer bytes, or is of another kind that sends fewer."""
+        """Return a hint that each run takes fewer bytes, or is of another kind that sends fewer."""
         return self.hint(
             advice,
             bytes_after=self.in_all(size),
@@ -423,10 +423,10 @@ class Site:
         )
 
     def cast(self, where: str) -> str:
-        """Return the line to type where the psum may be the gradient of a replicated array.
+        """Return the line to type if the psum may be the gradient of a replicated array.
 
-        The check gives that psum a name of its own. With the check off, on JAX to 0.5.3 and outside
-        of shard_map ``vary`` does nothing.
+        The check gives such a psum its own name. With the check off, on JAX up to 0.5.3 and outside
+        of shard_map, ``vary`` does nothing.
         """
         checked = operation(self.collective) == "psum_invariant"
         if self.entry.phase != "backward" or not self.entry.axes or not checked:
@@ -438,7 +438,7 @@ class Site:
 
 
 def is_constant(node: Node) -> bool:
-    """Return whether a value is made of constants and unfilled buffers alone."""
+    """Return whether a value depends only on constants and unfilled buffers."""
     stack, steps = [node], 0
     while stack and (steps := steps + 1) < _MOST:
         maker = stack.pop()
@@ -449,7 +449,7 @@ def is_constant(node: Node) -> bool:
 
 
 def is_unfilled(node: Node) -> bool:
-    """Return whether a value is a buffer whose content is never read: a stack on TPU starts so."""
+    """Return whether a value is a buffer that nothing reads unfilled, as a stack's start on TPU."""
     return node.opcode == "custom-call" and walk.target(node.instruction) == "AllocateBuffer"
 
 
@@ -461,6 +461,6 @@ def is_zero(node: Node) -> bool:
 
 def _keeps_numbers(taken: Node, taker: Node) -> bool:
     """Return whether a bitcast or a conversion gives the same numbers, rounded at most."""
-    if taker.opcode == "bitcast":  # to another element type it takes their bits for other numbers
+    if taker.opcode == "bitcast":  # with another element type, the bits are other numbers
         return taken.shape.element_type == taker.shape.element_type
     return taker.opcode != "convert" or FLOATS.match(taker.shape.element_type) is not None

@@ -1,4 +1,4 @@
-"""All-reduces and all-gathers whose results are only reduced, or only added to another's."""
+"""Finds all-reduces and all-gathers whose results are only reduced, or added to another's."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from shardrules.costs.waste.program import (
 )
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
-_MOST = 4096  # values that are followed
+_MOST = 4096  # the most values to follow
 
 # -- a sum on each device -------------------------------------------------------------------------
-# What a broadcast or a repeat becomes in the backward pass is a reduce, and what a gather does, a
-# scatter that adds.
+# In the backward pass, a broadcast or a repeat becomes a reduce, and a gather becomes a scatter
+# that adds.
 
 
 def reduce_first(site: Site) -> Hint | None:
@@ -64,12 +64,13 @@ def _size_after(site: Site) -> int | None:
         return None
     if operands[place] is not taken or operands.count(taken) != 1:
         return None
-    # Places that differ by device would get other shares, and what it starts from would be summed.
+    # If the places differed by device, the shares would, too. A start that isn't zero would be
+    # summed over the devices.
     if taker.opcode == "scatter" and not is_constant(operands[1]):
         return None
     if not is_zero(operands[1 if taker.opcode == "reduce" else 0]):
         return None
-    # XLA of JAX 0.12 wraps an array into a tuple of one. What was wider before is summed in that.
+    # XLA of JAX 0.12 may wrap an array into a tuple of one. The sum has the wider of both types.
     elements = taker.shape.elements
     array = elements[0] if elements and len(elements) == 1 else taker.shape
     if array.is_tuple:
@@ -79,14 +80,14 @@ def _size_after(site: Site) -> int | None:
 
 # -- what all compute of one device's values ------------------------------------------------------
 
-# As a pipeline's last stage has its outputs: psum(where(axis_index == last, y, 0)).
+# A pipeline's last stage has its outputs in this way: psum(where(axis_index == last, y, 0)).
 
 _SPREAD = frozenset("bitcast broadcast copy reshape".split())
 _LOCAL = FUNCTIONS | frozenset("convolution dynamic-slice gather scatter".split())
 
 
 def _of_one_device(site: Site) -> Hint | None:
-    """Find a sum of one device's values and zeros, of which all devices compute the same."""
+    """Find a sum of one device's values and zeros, from which all devices compute the same."""
     if not (site.adds and site.whole and site.in_shard_map):
         return None
     if not site.program.asks_which_device:
@@ -100,7 +101,7 @@ def _of_one_device(site: Site) -> Hint | None:
     cut = _computed_of(site, mask)
     if cut is None:
         return None
-    count = sum(node.shape.element_count for node in cut) or 1  # at most: no one may read any
+    count = sum(node.shape.element_count for node in cut) or 1  # 1 if no other device reads them
     size = (count * max([site.taken.bits, *(node.shape.bits for node in cut)]) + 7) // 8
     where = walk.source(site.program.module, [node.instruction for node in cut])
     advice = (
@@ -113,7 +114,7 @@ def _of_one_device(site: Site) -> Hint | None:
 
 
 def _mask(program: Program, chosen: Node) -> np.ndarray | None:
-    """Return on which devices a value is not zero, where a choice by their numbers shows that."""
+    """Return on which devices a value is not zero, if a choice by their numbers shows it."""
     if chosen.opcode != "select":
         return None
     rows = slices.device_rows(program, made_by(chosen.operands[0], _SPREAD))
@@ -125,15 +126,19 @@ def _mask(program: Program, chosen: Node) -> np.ndarray | None:
 
 
 def _computed_of(site: Site, mask: np.ndarray) -> list[Node] | None:
-    """Return the smallest value through which alone a result is read, but by its own device.
+    """Return the smallest value through which all devices but its own read a result.
 
-    An empty list if that device alone reads it, and None where there is no such value.
+    Return an empty list if only its own device reads it, and None if there is no such value.
     """
+    # This looks for a cut of the dataflow. ``waiting`` has the values that depend on the result,
+    # each with the users that are not visited yet; users are visited in order. ``done`` are the
+    # values without such users. If all values but one are done, everything that follows reads the
+    # result through this one value, which is a cut.
     program, node = site.program, site.node
     start = node.elements.get(site.operand) if node.shape.is_tuple else node
     if start is None:
         return None
-    waiting = {start: {*start.takers}}  # of what depends on the result, what has yet to take it
+    waiting = {start: {*start.takers}}
     found, least = None, site.taken.element_count
     done: set[Node] = set()
     for taker in program.flat(site.computation.name).nodes:
@@ -145,7 +150,7 @@ def _computed_of(site: Site, mask: np.ndarray) -> list[Node] | None:
         elif _is_same(taker, waiting, site):
             others = {*taker.takers}
         else:
-            continue  # it still waits
+            continue  # its operands still wait for this user
         for operand in given:
             waiting[operand].discard(taker)
         waiting[taker] = others
@@ -162,7 +167,7 @@ def _computed_of(site: Site, mask: np.ndarray) -> list[Node] | None:
 
 
 def _reads_own(program: Program, taker: Node, given: list[Node], mask: np.ndarray) -> bool:
-    """Return whether a choice takes a value on those devices alone that have it."""
+    """Return whether a choice takes a value only on the devices that have it."""
     if taker.opcode != "select" or taker.operands[0] in given:
         return False
     rows = slices.device_rows(program, made_by(taker.operands[0], _SPREAD))
@@ -175,7 +180,7 @@ def _reads_own(program: Program, taker: Node, given: list[Node], mask: np.ndarra
 
 
 def _is_same(taker: Node, known: Collection[Node], site: Site) -> bool:
-    """Return whether it is a function of a result, and of what all devices of a group have."""
+    """Return whether a value depends only on known values and on inputs equal in each group."""
     stack, seen = [taker], {*known}
     while stack and len(seen) < _MOST:
         node = stack.pop()
@@ -215,7 +220,7 @@ def _over_shards(site: Site) -> Hint | None:
     over = re.findall(r"\d+", reduce.instruction.attribute("dimensions") or "")
     name = walk.applied(site.program.module, reduce.instruction)
     start = reduce.operands[1]
-    # A maximum or a minimum takes the same start any number of times.
+    # For a maximum or a minimum, the start may be taken any number of times.
     neutral = start.opcode == "constant" and (name != "add" or walk.is_zero(start.instruction))
     after = reduce.shape.bytes
     sent = accounts.wire_bytes("all-reduce", after, size)
@@ -236,12 +241,12 @@ def _over_shards(site: Site) -> Hint | None:
     return site.smaller(advice, after, sent)
 
 
-# What gives each element its own image, somewhere.
+# Opcodes that map each element to one element, in any place.
 _EACH = WHOLE | BARRIERS | UNARY | {"all-gather-done"}
 
 
 def _to_one_number(site: Site) -> Hint | None:
-    """Find a reduction over all elements: the dot product of vdot, a norm of a reshape."""
+    """Find a reduction over all elements, as in vdot or in the norm of a reshaped array."""
     entry, size = site.entry, site.collective.group_size
     if site.collective.kind != "all-gather" or size < 2 or not site.whole:
         return None
@@ -280,7 +285,7 @@ def _to_one_number(site: Site) -> Hint | None:
 
 
 def _multiplied(site: Site, product: Node) -> list[Site]:
-    """List the gathers whose elements are multiplied, each with its own counterpart; else none."""
+    """Return the gathers that are multiplied element by element; none if any other value is."""
     contracted = [product.instruction.attribute(f"{s}_contracting_dims") for s in ("lhs", "rhs")]
     if contracted[0] != contracted[1]:
         return []
@@ -306,7 +311,7 @@ def _multiplied(site: Site, product: Node) -> list[Site]:
 
 
 def _in_blocks(node: Node) -> bool:
-    """Return whether a reduction is of blocks side by side, which XLA for CPU does first."""
+    """Return whether this reduces adjacent blocks, which XLA for CPU does first."""
     if node.opcode != "reduce-window":
         return False
     window = node.instruction.attribute("window") or ""
@@ -336,7 +341,7 @@ def _reduced(site: Site, uses: list[Use]) -> tuple[Node, str] | None:
 
 
 def _of_an_array(site: Site) -> str:
-    """Advise on an embedding of which rows are looked up, and that is multiplied by, too."""
+    """Return advice for an embedding that is both looked up by rows and multiplied."""
     return (
         "if both are the gradient of one array w, give each shard its own, "
         "ws = jax.lax.with_sharding_constraint(jnp.broadcast_to(w, (n, *w.shape)), "
@@ -369,10 +374,10 @@ def add_first(site: Site) -> Hint | None:
 
 
 def _are_apart(program: Program) -> bool:
-    """Return whether no gradient is made of what was reduced: no example needs another."""
+    """Return whether no gradient depends on a reduced value, so that no example needs another."""
     reduced = [s.node for s in program.sites if s.needed]
     if len({node.home.name for node in reduced}) > 1:
-        return False  # what a loop reduces may be in a gradient behind it
+        return False  # a gradient after a loop may depend on a value that the loop reduces
     takers = itertools.chain.from_iterable(node.takers for node in reduced)
     behind = walk.reached(takers, lambda node: node.takers)
     return not any(s.node in behind for s in program.sites if s.is_gradient)
@@ -388,7 +393,7 @@ def _added_to_another(site: Site) -> bool:
         return False
     return (
         first.adds
-        and first.needed  # else it goes by itself, and this one stays
+        and first.needed  # otherwise it can go by itself, and this one stays
         and first.collective.groups == site.collective.groups
         and first.taken.element_type == site.taken.element_type
         and first.taken.element_count == site.taken.element_count
@@ -397,18 +402,18 @@ def _added_to_another(site: Site) -> bool:
 
 
 def _addition(site: Site) -> tuple[Node, Node] | None:
-    """Return a result and the only value to which it is added, both before they are moved."""
+    """Return a result and the only value that it is added to, both before any moves."""
     pairs = set()
     for use in site.uses(WHOLE | {"all-reduce-done"}):
         others = [node for node in use.user.operands if node is not use.taken]
         if use.user.opcode != "add" or len(others) != 1:
             return None
         pairs.add((made_by(use.taken, WHOLE), made_by(others[0], WHOLE)))
-    return pairs.pop() if len(pairs) == 1 else None  # XLA adds again in each fusion
+    return pairs.pop() if len(pairs) == 1 else None  # XLA may repeat the addition in each fusion
 
 
 def _made(site: Site, value: Node) -> Site | None:
-    """Find the collective beside a site that made a value."""
+    """Return the collective of the program that made a value, or None."""
     made = made_by(value, WHOLE)
     element = max(made.index, 0)
     made = made_by(made, {"get-tuple-element", "all-reduce-done"})

@@ -1,7 +1,7 @@
-"""What moves between devices because of how a dimension that is sharded is written.
+"""Finds data that moves between devices because of the way a sharded dimension is written.
 
-A reshape to steps first, a split into parts, arrays one behind the other, and the places that a
-sort takes along.
+These are reshapes that put steps first, splits into parts, arrays that are joined one behind the
+other, and the places that a sort takes along.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOVES = WHOLE | BARRIERS | {"slice", "concatenate", "all-to-all-done", "collective-permute-done"}
 
-_CONVERTED = _MOVES | {"convert"}  # XLA for TPU moves what a product reads of it
+_CONVERTED = _MOVES | {"convert"}  # XLA for TPU moves the type that a product reads
 
 
 def find(site: Site) -> Hint | None:
-    """Find what XLA sends to bring (batch, ...) as (steps, batch / steps, ...) to one layout."""
+    """Find what XLA sends for a reshape of (batch, ...) to (steps, batch / steps, ...)."""
     if not _is_reshape(site):
         return None
     steps = site.program.remembered(_steps).get(site.collective.op_name)
@@ -40,7 +40,7 @@ def _is_reshape(site: Site) -> bool:
 
 
 def _steps(program: Program) -> dict[str, int]:
-    """Map each reshape to the steps into which it splits rows that an all-to-all moves."""
+    """Return, for each reshape, the number of steps to which an all-to-all brings the rows."""
     found: dict[str, int] = {}
     for site in program.sites:
         if not _is_reshape(site) or site.collective.kind != "all-to-all":
@@ -50,7 +50,7 @@ def _steps(program: Program) -> dict[str, int]:
         if len(after) != 1:
             continue
         (rows, *rest), sizes = before.pop() or (0,), after.pop()
-        # On each device as many rows as before, in steps.
+        # Each device must have as many rows as before, in steps.
         if len(sizes) == len(rest) + 2 and sizes[0] * sizes[1] == rows:
             if [*sizes[2:]] == rest and sizes[0] > 1:
                 found[site.collective.op_name] = sizes[0]
@@ -58,7 +58,7 @@ def _steps(program: Program) -> dict[str, int]:
 
 
 def _before(program: Program, site: Site) -> tuple[int, ...] | None:
-    """Return the sizes of the one array from which all operands come by moves."""
+    """Return the sizes of the only array from which all operands come by moves, or None."""
     makers = {made_by(node, _CONVERTED) for node in site.sources}
     while len(makers) == 1:
         (maker,) = makers
@@ -70,7 +70,7 @@ def _before(program: Program, site: Site) -> tuple[int, ...] | None:
 
 
 def _after(program: Program, site: Site) -> set[tuple[int, ...]]:
-    """List the sizes in which what all collectives of the reshape bring is taken."""
+    """Return the sizes of the results of all the reshape's collectives, as they are used."""
     sizes: set[tuple[int, ...]] = set()
     stack, seen = [site], {site}
     while stack:
@@ -90,13 +90,13 @@ _EXCHANGES = ("all-to-all", "collective-permute")
 
 
 def split(site: Site) -> Hint | None:
-    """Find what XLA sends to split a dimension over all devices that one array of all parts has."""
+    """Find what XLA sends to spread each part of a sharded dimension over all devices."""
     if site.in_shard_map or site.collective.kind not in _EXCHANGES:
         return None
     if "split" not in site.collective.op_name and "concatenate" not in site.collective.op_name:
-        return None  # without a call
+        return None  # fast: no call of ``operation``
     name = operation(site.collective)
-    if name == "concatenate" and site.entry.phase == "backward":  # of the parts' gradients
+    if name == "concatenate" and site.entry.phase == "backward":  # joins the parts' gradients
         lines = site.program.remembered(_lines_of_splits)
         if site.entry.source is None or site.entry.source not in lines:
             return None
@@ -121,7 +121,7 @@ def _lines_of_splits(program: Program) -> set[str | None]:
 def _is_concatenate(site: Site) -> bool:
     return (
         site.collective.kind == "all-to-all"
-        and "concatenate" in site.collective.op_name  # without a call
+        and "concatenate" in site.collective.op_name  # fast: no call of ``operation``
         and operation(site.collective) == "concatenate"
         and site.entry.phase == "forward"
         and not site.in_shard_map
@@ -129,7 +129,7 @@ def _is_concatenate(site: Site) -> bool:
 
 
 def concatenated(site: Site) -> Hint | None:
-    """Find arrays of one size that are sharded along the dimension in which they are joined."""
+    """Find arrays of one size that are joined along a sharded dimension."""
     count = None
     if _is_concatenate(site):
         count = site.program.remembered(_joined).get(site.entry.source)
@@ -148,8 +148,8 @@ def concatenated(site: Site) -> Hint | None:
 
 
 def _joined(program: Program) -> dict[str | None, int]:
-    """Map each line in which XLA sends arrays of one size to join them to how many these are."""
-    # It brings each of them to another layout, joins what is whole there, and brings that back.
+    """Return, for each line in which XLA sends arrays of one size to join them, their number."""
+    # XLA brings each array to another layout, joins them there, and brings the result back.
     lines: dict[str | None, list[Site]] = {}
     for site in filter(_is_concatenate, program.sites):
         if site.entry.source:
@@ -160,7 +160,7 @@ def _joined(program: Program) -> dict[str | None, int]:
         sizes = {part.entry.bytes for part in parts}
         if len({site.computation.name for site in sites}) > 1 or len(sizes) != 1:
             continue
-        # One that is joined with itself is brought once.
+        # An array that is joined with itself is sent once.
         count, rest = divmod(whole.entry.bytes, sizes.pop())
         if not rest and len(parts) <= count > 1:
             found[source] = count
@@ -179,12 +179,12 @@ _MOST = 256
 
 
 def counted(site: Site) -> Hint | None:
-    """Find the places that a sort takes along, which each device could count as it needs them."""
+    """Find the places that a sort takes along, which each device could count by itself."""
     if site.in_shard_map or site.collective.kind not in _EXCHANGES:
         return None
     name = site.collective.op_name
     if "sort" not in name:
-        return None  # without a call
+        return None  # fast: no call of ``operation``
     what = (
         "it moves the places that jnp.argsort, or a stable sort on TPU, takes along: XLA counts "
         f"them by the sharding over {site.over} of the sorted dimension, and sends them"
@@ -220,7 +220,7 @@ def _sorts(program: Program) -> set[tuple[str, str | None]]:
 
 
 def _is_counted(node: Node) -> bool:
-    """Return whether a value is made of numbers that each device counts."""
+    """Return whether a value depends only on numbers that each device counts."""
     stack, seen = [node], {node}
     while stack and len(seen) < _MOST:
         maker = stack.pop()

@@ -1,8 +1,8 @@
-"""Arrays that XLA gathers whole and slices, on the way from one sharding to another.
+"""Finds arrays that XLA gathers whole and slices, on the way from one sharding to another.
 
-XLA's partitioner knows one collective from one sharding to some others. For the rest it
-replicates the array: its log warns of an involuntary full rematerialization. Between the two
-there is a way in steps of one collective each, which a constraint between the two asks for.
+From one sharding, XLA's partitioner can reach some others by one collective. For the rest it
+replicates the array, and its log warns of an involuntary full rematerialization. A constraint to a
+sharding in between asks for a way in steps of one collective each.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shardrules.costs.waste.program import (
 )
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
-_MOST_AXES = 4  # of a mesh: the ways between all shardings are compared
-_MOST_STEPS = 2  # collectives: of longer ways XLA made others (JAX 0.10.2, three axes, CPU)
+_MOST_AXES = 4  # the most mesh axes, since the ways between all shardings are compared
+_MOST_STEPS = 2  # collectives: XLA replaced longer ways by others (JAX 0.10.2, three axes, CPU)
 
-# What XLA calls such a gather: the constraint, or what makes or takes the array element by element.
+# Such a gather has the name of the constraint, or of an elementwise operation before or after it.
 _BESIDE = CONSTRAINED.union(["add", "sub", "mul", "div", "max", "min", "select_n"])
 
-_DEVICES = -1  # the origin of the factor that the last gather adds; of those before it, one less
+_DEVICES = -1  # the origin of the factor that the last gather adds; one less for each one before
 
 # The axes over which each of an array's dimensions is split, the major one first.
 _Spec = tuple[tuple[str, ...], ...]
@@ -48,22 +48,22 @@ class _Way(NamedTuple):
 
     sent: int
     round_trips: int
-    specs: tuple[_Spec, ...]  # after each step; of slices in a row, after the last
+    specs: tuple[_Spec, ...]  # after each step; several slices in a row count as one step
     moved: int  # the bytes of all steps' operands
     sliced: bool  # the last step is a slice
 
 
 class _Chain(NamedTuple):
-    """Gathers for one constraint, of whose result each device keeps a slice."""
+    """Gathers for one constraint; each device keeps a slice of the result."""
 
     gathers: list[Site]  # the last one first
-    array: hlo.Shape  # all of it, as it is sliced
+    array: hlo.Shape  # the whole array, with its dimensions in the program
     start: _Spec
     end: _Spec
 
 
 def find(site: Site) -> Hint | None:
-    """Find a gather for a constraint, of whose result each device keeps a slice."""
+    """Find a gather for a constraint, if each device keeps only a slice of the result."""
     return site.program.remembered(_all).get(site) if _is_constraint(site) else None
 
 
@@ -76,7 +76,7 @@ def _all(program: Program) -> dict[Site, Hint]:
 
 
 def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
-    """Yield a hint for each gather of a chain; the largest one becomes what is done instead."""
+    """Yield a hint for each gather of a chain; the hint on the largest one has the advice."""
     gathers = sorted(chain.gathers, key=lambda site: -site.entry.wire_bytes)
     array, sent = chain.array, sum(site.entry.wire_bytes for site in gathers)
     way = _cheapest(gathers[0].program.mesh, chain.start, chain.end, array)
@@ -117,7 +117,7 @@ def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
 
 
 def written(spec: _Spec) -> str:
-    """Write a PartitionSpec as one types it."""
+    """Return a PartitionSpec as one types it."""
     parts = [repr(axes[0]) if len(axes) == 1 else repr(axes or None) for axes in spec]
     while parts and parts[-1] == "None":
         parts.pop()
@@ -128,7 +128,7 @@ def _is_constraint(site: Site) -> bool:
     return (
         site.collective.kind == "all-gather"
         and operation(site.collective) in _BESIDE
-        and site.entry.phase == "forward"  # another way back costs what is not looked at
+        and site.entry.phase == "forward"  # else another way has costs not computed here
         and site.whole
         and not site.in_shard_map
         and site.collective.group_size > 1
@@ -136,7 +136,7 @@ def _is_constraint(site: Site) -> bool:
 
 
 def _chain(site: Site) -> _Chain | None:
-    """Read the gathers up to one whose result is sliced, and the shardings at both ends."""
+    """Return the gathers up to one whose result is sliced, and the shardings at both ends."""
     part, program = slices.read_part(site), site.program
     mesh = {axis: size for axis, size in program.mesh.items() if size > 1}
     if part is None or len(mesh) > _MOST_AXES or math.prod(mesh.values()) != program.device_count:
@@ -152,18 +152,19 @@ def _chain(site: Site) -> _Chain | None:
         parts = [] if maker.fused else program.parts(maker.instruction)
         if not parts:
             break
-        # What another collective moves has a sharding of XLA's own in between.
+        # An array from another collective has a sharding in between that XLA chose.
         alone = maker is made_by(source, factors.MOVES) and len(slices.uses_of(parts[0])) == 1
         if not alone or not _is_constraint(parts[0]):
             return None
         ends.append(source)
         gathers.append(parts[0])
     start = _start(mesh, gathers, ends)
-    # An axis along which it is neither gathered nor sliced may split another dimension.
+    # If it is neither gathered nor sliced along an axis, that axis may split another dimension.
     if start is None or {*after, *itertools.chain(*start)} != set(mesh):
         return None
     end: _Spec = tuple(after if d == part.dimension else () for d in range(len(sizes)))
-    # What is only transposed has the dimensions of the program where it is gathered.
+    # If the array is only transposed before the slice, it is gathered with the dimensions that it
+    # has in the program.
     order = part.order(site.result) if site.result else None
     if order is not None:
         start, end = (tuple(spec[d] for d in order) for spec in (start, end))
@@ -172,7 +173,7 @@ def _chain(site: Site) -> _Chain | None:
 
 
 def _start(mesh: dict[str, int], gathers: list[Site], ends: list[Node]) -> _Spec | None:
-    """Give the sharding before gathers, the last one first, in the dimensions of the last end."""
+    """Return the sharding before gathers, the last one first, in the dimensions of the last end."""
     own = factors.of(gathers[-1].taken.dimensions)
     array: factors.Factors | None = own
     for number, (site, end) in reversed([*enumerate(zip(gathers, ends))]):
@@ -184,7 +185,7 @@ def _start(mesh: dict[str, int], gathers: list[Site], ends: list[Node]) -> _Spec
         array = factors.followed(gathered, end)
     spec = []
     for dimension in array or ():
-        # Shards first, then one dimension of each device's part.
+        # A dimension must have the shards first, then one dimension of each device's part.
         split = [factor for factor in dimension if factor.origin <= _DEVICES]
         if dimension[: len(split)] != split or dimension[len(split) :] not in own:
             return None
@@ -202,7 +203,7 @@ def _start(mesh: dict[str, int], gathers: list[Site], ends: list[Node]) -> _Spec
 
 
 def _axes(mesh: dict[str, int], places: np.ndarray) -> tuple[str, ...] | None:
-    """Name the axes whose coordinates, the major one first, number each device's shard."""
+    """Return the axes whose coordinates, the major one first, give each device's shard number."""
     at = dict(zip(mesh, np.unravel_index(np.arange(places.size), tuple(mesh.values()))))
     for count in range(1, len(mesh) + 1):
         for axes in itertools.permutations(mesh, count):
@@ -215,10 +216,12 @@ def _axes(mesh: dict[str, int], places: np.ndarray) -> tuple[str, ...] | None:
 
 
 def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) -> _Way | None:
-    """Find the way from one sharding to another on which a device sends the fewest bytes."""
+    """Return the way from one sharding to another on which a device sends the fewest bytes."""
+    # Dijkstra's algorithm: the shardings are the nodes, and the bytes sent are the distance. The
+    # queue gives the cheapest way so far, so the first way that reaches ``end`` is the cheapest.
     among = [d for d, axes in enumerate(zip(start, end)) if any(axes)]  # others stay whole
     queue: list[tuple[int, int, int, _Spec, _Way]] = []
-    count = itertools.count()  # no two ways are compared further
+    count = itertools.count()  # breaks ties, so that no two ways are compared
     heapq.heappush(queue, (0, 0, next(count), start, _Way(0, 0, (), 0, False)))
     done = set()
     while queue:
@@ -233,7 +236,7 @@ def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) 
         for after, kind, devices in _steps(mesh, spec, among):
             counts = (math.prod(mesh[axis] for axis in axes) for axes in after)
             if any(size % count for size, count in zip(array.dimensions, counts)):
-                continue  # a constraint to it is refused
+                continue  # JAX rejects a constraint to this sharding
             sent = accounts.wire_bytes(kind, shard, devices) if kind else 0
             before = way.specs[:-1] if way.sliced and not kind else way.specs
             on = _Way(
@@ -250,7 +253,7 @@ def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) 
 def _steps(
     mesh: dict[str, int], spec: _Spec, among: Sequence[int]
 ) -> Iterator[tuple[_Spec, str, int]]:
-    """Yield what a slice, or one collective of a kind and a group's size, makes of a sharding."""
+    """Yield the sharding after each possible step, its kind ("" for a slice) and group size."""
     used = {*itertools.chain(*spec)}
     free = [axis for axis in mesh if axis not in used]
     for d, axes in enumerate(spec):
@@ -265,7 +268,7 @@ def _steps(
             for e, others in enumerate(spec):
                 if (
                     e != d and e in among and (not others or len(moved) == 1)
-                ):  # XLA takes others another way
+                ):  # XLA reaches other shardings in another way
                     yield _with(spec, {d: axes[:kept], e: others + moved}), "all-to-all", devices
 
 

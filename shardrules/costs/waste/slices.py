@@ -1,4 +1,4 @@
-"""Collectives whose result each device reads in part, at an index made from the device's number."""
+"""Finds collectives whose result each device reads in part, at an index from its own number."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardrules.hlo.reader.flow import Node
 class _Part(NamedTuple):
     """The only part of a result that each device reads."""
 
-    sizes: tuple[int, ...]  # of the result, as it is when it is sliced
-    dimension: int  # along which it is sliced; the others are read whole
-    size: int  # of the slice
+    sizes: tuple[int, ...]  # the sizes of the array that is sliced
+    dimension: int  # the dimension of the slice; the others are read whole
+    size: int  # the size of the slice in this dimension
     starts: tuple[int, ...]  # where each device's slice begins
-    of: tuple[tuple[factors.Factor, ...], ...]  # the factors of the result that each dimension has
-    node: Node  # what is sliced
+    of: tuple[tuple[factors.Factor, ...], ...]  # each dimension's factors, those of the result
+    node: Node  # the node that is sliced
 
     def follows(self, groups: Sequence[Sequence[int]]) -> bool:
         """Return whether each device's slice is at its own place in its group."""
@@ -34,29 +34,29 @@ class _Part(NamedTuple):
         return True
 
     def along(self, result: hlo.Shape) -> int | None:
-        """Return the dimension of the result that is sliced; None if it is no whole one."""
+        """Return the dimension of the result that is sliced; None if it isn't a whole dimension."""
         whole = factors.of(result.dimensions)
         sliced = [*self.of[self.dimension]]
         return whole.index(sliced) if sliced in whole else None
 
     def order(self, result: hlo.Shape) -> list[int] | None:
-        """Return where each dimension of the result is; None if it has others, or one twice."""
+        """Return where each dimension of the result is; None if it isn't just transposed."""
         whole = factors.of(result.dimensions)
         of = [*map(list, self.of)]
         return [of.index(d) for d in whole] if sorted(of) == sorted(whole) else None
 
 
 def uses_of(site: Site) -> list[Use]:
-    """List what takes a result, moved as a whole; of an all-gather's, a function of each element.
+    """Return a result's uses behind moves; for an all-gather, also behind elementwise functions.
 
-    A function of each element of a shard is a shard of that.
+    Elementwise functions commute with gathering.
     """
     each = UNARY if site.collective.kind == "all-gather" else frozenset()
     return site.uses(factors.MOVES | each)
 
 
 def read_part(site: Site) -> _Part | None:
-    """Return the one part of a result that each device reads; None if it reads several, or all."""
+    """Return the only part of a result that each device reads; None if it reads several, or all."""
     parts = [_part(site, use) for use in uses_of(site)]
     return parts[0] if len({part and part[:-1] for part in parts}) == 1 else None
 
@@ -84,7 +84,7 @@ def _part(site: Site, use: Use) -> _Part | None:
 
 
 def device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | None:
-    """Evaluate an integer for each device, out of loops that pass it on."""
+    """Return an integer's value on each device, also if loops pass it on; None if unknown."""
     if depth > 64:
         return None
     if node.opcode == "constant":
@@ -96,7 +96,7 @@ def device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | No
     if node.opcode == "get-tuple-element":
         before = program.before_loop(node)
         return None if before is None else device_rows(program, before, depth + 1)
-    if node.opcode in factors.COPIES:  # on TPU a table of places is brought into faster memory
+    if node.opcode in factors.COPIES:  # on TPU a table of places is copied to faster memory
         return device_rows(program, node.operands[0], depth + 1)
     if node.opcode not in exact.OPCODES or not node.operands:
         return None
@@ -114,8 +114,8 @@ def device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | No
 
 # XLA for TPUs turns a smaller reduce-scatter into an all-reduce (JAX 0.10.2: 64 KiB, not 1 MiB).
 _LEAST_ON_TPU = 2**20
-# Larger ones, too, where a shard is less than a tile (JAX 0.10.2, v5e: 18 shapes compiled): rows as
-# long as a tile, scattered by whole rows, stay a reduce-scatter.
+# It does the same to larger ones if a shard is smaller than a tile (JAX 0.10.2, v5e: 18 shapes
+# compiled). Rows as long as a tile, scattered by whole rows, stay a reduce-scatter.
 _LANES = 128
 
 
@@ -165,8 +165,8 @@ def only_a_slice(site: Site) -> Hint | None:
 
 
 def _was_scattered(site: Site) -> bool:
-    """Return whether the source asks for a reduce-scatter, as the names of its reduction tell."""
-    # A sum between TPU slices is a send, which applies none.
+    """Return whether the source asks for a reduce-scatter, by the names in its reduction."""
+    # A sum between TPU slices is a send, which has no reduction.
     module = site.program.module
     for name in site.instruction.calls:
         for instruction in module.computations[name].instructions:
@@ -176,7 +176,7 @@ def _was_scattered(site: Site) -> bool:
 
 
 def _split(sizes: tuple[int, ...], dimension: int, count: int) -> str:
-    """Write an array's sizes with a dimension for the shards before the one that they divide."""
+    """Return an array's sizes with a dimension for the shards before the one that they divide."""
     part = sizes[dimension] // count
     return ", ".join(map(str, (*sizes[:dimension], count, part, *sizes[dimension + 1 :])))
 
@@ -263,7 +263,7 @@ def gather_read_at_an_index(site: Site) -> Hint | None:
 
 
 def _rows_at(site: Site, use: Use, dimension: int) -> int | None:
-    """Return how many rows a slice takes of what is gathered, at an index that all devices have."""
+    """Return how many gathered rows a slice takes, at an index that is equal on all devices."""
     (taker, taken), result = use, site.result
     if taker.opcode != "dynamic-slice" or taken in taker.operands[1:] or result is None:
         return None
@@ -279,13 +279,13 @@ def _rows_at(site: Site, use: Use, dimension: int) -> int | None:
             return None
         is_input = node.opcode == "parameter" and node.home.is_entry and not node.fused
         if is_input and not site.is_equal_input(node):
-            return None  # an index of the device's own, as of a batch under vmap
+            return None  # each device has its own index, as in a batch under vmap
         stack += (new := {*node.operands} - seen)
         seen |= new
     return None if stack else sizes[cut[0]]
 
 
-_MOST = 256  # steps on the way to an index
+_MOST = 256  # the most steps to follow back from an index
 
 
 def read_in_part(site: Site) -> Hint | None:

@@ -1,4 +1,4 @@
-"""An all-to-all that brings back what the one before it sent: neither is needed."""
+"""Finds all-to-alls that bring back what the one before sent: neither of the two is needed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardrules.costs.waste import factors
 from shardrules.costs.waste.program import UNARY, Hint, Kind, Program, Site
 from shardrules.hlo.reader.flow import Node
 
-_MOST = 2**24  # elements, of all devices of a group, that are evaluated
-_MOST_STEPS = 256  # between the two
+_MOST = 2**24  # the most elements to evaluate, over all devices of a group
+_MOST_STEPS = 256  # the most steps between the two
 
 
 def find(site: Site) -> Hint | None:
@@ -38,7 +38,9 @@ def find(site: Site) -> Hint | None:
 
 
 def _pairs(program: Program) -> dict[Node, Site]:
-    """Map each all-to-all to the one that it undoes, or that undoes it."""
+    """Return, for each all-to-all, the one that it undoes, or that undoes it."""
+    # Evaluate both with the sender's number in place of each element. The second undoes the first
+    # if it gives each device its own number everywhere.
     pairs = {}
     for site in program.sites:
         if site.collective.kind != "all-to-all" or site.operand or not (site.needed and site.whole):
@@ -58,12 +60,13 @@ def _pairs(program: Program) -> dict[Node, Site]:
 
 
 def _only_for(before: Node, last: Node) -> bool:
-    """Return whether all that reads the first one's result is an operand of the second one."""
+    """Return whether all values that depend on the first one go into the second one."""
     makers = walk.reached([last], lambda node: node.operands)
     return walk.reached([before], lambda node: [] if node is last else node.takers) <= makers
 
 
 def _before(site: Site) -> Site | None:
+    """Return the all-to-all on which an all-to-all's operands depend; None if there are others."""
     stack, seen, exchanges = [*site.node.operands], set(), set()
     while stack:
         node = stack.pop()
@@ -81,8 +84,9 @@ def _before(site: Site) -> Site | None:
 
 
 def _origins(site: Site, before: Site, count: int) -> list[np.ndarray] | None:
-    """Return, of each device of a group, the devices from which the second one's elements come."""
-    # Arrays have the devices as their first dimension; a tuple is a list; None isn't followed.
+    """Return, for each device of a group, the devices that its elements come from in the end."""
+    # The first dimension of each array is the device. A tuple is a list. None is a value that isn't
+    # followed.
     values: dict[Node, Any] = {}
     node = before.node
     numbers = np.arange(count, dtype=np.int16)
@@ -109,6 +113,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _exchanged(site: Site, operands: list[np.ndarray], count: int) -> list[np.ndarray] | None:
+    """Return an all-to-all's results on all devices; None for a form that isn't known."""
     devices = range(count)
     if len(operands) == count:
         return [np.stack([operands[d][k] for d in devices]) for k in devices]
@@ -123,7 +128,7 @@ def _exchanged(site: Site, operands: list[np.ndarray], count: int) -> list[np.nd
 
 
 def _moved(node: Node, given: list[Any], count: int) -> Any:
-    """Evaluate what moves elements, or changes each one on its own."""
+    """Return the value of a node that moves elements, or changes each one by itself."""
     opcode = node.opcode
     if opcode == "get-tuple-element":
         return given[0][node.index] if isinstance(given[0], list) else None
@@ -154,7 +159,7 @@ def _dimensions(node: Node) -> list[int]:
 
 
 def _bitcast(array: np.ndarray, before: hlo.Shape, after: hlo.Shape) -> np.ndarray | None:
-    """Read the same memory as another array, by both layouts."""
+    """Return the same memory as another array, by both layouts."""
     if not factors.is_same_memory(before, after):
         return None
     orders = [factors.in_memory(shape) for shape in (before, after)]

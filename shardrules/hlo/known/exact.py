@@ -22,7 +22,7 @@ _TYPES: dict[str, type] = {
     **{f"u{bits}": np.dtype(f"uint{bits}").type for bits in (8, 16, 32, 64)},
 }
 _BOOLEANS = {"false": 0, "true": 1}
-# The smallest and the largest number of each type: numpy's iinfo is slow.
+# The smallest and the largest number of each type, computed once because numpy's iinfo is slow.
 _LIMITS: dict[np.dtype[Any], tuple[int, int]] = {
     np.dtype(kind): (int(np.iinfo(kind).min), int(np.iinfo(kind).max))
     for kind in _TYPES.values()
@@ -30,17 +30,17 @@ _LIMITS: dict[np.dtype[Any], tuple[int, int]] = {
 }
 _LIMITS[np.dtype(np.bool_)] = (0, 1)
 _INT32 = _LIMITS[np.dtype(np.int32)]
-# A value's numbers on each device, or one row for all.
+# A value's numbers: one row per device, or one row for all devices.
 _Rows = np.ndarray
 _Operation = Callable[..., _Rows | None]
-_MOST = 8 * ranges.MAX_ELEMENTS  # elements in the rows of all devices together, if these differ
+_MOST = 8 * ranges.MAX_ELEMENTS  # limit on a result's elements, counted over all devices
 
 
 def dtype(shape: Shape) -> type | None:
     """Return the numpy type of an integer or boolean array; None for any other shape."""
     if shape.elements is not None or shape.dynamic or shape.element_type not in _TYPES:
         return None
-    if len(shape.dimensions) >= 32:  # with the devices', more than numpy 1 takes
+    if len(shape.dimensions) >= 32:  # numpy 1 allows 32 dimensions, and one is for devices
         return None
     return _TYPES[shape.element_type]
 
@@ -68,7 +68,7 @@ def _remainder(a: _Rows, b: _Rows) -> _Rows | None:
     if (b == 0).any():
         return None
     if a.dtype.kind == "i" and (a == _LIMITS[a.dtype][0]).any():
-        return None  # its quotient by -1 does not fit
+        return None  # the lowest number divided by -1 overflows
     rest: _Rows = np.fmod(a, b)
     return rest
 
@@ -79,6 +79,8 @@ def _divide(a: _Rows, b: _Rows) -> _Rows | None:
 
 
 def _shift(op: Callable[..., _Rows], arithmetic: bool = False) -> _Operation:
+    """Return a function that shifts rows; it gives None for a distance beyond the type's width."""
+
     def shift(a: _Rows, b: _Rows) -> _Rows | None:
         width = a.dtype.itemsize * 8
         # Compare in b's own type: an unsigned 64-bit number doesn't fit a signed one.
@@ -94,6 +96,7 @@ def _shift(op: Callable[..., _Rows], arithmetic: bool = False) -> _Operation:
 
 
 def _logic(bits: _Operation, booleans: _Operation) -> _Operation:
+    """Return the operation that treats integers bit by bit and booleans as truth values."""
     return lambda *a: booleans(*a) if a[0].dtype == np.bool_ else bits(*a)
 
 
@@ -102,6 +105,7 @@ def _select(predicate: _Rows, a: _Rows, b: _Rows) -> _Rows | None:
 
 
 def _no_bool(op: _Operation) -> _Operation:
+    """Return the operation for integers only; it gives None for booleans."""
     return lambda *a: None if a[0].dtype == np.bool_ else op(*a)
 
 
@@ -145,7 +149,7 @@ OPCODES = _ELEMENTWISE | frozenset(
 def evaluate(
     instruction: Instruction, arrays: Sequence[np.ndarray], shapes: Sequence[Shape]
 ) -> np.ndarray | None:
-    """Compute an instruction's rows from its operands' rows; None if they are not certain."""
+    """Return an instruction's rows, computed from its operands'; None if they aren't certain."""
     shape, kind = instruction.shape, dtype(instruction.shape)
     if kind is None or 0 in shape.dimensions:
         return None
@@ -171,7 +175,7 @@ def evaluate(
 
 
 def _ones(shape: Shape) -> tuple[int, ...]:
-    """Return the shape of rows of one number each, which stands for all elements."""
+    """Return the shape of rows that hold one number each, which all elements equal."""
     return (-1,) + (1,) * len(shape.dimensions)
 
 
@@ -185,14 +189,14 @@ def _elementwise(
     opcode, shape = instruction.opcode, instruction.shape
     if any(s.dimensions not in ((), shape.dimensions) for s in shapes):
         return None
-    if shape.dimensions:  # a predicate or a bound may be a scalar
+    if shape.dimensions:  # select's predicate and clamp's bounds may be scalars
         ones = _ones(shape)
         arrays = [rows if s.dimensions else rows.reshape(ones) for rows, s in zip(arrays, shapes)]
     alike = len({rows.dtype for rows in arrays[opcode == "select" :]}) == 1
     if not alike or len(arrays) != _COUNTS.get(opcode, 2):
         return None
     if opcode == "compare":
-        # XLA prints the type only if it isn't the operands' own.
+        # XLA omits the comparison's type if it is the default for the operands' type.
         own = "SIGNED" if arrays[0].dtype.kind == "i" else "UNSIGNED"
         direction = instruction.attribute("direction")
         if instruction.attribute("type") not in (None, own) or direction not in _COMPARE:
@@ -208,6 +212,7 @@ def _elementwise(
 def _moved(
     instruction: Instruction, arrays: Sequence[_Rows], shapes: Sequence[Shape]
 ) -> _Rows | None:
+    """Return the rows of an operation that moves or copies elements without changing them."""
     opcode, shape, rows = instruction.opcode, instruction.shape, arrays[0]
     places = ranges.read_ints(instruction.attribute("dimensions"))
     if opcode == "concatenate":
@@ -238,7 +243,8 @@ def _moved(
     if opcode == "dynamic-slice":
         sizes = ranges.read_ints(instruction.attribute("dynamic_slice_sizes"))
         return _dynamic_slice(rows, arrays[1:], own, sizes)
-    # Operand dimension k becomes dimension places[k]; if these don't ascend, it transposes.
+    # A broadcast: operand dimension k becomes result dimension places[k]. First transpose the
+    # operand so that the places ascend, then insert dimensions of size 1, then repeat elements.
     order = sorted(range(len(own)), key=lambda k: places[k])
     sizes = [1] * len(shape.dimensions)
     for place, size in zip(places, own):
@@ -248,7 +254,7 @@ def _moved(
 
 
 def clamped_index(rows: np.ndarray, last: int) -> np.ndarray | None:
-    """Clamp each device's slice start to 0 and ``last``; None if the result isn't certain."""
+    """Return each device's slice start, clamped to 0 and ``last``; None if it isn't certain."""
     # Backends truncate an index to their own width before they clamp it: a number beyond 32 signed
     # bits may change, and an unsigned number with its highest bit set may become negative.
     kind = rows.dtype.kind
@@ -257,7 +263,7 @@ def clamped_index(rows: np.ndarray, last: int) -> np.ndarray | None:
     rows = rows.reshape(-1)
     largest = _LIMITS[rows.dtype][1]
     most = min(_INT32[1], largest >> 1 if kind == "u" else largest)
-    if len(rows) == 1:  # as most are; numpy takes ten times as long
+    if len(rows) == 1:  # the common case, in which numpy takes ten times as long
         number = int(rows[0])
         low, high = number, number
     else:
@@ -272,6 +278,7 @@ def clamped_index(rows: np.ndarray, last: int) -> np.ndarray | None:
 def _dynamic_slice(
     rows: _Rows, indices: Sequence[_Rows], dims: Sequence[int], sizes: Sequence[int]
 ) -> _Rows | None:
+    """Return each device's block, cut at that device's own start."""
     if not len(sizes) == len(indices) == len(dims):
         return None
     count = max(map(len, (rows, *indices)))

@@ -1,4 +1,4 @@
-"""Finds all-reduces that are all-gathers: each device adds its own piece to zeros.
+"""Finds all-reduces that work as all-gathers: each device adds its own piece to zeros.
 
 XLA for TPU writes a small all-gather like this: each device writes its piece into an array of
 zeros, at a place that follows from the device id, and an all-reduce adds these arrays. Elements of
@@ -21,7 +21,7 @@ from shardrules.hlo.known.ranges import Exact, Value
 from shardrules.hlo.reader import module as hm
 
 _ZERO = re.compile(r"0(\.0*)?|false")
-# Computations with the fusion that calls each, innermost last.
+# Nested computations, innermost last, each with the fusion that calls it (None for the outermost).
 _Within = list[tuple[hm.Computation, hm.Instruction | None]]
 # Opcodes that sum packed words: split into parts, add the parts, join them.
 _PACKED = frozenset(
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Value]) -> Piece | None:
-    """Describe an update whose start differs along one dimension and is known on each device."""
+    """Return the piece of an update whose start differs along one dimension and is known."""
     sizes = zip(full.dimensions, block.dimensions)
     partial = [n for n, (whole, part) in enumerate(sizes) if whole != part]
     if len(partial) != 1 or len(starts) != len(full.dimensions) or full.dynamic or block.dynamic:
@@ -54,6 +54,7 @@ def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Value]
 
 
 def adds(module: hm.Module, instruction: hm.Instruction, reduction: str) -> bool:
+    """Return whether an all-reduce is a sum, of numbers or of the parts of packed words."""
     if reduction == "add" or len(instruction.calls) != 1:
         return reduction == "add"
     called = module.computations[instruction.calls[0]].instructions
@@ -64,7 +65,7 @@ def adds(module: hm.Module, instruction: hm.Instruction, reduction: str) -> bool
         used.update(i.operands)
         if i.opcode.startswith("shift"):
             shifts.update(i.operands[1:])
-    # A constant may say how far to shift; added, it would change the sum.
+    # A constant may only be the distance of a shift: an added constant would change the sum.
     constants = (n for n, i in enumerate(called) if i.opcode == "constant")
     return all(used[n] == shifts[n] for n in constants)
 
@@ -77,6 +78,7 @@ def of(
     groups: np.ndarray | None,
 ) -> Piece | None:
     """Return the piece that each device contributes; None if the all-reduce isn't an all-gather."""
+    # Step 1: follow the operand back to the dynamic-update-slice, which may be inside a fusion.
     within: _Within = [(computation, None)]
     update = computation.instructions[_passed_on(computation, position)]
     if update.opcode == "fusion" and len(update.calls) == 1:
@@ -87,15 +89,19 @@ def of(
     piece = pieces.get((inner.name, update.name))
     if piece is None or update.opcode != "dynamic-update-slice" or groups is None:
         return None
+    # Step 2: the pieces of each group must tile the whole array: sorted, they start at 0, size,
+    # 2 * size and so on, without a gap or an overlap.
     whole = inner.instructions[update.operands[0]].shape.dimensions[piece.dimension]
     size = piece.shape.dimensions[piece.dimension]
     places = np.sort(piece.starts.array.reshape(-1)[groups], axis=1)
     if size * groups.shape[1] != whole or (places != np.arange(0, whole, size)).any():
         return None
+    # Step 3: each device must write into zeros, or the sum would change the others' pieces.
     return piece if _zeros(module, within, update.operands[0]) else None
 
 
 def _passed_on(computation: hm.Computation, position: int) -> int:
+    """Return the position of the value that copies, reshapes and bitcasts pass on."""
     for _ in range(_STEPS):
         instruction = computation.instructions[position]
         target = (
@@ -111,7 +117,7 @@ def _passed_on(computation: hm.Computation, position: int) -> int:
 
 
 def _zeros(module: hm.Module, within: _Within, position: int) -> bool:
-    """Return whether an array is all zeros; looks into and out of fusions."""
+    """Return whether an array is all zeros, following its value into and out of fusions."""
     for _ in range(_STEPS):
         computation, fusion = within[-1]
         instruction = computation.instructions[position]

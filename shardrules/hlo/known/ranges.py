@@ -36,10 +36,10 @@ class Exact:
 
     def __init__(self, state: int, array: np.ndarray):
         self.state = state
-        # One row per device, or one row for all. A row has the value's shape; or as many dimensions
-        # of size 1, and its one number is the value of all elements.
+        # One row per device, or one row for all devices. A row has the value's shape; or it has as
+        # many dimensions, each of size 1, and all elements equal its one number.
         self.array = array
-        self._hash: int | None = None  # with the key made when it is first compared
+        self._hash: int | None = None  # computed with the key at the first comparison
 
     def __eq__(self, other: Any) -> bool:
         if self is other:
@@ -62,12 +62,13 @@ class Started:
     result: Value
 
 
-# What the proof knows of a value: its state's number, or one of these, or that of each element.
+# What the proof knows about a value: the number of a state, an object of the classes above, or a
+# tuple with the values of a tuple's elements.
 Value: TypeAlias = "int | Exact | Ranged | Started | tuple[Value, ...]"
 
 
 def normal(cuts: Sequence[tuple[int, int]]) -> Value:
-    """Drop empty ranges; return a state if one range is left, else a Ranged."""
+    """Return the ranges without empty ones: a state if one range is left, else a Ranged."""
     kept: list[tuple[int, int]] = []
     for stop, state in cuts:
         if stop > (kept[-1][0] if kept else 0):
@@ -80,6 +81,7 @@ def normal(cuts: Sequence[tuple[int, int]]) -> Value:
 def zip_cuts(
     a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]], combine: Callable[[int, int], int]
 ) -> list[tuple[int, int]]:
+    """Return the combined states of two arrays, with a new range where either array has one."""
     cuts = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -93,6 +95,7 @@ def zip_cuts(
 
 
 def joined(parts: Iterable[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Return the ranges of the concatenation of several flat arrays."""
     cuts: list[tuple[int, int]] = []
     offset = 0
     for part in parts:
@@ -102,7 +105,7 @@ def joined(parts: Iterable[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
 
 
 def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Take elements ``start`` to ``stop``."""
+    """Return the ranges of elements ``start`` to ``stop``, counted from ``start``."""
     first = bisect.bisect_right(cuts, start, key=lambda cut: cut[0])
     last = bisect.bisect_left(cuts, stop, first, key=lambda cut: cut[0])
     return [(min(end, stop) - start, state) for end, state in cuts[first : last + 1]]
@@ -111,7 +114,7 @@ def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tupl
 def without_padding(
     cuts: Sequence[tuple[int, int]], constant: Callable[[int], bool]
 ) -> list[tuple[int, int]]:
-    """Join a range of constants to the range before it, or to the next one at the start."""
+    """Join each range of constants to the range before it, and leading ones to the next range."""
     kept: list[tuple[int, int]] = []
     for stop, state in cuts:
         if kept and constant(state):
@@ -124,6 +127,7 @@ def without_padding(
 
 
 def keeps_order(before: Shape, after: Shape) -> bool:
+    """Return whether a bitcast surely keeps all elements and their row-major order."""
     # A bitcast reads the same bytes under another layout: if layouts or element widths differ, it
     # permutes or splits elements. Without printed layouts only a single element is certain.
     return before.element_type == after.element_type and (
@@ -141,7 +145,7 @@ def contiguous(
     for full, size in zip(dimensions, sizes):
         if partial and size != full:
             return None
-        if size != 1:  # all dimensions after one with several rows must be whole
+        if size != 1:  # after a dimension with several rows, all dimensions must be whole
             partial = True
     flat = 0
     for full, start in zip(dimensions, starts):
@@ -163,4 +167,5 @@ def read_slice(text: str, shape: Shape) -> list[tuple[int, int, int]] | None:
 
 
 def read_ints(text: str | None) -> list[int]:
+    """Return all integers that a text contains, in order."""
     return [int(n) for n in re.findall(r"-?\d{1,18}", text or "")]

@@ -25,8 +25,8 @@ class Cause(NamedTuple):
     detail: str = ""  # ``"as {devices=...}"``; messages add it if the axes are not known
 
 
-UNSHARDED = "no sharding in the text"  # what blocks a parameter whose sharding isn't known
-_NAMED = 2  # parameters of those that have none
+UNSHARDED = "no sharding in the text"  # why a parameter blocks the proof
+_NAMED = 2  # the most parameters without a sharding that a message names
 
 
 class Blocker(NamedTuple):
@@ -49,7 +49,7 @@ class Blocker(NamedTuple):
 
 
 def listed(blockers: Iterable[Blocker]) -> str:
-    """Describe blockers; name parameters without a sharding, which may be many, in one entry."""
+    """Return a text for some blockers; one entry names all parameters without a sharding."""
     end = f" has {UNSHARDED}"
     said = [*map(str, blockers)]
     names = [text.removeprefix("parameter ").removesuffix(end) for text in said if end in text]
@@ -63,8 +63,8 @@ class Support(NamedTuple):
     """A statement on which a verdict depends: about an opaque call, or a standing assumption.
 
     Attributes:
-      what: the kernel or target; of an assumption, what it is about.
-      source: ``tag``, ``rule``, ``table`` (of XLA's own targets), ``text`` (the kernel's own) or
+      what: the kernel or target, or the subject of an assumption.
+      source: ``tag``, ``rule``, ``table`` (XLA's own targets), ``text`` (the kernel's text) or
         ``assumption``.
       status: ``audited``, ``declared``, ``built in`` or ``standing``.
       detail: the effect, and where it is declared.
@@ -80,15 +80,18 @@ class Support(NamedTuple):
 
 
 class ValueState(NamedTuple):
-    proven: int = hd.EQUAL  # relation that is proven
+    """What the proof knows about one value on all devices."""
+
+    proven: int = hd.EQUAL  # the relation that is proven
     # The relation that would hold if every blocker gave equal values everywhere.
     optimistic: int = hd.EQUAL
-    # Pairs of relation and cause; all these relations together refine ``optimistic``.
+    # Pairs of a relation and its cause; all these relations together refine ``optimistic``.
     causes: tuple[tuple[int, Cause], ...] = ()
     blockers: tuple[Blocker, ...] = ()  # on the value's path, at most _KEEP
-    # Everything that the proof depends on; a missing one would make it look audited.
+    # All statements that the proof depends on. Without one of them, an unaudited proof could look
+    # audited.
     supports: tuple[Support, ...] = ()
-    # The value depends on the program's constants only, as padding does.
+    # The value depends on constants of the program only, as padding does.
     constant: bool = False
     # Devices differ in this relation only if their values come from different data by steps that
     # keep data different (see ``EQUALIZING``).
@@ -123,33 +126,34 @@ class States:
         return number
 
     def source(self, relation: int, cause: Cause, sure: bool = False) -> int:
-        """Make the state of a source that may differ; ``sure`` means that it does differ."""
+        """Return the state of an input that may differ between devices (``sure``: it differs)."""
         causes = () if relation == hd.EQUAL else ((relation, cause),)
         return self.intern(
             ValueState(relation, relation, causes, apart=relation if sure else hd.EQUAL)
         )
 
     def maybe_equal(self, state: int) -> int:
-        """Make the state of a value that may be equal again, without a proof."""
+        """Return the state of a value that may be equal again, without a proof."""
         fields = self._all[state]
         return state if fields.apart == hd.EQUAL else self.intern(fields._replace(apart=hd.EQUAL))
 
     def either(self, a: int, b: int) -> int:
-        """Make the state of one of two values: equal and apart only where both are."""
+        """Return the state of one of two values: equal, and apart, only where both values are."""
         if a == b:
             return a
         apart = self.relations.coarsen(self._all[a].apart, self._all[b].apart)
         return self.intern(self._all[self.refine(a, b)]._replace(apart=apart))
 
     def blocked(self, blocker: Blocker, *operands: int) -> int:
-        """Make the state of a value of which nothing is known."""
+        """Return the state of an unknown value, with its blocker and its operands' blockers."""
         blockers: tuple[Blocker, ...] = (blocker,)
         for operand in operands:
             blockers = union(blockers, self._all[operand].blockers)[:_KEEP]
         return self.intern(ValueState(hd.DISTINCT, hd.EQUAL, (), blockers))
 
     def refine(self, a: int, b: int) -> int:
-        if a == b or not b:
+        """Combine the states of two operands: devices are equal only where both operands are."""
+        if a == b or not b:  # constants, which have state 0, add nothing
             return a
         if not a:
             return b
@@ -183,10 +187,12 @@ class States:
         return tuple(kept)
 
     def changed(self, state: int, **changes: Any) -> int:
+        """Return a state with other values in some fields."""
         return self.intern(self._all[state]._replace(**changes))
 
 
 def union(a: tuple[_T, ...], b: tuple[_T, ...]) -> tuple[_T, ...]:
+    """Return the items of both tuples in order, each once."""
     if not b or a == b:
         return a
     if not a:
@@ -196,31 +202,33 @@ def union(a: tuple[_T, ...], b: tuple[_T, ...]) -> tuple[_T, ...]:
 
 # Steps that may make different data equal again, without a proof that they do. "Not proven equal"
 # is not "different": the report says that an output *differs* only if it comes from different
-# data and every step keeps the data different. The following may not, so they end
-# ``ValueState.apart``:
+# data and every step keeps the data different. The following steps may make data equal, so after
+# them the devices no longer count as apart (``ValueState.apart``):
 #
 # - Collectives, within their groups: a later step may add moved data to data that stayed, as a ring
 #   of permutes does (``ValueState.moved``). Between groups, sums of different data stay different.
 # - One boolean, or one number that is clipped or rounded: ``isfinite(loss)`` is true everywhere,
-#   ``minimum(1, c / norm)`` is 1 on most devices. In an array of them some elements will differ.
+#   ``minimum(1, c / norm)`` is 1 on most devices. (Arrays of such numbers will differ somewhere.)
 # - any, all, max and min of integers and booleans: most shards have the same largest label.
 # - Operations that cancel: ``x - x``, ``x / x``, ``x == x``, and a product with zero.
 # - Updates: slices may overwrite a whole buffer.
-# - Choices: one of two values is apart only where both are. Of the values that ``axis_index``
-#   chooses between, two with the same state may be one value.
+# - Choices between two values: the result is apart only where both values are. If ``axis_index``
+#   chooses, two options with the same state may be one value.
 # - Steps with several results whose operands vary over different axes (sort, argmax, a kernel with
 #   a rule): the text does not say which result depends on which operand.
 # - Loops of unknown length that devices may leave at different iterations. If all devices leave
-#   together, the loop counts as run, and its body keeps different data different.
-# - Random numbers and infeeds that each device draws for itself, and opaque calls.
+#   together, the loop counts as executed, and its body keeps different data different.
+# - Random numbers that each device draws by itself, infeeds, and opaque calls.
 #
 # Float arithmetic, sums, max of floats, sort, gather and select of arrays keep data different. If a
 # program relies on them giving equal results by chance, it needs an allowance.
+# Of scalars: the result is often the same for different operands.
 _ROUNDS = frozenset(
     "and ceil clamp compare convert count-leading-zeros floor is-finite maximum minimum or popcnt "
     "remainder round-nearest-afz round-nearest-even shift-right-arithmetic shift-right-logical "
     "sign".split()
 )
+# The result is a constant if both operands are one value, or if one operand is zero.
 _SAME = frozenset("compare divide remainder subtract xor".split())
 _ZERO = frozenset("and divide multiply power".split())
 EQUALIZING = _ROUNDS | _SAME | _ZERO
@@ -238,6 +246,7 @@ def rounds(reduction: str, shape: hm.Shape) -> bool:
 
 
 def cancels(computation: hm.Computation, instruction: hm.Instruction) -> bool:
+    """Return whether an instruction with an ``EQUALIZING`` opcode may make different data equal."""
     opcode, shape = instruction.opcode, instruction.shape
     operands = instruction.operands
     if opcode in _ROUNDS and shape.elements is None and shape.element_count <= 1:

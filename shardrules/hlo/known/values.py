@@ -38,23 +38,26 @@ RANGED = frozenset(
 
 
 class Values:
+    """Combines the values of one module and evaluates deterministic operations on them."""
+
     def __init__(self, states: hs.States, budget: int):
         self.states = states
         self.relations = states.relations
-        # The states of uninitialised buffers, each with the state after a loop has filled the
-        # buffer, or with itself if no loop fills it.
+        # From the state of an uninitialised buffer to its state after a loop has filled it; to the
+        # same state if no loop fills it.
         self.unwritten: dict[int, int] = {}
         # The piece that each device writes at its own place, by computation and instruction.
         self.pieces: dict[tuple[str, str], pieces.Piece | None] = {}
-        # How many more instructions may be evaluated; large arrays and many ranges count as
-        # several.
+        # How many more instructions may be evaluated. An instruction with large arrays or many
+        # ranges counts as several.
         self.budget = budget
-        # States of computed numbers, by those of their operands and the devices that differ; and
-        # the clamped starts of slices, by the start and its limit.
+        # Caches: the state of a computed number, by its operands' state and its own relation; and
+        # the clamped start of a slice, by the start and its limit.
         self._of_numbers: dict[tuple[int, int], int] = {}
         self._clamps: dict[tuple[Exact, int], Value] = {}
 
     def collapse(self, value: Value) -> int:
+        """Return one state for a whole value."""
         if type(value) is int:
             return value
         if isinstance(value, Exact):
@@ -66,6 +69,7 @@ class Values:
         return self.merged(value if isinstance(value, tuple) else (value,))
 
     def merged(self, values: Sequence[Value]) -> int:
+        """Return one state for several values: devices are equal only where all values are."""
         state, refine = 0, self.states.refine
         for value in values:
             own = value if type(value) is int else self.collapse(value)
@@ -78,7 +82,7 @@ class Values:
         return len({self.states[self.collapse(value)].apart for value in values}) <= 1
 
     def join(self, a: Value, b: Value, combine: Callable[[int, int], int] | None = None) -> Value:
-        """Return the value of one of two: equal only where both are."""
+        """Return the value that is either of two: devices are equal only where both values are."""
         if a is b or a == b:
             return a
         combine = combine or self.states.either
@@ -132,13 +136,14 @@ class Values:
         return self.states.blocked(blocker, *[self.collapse(o) for o in operands])
 
     def device_number(self, ids: np.ndarray, what: str) -> Exact:
-        """Make the value of a number for each device, such as partition-id."""
+        """Return the value of a number for each device, such as partition-id."""
         relation = self.relations.intern(ids)
         state = self.states.source(relation, hs.Cause(what, "differs"), sure=True)
         rows = ids if relation != hd.EQUAL else ids[:1]
         return Exact(state, rows.reshape(-1))
 
     def computed(self, rows: np.ndarray, operands: Sequence[Value]) -> Value:
+        """Return the value of known numbers; devices are equal where their rows are."""
         if rows.shape[0] > 1:
             self.budget -= rows.size >> 10
             relation = self.relations.intern(hd.row_numbers(rows.reshape(len(rows), rows[0].size)))
@@ -200,6 +205,7 @@ class Values:
     def _clamped(
         self, instruction: hm.Instruction, operands: Sequence[Value], shapes: Sequence[hm.Shape]
     ) -> Sequence[Value]:
+        """Return the operands of a slice or an update, with known starts clamped to the array."""
         first = 1 if instruction.opcode == "dynamic-slice" else 2
         if len(operands) < first:
             return operands
@@ -223,7 +229,7 @@ class Values:
     def _note_piece(
         self, key: tuple[str, str], operands: Sequence[Value], shapes: Sequence[hm.Shape]
     ) -> None:
-        """Note the piece that each device writes; None if evaluations disagree on its place."""
+        """Record the piece that each device writes; None if evaluations disagree on its place."""
         piece = None
         if len(operands) > 2:
             piece = pieces.written(shapes[0], shapes[1], self.collapse(operands[1]), operands[2:])
@@ -234,7 +240,7 @@ class Values:
             self.pieces[key] = piece._replace(state=self.states.refine(earlier.state, piece.state))
 
     def choose(self, which: Exact, options: list[Any]) -> Value:
-        """Return the value that equals, on each device, the option of that device's number."""
+        """Return the value that is, on each device, the option that the device's number selects."""
         numbers = which.array.reshape(-1).astype(np.int64)
         count = self.relations.device_count
         numbers = np.where((numbers < 0) | (numbers >= len(options)), len(options) - 1, numbers)
@@ -266,13 +272,15 @@ class Values:
                 chosen_here = numbers == number
                 rows[chosen_here] = np.broadcast_to(option.array, rows.shape)[chosen_here]
             return self.computed(rows, [*taken, which])
-        states = [self.collapse(t) for t in taken]
+        # Otherwise, label each device with its option and its class in that option's relation:
+        # devices are equal if they take the same option and are equal in it.
         # Options with the same state may be different values: constants 1 and 2 have state 0.
+        states = [self.collapse(t) for t in taken]
         merged = self.states[self.states.refine(self.merged(states), which.state)]
         labels = np.empty((3, count), np.int64)
         for number, state in zip(used, states):
             chosen_here, fields = numbers == number, self.states[state]
-            # They may also be one value, as two equal branches are: then they are not apart.
+            # They may also be one value, as in two equal branches, so they don't count as apart.
             option = len(states) if fields.proven == hd.EQUAL else states.index(state)
             kinds = (fields.proven, fields.optimistic, fields.apart)
             for row, relation, own in zip(labels, kinds, (number, number, option)):
@@ -283,6 +291,7 @@ class Values:
         )
 
     def _cuts(self, value: Value, count: int) -> Sequence[tuple[int, int]] | None:
+        """Return the ranges of a value with ``count`` elements; None if it has another number."""
         if isinstance(value, Ranged):
             self.budget -= len(value.cuts) >> 4
             return value.cuts if value.cuts[-1][0] == count else None
@@ -295,6 +304,7 @@ class Values:
         operands: Sequence[Value],
         shapes: Sequence[hm.Shape],
     ) -> Value:
+        """Return an elementwise operation's value, combining its operands range by range."""
         count = instruction.shape.element_count
         cuts: Any = ((count, 0),)
         for operand, place, shape in zip(operands, instruction.operands, shapes):
@@ -322,12 +332,12 @@ class Values:
     def _ranges(
         self, instruction: hm.Instruction, operands: Sequence[Value], shapes: Sequence[hm.Shape]
     ) -> Value | None:
-        """Propagate element ranges; None if the op mixes them."""
+        """Return the ranges of an operation's result; None if it mixes ranges."""
         opcode, shape = instruction.opcode, instruction.shape
         if shape.is_tuple or any(s.is_tuple for s in shapes[:1]):
             return None
         if shape.dynamic or any(s.dynamic for s in shapes):
-            return None  # the sizes decide where elements lie
+            return None  # the elements' places depend on sizes known only at run time
         count = shape.element_count
         first = shapes[0]
         if opcode in ("reshape", "bitcast"):
@@ -356,6 +366,7 @@ class Values:
     def _between(
         self, value: Value, shape: hm.Shape, place: tuple[int, int] | None
     ) -> Value | None:
+        """Return the value of a block from its flat range ``place`` in an array."""
         cuts = self._cuts(value, shape.element_count)
         if place is None or cuts is None:
             return None
@@ -399,11 +410,10 @@ class Values:
         inside = self._cuts(operands[1], shapes[1].element_count)
         if place is None or inside is None:
             state = self.merged(operands[1:])
-            base = [
-                (stop, self.states.maybe_equal(s)) for stop, s in base
-            ]  # all may be overwritten
-            # The position of a loop's write isn't known; a buffer that the loop fills counts as
-            # filled.
+            # Without a known place, the write may overwrite any element.
+            base = [(stop, self.states.maybe_equal(s)) for stop, s in base]
+            # The place of a write in a loop isn't known either; a buffer that the loop fills
+            # counts as filled.
             filled = [(stop, self.unwritten.get(s, s)) for stop, s in base]
             return ranges.normal([(stop, self.states.refine(s, state)) for stop, s in filled])
         if self._alike([p for _, p in (*base, *inside)]):

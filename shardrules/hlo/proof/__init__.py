@@ -1,1 +1,1 @@
-"""The proof: what each instruction does to that, and the verdict on each collective."""
+"""The proof: how each instruction changes the facts about values, and each collective's verdict."""

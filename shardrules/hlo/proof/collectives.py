@@ -15,8 +15,8 @@ result of each kind, and when it is redundant:
 - ragged-all-to-all: as reduce-scatter, a function of all its operands. Never redundant: if pieces
   overlap, the order of arrival decides.
 
-A group with one member moves nothing and is redundant, but for ragged-all-to-all. Only kinds that
-can be split by axes can be *overwide*: all-reduce, reduce-scatter, all-gather.
+A group with one member moves nothing and is redundant, except for ragged-all-to-all. Only kinds
+that can be split by axes can be *overwide*: all-reduce, reduce-scatter, all-gather.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _HOW = {
 }
 OVERWIDE_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 
-# The attributes that say how a collective connects devices, and those without effect on that
+# The attributes that say how a collective connects devices, and those that don't affect it
 # (output_to_operand_aliasing only places the result: XLA for GPUs, JAX 0.12). Any other attribute
 # may have an effect.
 _ATTRIBUTES = frozenset(
@@ -65,8 +65,8 @@ _ATTRIBUTES = frozenset(
     "source_target_pairs statistics "
     "to_apply use_global_device_ids".split()
 )
-# Reductions of integers and booleans whose bits don't depend on the order of the operands. In
-# floats all of them do, even max and min: max(-0.0, 0.0) depends on the order.
+# Reductions whose result doesn't depend on the operands' order for integers and booleans. For
+# floats it always may, even for max and min: max(-0.0, 0.0) depends on the order.
 _ORDERLESS = frozenset("add multiply minimum maximum and or xor".split())
 _WHOLE = re.compile(r"[su]\d+|pred")
 
@@ -86,6 +86,7 @@ class Channel:
 
 
 def make_groups(lists: hn.IdLists, relations: hd.Relations) -> hd.Groups:
+    """Return the groups of lists of members, with the relation that makes members equal."""
     members, sizes = lists
     labels = np.arange(relations.device_count)
     labels[members] = np.repeat(members[np.cumsum(sizes) - sizes], sizes)
@@ -100,6 +101,7 @@ def read_channel(
     relations: hd.Relations,
     cache: dict[Any, Any],
 ) -> Channel:
+    """Return how a collective connects devices; raise an error if its attributes contradict."""
     values: dict[str, tuple[str, int]] = {}
     unknown = ""
     for key, start, end in instruction.attributes():
@@ -133,7 +135,7 @@ def _connections(
     relations: hd.Relations,
     cache: dict[Any, Any],
 ) -> tuple[_Connections, str]:
-    """Read how a collective connects devices, and say why that is in doubt, "" if it isn't."""
+    """Return the groups or pairs of a collective, and why they are in doubt ("" if they aren't)."""
     number = values.get("channel_id", ("", 0))[0].strip()
     permute = kind == "collective-permute"
     text, place = values.get(
@@ -172,6 +174,7 @@ def _connections(
 
 
 def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations) -> _Connections:
+    """Return the groups of devices, with the ids read as channel_id and the global flag say."""
     lists, mesh = hn.read_groups(text)
     if flat is None:
         mode = "cross_partition" if channel else "cross_replica"
@@ -211,7 +214,7 @@ def updates_in_place(instruction: hm.Instruction, kind: str) -> bool:
 
 
 def slice_bytes(instruction: hm.Instruction, shape: hm.Shape) -> int:
-    """Count the bytes of an operand's slices that a permute in place moves."""
+    """Return the bytes of the operand's slices that an in-place permute moves."""
     slices = re.findall(r"\{([\d,\s]*)\}", instruction.attribute("slice_sizes") or "")
     kinds = {leaf.bits for leaf in shape.leaves()}
     if not slices or len(kinds) != 1:
@@ -227,8 +230,8 @@ def orderless(reduction: str, instruction: hm.Instruction) -> bool:
 
 
 def reduction_of(computation: hm.Computation) -> str:
-    """Name the one operation of two parameters that a reduction applies; several by a checksum."""
-    if not computation.calling:  # else the names of what it calls count
+    """Return the opcode of a reduction, or a checksum if it applies several operations."""
+    if not computation.calling:  # otherwise the callees' names are part of the checksum
         computation = computation.original
     root = computation.instructions[computation.root]
     plain = {computation.instructions[o].opcode for o in root.operands} == {"parameter"}
@@ -243,7 +246,7 @@ def reduction_of(computation: hm.Computation) -> str:
 
 
 def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations) -> _Connections:
-    """Read a permute's pairs as the groups of devices that they connect."""
+    """Return the groups of devices that a permute's pairs connect."""
     if not text:
         raise hn.NotationError("a collective-permute without source_target_pairs")
     partitions, replicas = relations.partitions, relations.replicas
@@ -265,7 +268,7 @@ def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations
 
 
 def pair_groups(pairs: np.ndarray, relations: hd.Relations) -> hd.Groups:
-    """Make the groups of devices that a permute's pairs connect."""
+    """Return the groups of devices that the given pairs connect."""
     ends = pairs.T
     relation = relations.linked(ends)
     labels = relations.labels(relation)
@@ -279,15 +282,15 @@ def pair_groups(pairs: np.ndarray, relations: hd.Relations) -> hd.Groups:
 
 
 def _in_each_slice(ids: np.ndarray, relations: hd.Relations) -> np.ndarray:
-    """Repeat ids of devices of one slice for each slice; the text is that of one."""
+    """Repeat one slice's device ids for every slice, since the text is one slice's program."""
     starts = np.arange(relations.slices) * (relations.device_count // relations.slices)
     repeated: np.ndarray = starts.reshape(-1, *(1,) * ids.ndim) + ids
     return repeated
 
 
 # XLA for GPUs splits the permutes of pipelines into send and recv, with the pairs in a frontend
-# attribute. Nothing is proven of received data; the sent bytes count. (``slices`` reads what TPU
-# slices send each other.)
+# attribute. The proof proves nothing about received data, but the sent bytes count. (``slices``
+# reads the sends between TPU slices.)
 _PAIRS = re.compile(
     r'_xla_send_recv_source_target_pairs\s*+=\s*+"?(\{\s*+(?:\{[\d,\s]*+\}[\s,]*+)*+\})'
 )
@@ -295,7 +298,7 @@ _TYPE = re.compile(r'_xla_megascale_transfer_type\s*=\s*"?(\w+)')
 
 
 def is_send(instruction: hm.Instruction) -> bool:
-    """Return whether a send goes to other devices, not to the host as callbacks on TPU do."""
+    """Return whether a send goes to other devices; callbacks on TPU send to the host."""
     if instruction.opcode not in _SENDS:
         return False
     hints = instruction.attribute("frontend_attributes") or ""
@@ -303,7 +306,7 @@ def is_send(instruction: hm.Instruction) -> bool:
 
 
 def send_blocker(instruction: hm.Instruction) -> hs.Blocker:
-    """Return the blocker of a send: the proof does not follow it."""
+    """Return the blocker of a send, which the proof does not follow."""
     match = _TYPE.search(instruction.attribute("frontend_attributes") or "")
     to = "other devices" + (f" ({match[1]} by Megascale)" if match else "")
     return hs.Blocker(f"send {instruction.name!r} to {to}, which the proof doesn't follow")
@@ -322,14 +325,14 @@ def read_send(instruction: hm.Instruction, relations: hd.Relations) -> Channel:
 
 
 def everyone(relations: hd.Relations) -> hd.Groups:
-    """Make the groups of a collective that may connect any devices."""
+    """Return the groups of a collective that may connect any devices."""
     count = relations.device_count
     groups = make_groups((np.arange(count), np.array([count])), relations)
     return dataclasses.replace(groups, complete=False)  # so that no axes are named
 
 
 def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:
-    """Return a number for each group; equal ones where labels, in order or sorted, are equal."""
+    """Return a number for each group; groups with the same labels have the same number."""
     if groups.matrix is not None:
         seen = labels[groups.matrix]
         return hd.row_numbers(np.sort(seen, axis=1) if sort else seen)
@@ -345,8 +348,8 @@ class Exchange:
     def __init__(self, states: hs.States):
         self.states = states
         self.relations = states.relations
-        # By id(groups) and more: groups with the same relation may order or move their members
-        # differently. The proof keeps them alive.
+        # The keys hold id(groups), because groups with the same relation may order or move their
+        # members differently. The proof keeps the groups alive, so an id stays unique.
         self._relations: dict[Any, int] = {}
         self._states: dict[Any, int] = {}
 
@@ -361,7 +364,10 @@ class Exchange:
         return self._relations[key]
 
     def _moved(self, groups: hd.Groups, ordered: bool, how: str, relation: int) -> np.ndarray:
-        """Return the labels of devices after a collective."""
+        """Return the devices' labels after a collective."""
+        # Devices get equal labels if they surely hold the same value afterwards. For groups, the
+        # ranges of labels don't overlap: joined values are below 2 * count, devices in no group
+        # have 2 * count to 3 * count, exchanged pieces have 4 * count and more.
         labels = self.relations.labels(relation)
         count = self.relations.device_count
         if how == "permute":
@@ -381,7 +387,7 @@ class Exchange:
         numbers = np.repeat(values, groups.sizes)
         if how == "exchange":
             numbers = numbers * groups.size + groups.places + 4 * count
-        moved = np.arange(count) + 2 * count  # a device in no group keeps its own value
+        moved = np.arange(count) + 2 * count  # a device in no group equals no other
         moved[groups.members] = numbers
         return moved
 
@@ -395,7 +401,8 @@ class Exchange:
         old, rules = self.states[state], self.states[guard]
         proven = self.relation(groups, ordered, how, old.proven)
         optimistic = self.relation(groups, ordered, how, old.optimistic)
-        # An exchange gives every position another value; the operands' causes act as in a join.
+        # An exchange gives each position its own piece, and that is a cause of its own (below);
+        # the operands' causes act as in a join.
         plain = "join" if how == "exchange" else how
         causes = [(self.relation(groups, ordered, plain, r), c) for r, c in old.causes]
         if how == "exchange":
@@ -432,8 +439,9 @@ class Exchange:
 
     def _apart(self, groups: hd.Groups, how: str, apart: int, uniform: bool) -> int:
         """Return ``ValueState.apart`` after a collective."""
-        # A later step may add moved data to data that stayed, as a ring of permutes does: members
-        # of a group count as equal. Groups differ if their members' data differ in any order.
+        # A later step may add moved data to data that stayed, as a ring of permutes does, so the
+        # members of a group count as equal. Two groups stay apart if their members' data differ
+        # even after sorting.
         if apart == hd.EQUAL or not (uniform and groups.complete):
             return hd.EQUAL
         return self.relation(groups, False, "first" if how == "first" else "join", apart)
@@ -444,9 +452,9 @@ class Exchange:
 
 
 def result_how(instruction: hm.Instruction, channel: Channel) -> str:
-    """Name how a collective transforms relations: by join, exchange, permute or first."""
+    """Return how a collective transforms relations: join, exchange, permute or first."""
     if channel.kind == "all-to-all" and channel.groups.matrix is not None:
-        # If each member sends one value to all, every member gets the same from it.
+        # If each member sends one value to all members, all of them receive the same values.
         alone = len(instruction.operands) > 1 and len(set(instruction.operands)) == 1
         return "join" if alone else "exchange"
     return _HOW.get(channel.kind, "exchange")

@@ -1,4 +1,4 @@
-"""Loops and branches in the proof."""
+"""Evaluates loops and branches in the proof."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _MAX_STEPS = 12  # iterations of a loop to evaluate one by one
 
 
 def loop(visit: Visit) -> Value:
+    """Evaluate a while loop."""
     proof, _, _, instruction, operands, guard = visit
     if len(operands) != 1:
         why = f"while {instruction.name!r} has {len(operands)} operands"
@@ -35,9 +36,10 @@ def loop(visit: Visit) -> Value:
     stated = loops.stated_count(instruction)
     trips = loops.counted(proof.module, instruction, start)
     evaluated = _LoopEvaluation(proof, instruction, guard)
-    # Three ways, the most exact first: run a known count until the carry repeats; run while the
-    # predicate's numbers are known; else join all iterations. If the text states another count
-    # than the counter's arithmetic, neither is certain: assume any.
+    # There are three ways, and the most exact comes first: with a known count, evaluate iterations
+    # until the carry repeats; evaluate iterations while the predicate's numbers are known; or join
+    # all iterations. If the text states another count than the counter's arithmetic gives, neither
+    # is certain, so any count is assumed.
     if trips is not None and stated not in (None, trips):
         trips, value = None, None
     elif trips is not None:
@@ -52,7 +54,7 @@ def loop(visit: Visit) -> Value:
     return value
 
 
-# After how many iterations an element stops changing, and the collectives that make it.
+# After how many iterations an element stops changing, and the collectives that compute it.
 _Age = tuple[int, frozenset[int]]
 
 
@@ -68,27 +70,28 @@ class _LoopEvaluation:
 
     def settled(self, start: Value, trips: int | None) -> Value | None:
         """Evaluate until the carry's states no longer change; None if they never settle."""
-        # Any iteration may be the last, so the carry gets the join of all of them: each pass joins
-        # what the body returns to what it was given, until nothing changes (Kleene's iteration). A
-        # join only refines the partition of the devices that is proven, of which there are finitely
-        # many. A chain of carries, each fed by the next, changes one of them in each pass; after 32
-        # passes all elements get one state, which is sound and ends soon. What is still another
-        # after 64 passes (causes and blockers count, too) is given up, and blocks the proof.
+        # Any iteration may be the last, so the result is the join of all of them: each pass joins
+        # the body's result to the body's argument, until nothing changes (Kleene's iteration). This
+        # ends because a join only refines the proven partition of the devices, and there are
+        # finitely many partitions. But if each element of the carry is fed by the next, each pass
+        # changes only one of them. So after 32 passes all elements get one merged state, which is
+        # sound and converges soon. If the carry still changes after 64 passes (changes of causes
+        # and blockers count, too), the loop becomes a blocker.
         carry, guard = start, self.guard
         states = self.values.states
         for step in range(64):
             before = guard
-            # The predicate decides who runs the next iteration: its state guards the body's
-            # collectives, and may differ more in each pass, as the carry does.
+            # The predicate decides which devices run the next iteration, so its state guards the
+            # body's collectives. Like the carry, it may differ between more devices in each pass.
             predicate = self.values.collapse(self.proof.evaluate(self.condition, (carry,), guard))
             if trips is None:
                 guard = states.refine(guard, predicate)
             out = self.proof.evaluate(self.body, (carry,), guard)
             joined = self.values.join(carry, out)
             if joined == carry and guard == before:
-                if trips is not None:  # the count is known: the result is the body's
+                if trips is not None:  # all devices leave together, with the body's result
                     return out if trips else start
-                # Devices that leave at different iterations hold different values of one carry.
+                # Devices that leave at different iterations hold the carries of those iterations.
                 run = _diverged(self.values, carry, predicate)
                 together = states[predicate].proven == hd.EQUAL
                 return _apart_as(self.values, run, out) if together else run
@@ -105,6 +108,8 @@ class _LoopEvaluation:
         def renamed(value: Value, names: dict[int, int]) -> Value:
             return self.values.mapped(value, lambda state: names.get(state, state))
 
+        # An uninitialised buffer that the loop fills gets another state inside of the loop, so that
+        # a write into it counts as filling it. Whatever stays unwritten gets its old state back.
         filled, empty = self._filled(carry, trips), list(self.values.unwritten)
         inside = {state: customcalls.empty_buffer(self.values, True) for state in empty}
         carry = tuple([renamed(c, inside if k in filled else {}) for k, c in enumerate(carry)])
@@ -113,10 +118,10 @@ class _LoopEvaluation:
         return value if value is None else renamed(value, outside)
 
     def _filled(self, carry: tuple[Value, ...], trips: int) -> set[int]:
-        """Find the buffers that a loop fills, by what its first two iterations write."""
+        """Return the carry's buffers that a loop fills, judged by its first two iterations."""
         # The second iteration must write as many elements as the first, at another place, and
-        # enough that all iterations together fill the buffer. FILLED states the assumption that the
-        # other iterations go on like this.
+        # enough elements that all iterations together fill the buffer. FILLED states the assumption
+        # that the other iterations do the same.
         steps = [carry]
         for _ in range(2):
             following = self.proof.evaluate(self.body, (steps[-1],), self.guard)
@@ -132,9 +137,10 @@ class _LoopEvaluation:
         return filled
 
     def _iterated(self, carry: Value, trips: int) -> Value | None:
-        """Evaluate iterations until the carry repeats."""
-        # A carry's initial value no longer matters once an iteration replaces it: a carry that
-        # starts sharded and is summed in each iteration ends equal.
+        """Evaluate iterations until the carry repeats; None if it doesn't repeat soon."""
+        # The carry's initial value no longer matters once an iteration replaces it: a carry that
+        # starts sharded and is summed in each iteration ends equal. From the first repetition on,
+        # the carries form a cycle, so the number of trips gives the last carry's place in it.
         history = [carry]
         seen = {carry: 0}
         for step in range(1, min(trips, _MAX_STEPS) + 1):
@@ -165,6 +171,8 @@ class _LoopEvaluation:
                 return carry
             guard = self.values.states.refine(guard, predicate.state)
             following = self.proof.evaluate(self.body, (carry,), guard)
+            # Devices that run take the body's result, the others keep their carry. Elements that no
+            # longer change are the same in both.
             which = Exact(predicate.state, running.astype(np.int64))
             chosen = self.values.choose(which, [carry, following])
             if isinstance(carry, tuple) and isinstance(chosen, tuple):
@@ -175,16 +183,18 @@ class _LoopEvaluation:
         return None
 
     def _stays(self, count: int, collectives: frozenset[int], step: int, guard: int) -> bool:
+        """Return whether an element has settled by now, and its collectives run in whole groups."""
         proven, transfer = self.values.states[guard].proven, self.proof.transfer
         records = [self.proof.records.get((self.body.name, p)) for p in collectives]
         return count <= step and all(r and transfer.uniform(proven, r.channel) for r in records)
 
     @functools.cached_property
     def ages(self) -> dict[int, _Age]:
-        """Return after how many iterations elements of the carry stop changing."""
+        """Return the elements of the carry that stop changing, and after how many iterations."""
         # An element that the body passes on never changes. A deterministic function of such
-        # elements no longer changes after the first iteration, a function of those after the
-        # second, and so on.
+        # elements stops changing after the first iteration, a function of those after the second,
+        # and so on. Each round of the outer loop adds the elements that depend only on elements
+        # already in ``ages``; it ends with a round that adds none.
         returned = self.root.operands if self.root.opcode == "tuple" else ()
         passed = [_passed(self.body, k, self.proof.module.unknown) for k in range(len(returned))]
         ages: dict[int, _Age] = {k: (0, frozenset()) for k, e in enumerate(passed) if e == k}
@@ -216,6 +226,7 @@ class _LoopEvaluation:
 
 
 def _unwritten_count(values: Values, value: Value, count: int) -> int:
+    """Return how many of a value's ``count`` elements are still uninitialised."""
     if type(value) is int:
         return count if value in values.unwritten else 0
     if not isinstance(value, Ranged):
@@ -225,8 +236,8 @@ def _unwritten_count(values: Values, value: Value, count: int) -> int:
 
 
 def _apart_as(values: Values, value: Value, out: Value) -> Value:
-    """Give a loop's value the differences that its body makes."""
-    # A value that differs after every iteration differs after the loop, if the loop runs at all,
+    """Return a loop's value, apart on the devices on which the body's result is apart."""
+    # A value that differs after every iteration differs after the loop (if the loop runs at all),
     # even if the carry was equal at the start.
     if isinstance(value, tuple) and isinstance(out, tuple) and len(value) == len(out):
         return tuple([_apart_as(values, v, o) for v, o in zip(value, out)])
@@ -236,6 +247,7 @@ def _apart_as(values: Values, value: Value, out: Value) -> Value:
 
 
 def _forget(before: Value, after: Value) -> Value:
+    """Return the next carry without exact numbers that have changed: such a carry can repeat."""
     if isinstance(after, Exact) and after != before:
         return after.state
     if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
@@ -253,6 +265,7 @@ def _diverged(values: Values, value: Value, predicate: int) -> Value:
 
 
 def conditional(visit: Visit) -> Value:
+    """Evaluate all branches of a conditional, and combine their results element by element."""
     proof, computation, _, instruction, operands, guard = visit
     branches = [proof.module.computations[c] for c in instruction.calls]
     if len(operands) != len(branches) + 1:
@@ -275,7 +288,7 @@ def conditional(visit: Visit) -> Value:
         numbers = np.where((numbers < 0) | (numbers > last), last, numbers)
 
     def chosen(options: list[Value], same: list[int]) -> Value:
-        """Give each device the result of its branch; ``same``: the first that returns that."""
+        """Return each device's result; ``same``: for each branch, the first with its result."""
         if not any(same):
             return options[0]
         if numbers is not None:
@@ -301,14 +314,14 @@ def conditional(visit: Visit) -> Value:
 def _origin(
     proof: Proof, computation: hm.Computation, operand: int, branch: hm.Computation, index: int
 ) -> Any:
-    """Say what a branch of a conditional returns at ``index``, None if it isn't clear."""
+    """Return a key that two branches share if they return one value at ``index``, else None."""
     unknown = proof.module.unknown
     root = branch.instructions[branch.root]
     if root.opcode == "tuple" and index < len(root.operands):
         result = _behind_copies(branch, root.operands[index], unknown)
         constant = branch.instructions[result]
         if constant.opcode == "constant" and constant.start not in unknown:
-            if "..." in constant.literal:  # elided: equal to itself only
+            if "..." in constant.literal:  # the text elides it, so it only equals itself
                 return "elided", branch.name, result
             return "constant", constant.shape, constant.literal
     element = _passed(branch, index, unknown)
@@ -319,6 +332,7 @@ def _origin(
 
 
 def _behind_copies(computation: hm.Computation, position: int, unknown: dict[int, str]) -> int:
+    """Return the position of the value that copies, if any, pass on."""
     # A copy with an unknown attribute may be more than a copy.
     while (
         instruction := computation.instructions[position]
@@ -328,7 +342,7 @@ def _behind_copies(computation: hm.Computation, position: int, unknown: dict[int
 
 
 def _passed(computation: hm.Computation, index: int, unknown: dict[int, str]) -> int | None:
-    """Return the parameter's element that a computation returns unchanged at ``index``, or None."""
+    """Return which element of the parameter is returned unchanged at ``index``; None if none is."""
     root = computation.instructions[computation.root]
     if root.opcode != "tuple" or index >= len(root.operands):
         return None

@@ -18,8 +18,8 @@ from shardrules.registry.table import PROVEN, Registration
 
 LOCAL = "a function of its operands on each device"
 
-# Targets that XLA itself emits, or JAX for its own numerical routines, and what each does. A wrong
-# entry makes wrong proofs: the reason must hold for every use of the target.
+# Targets that XLA emits itself, or that JAX emits for its own numerical routines, and what each
+# does. A wrong entry makes wrong proofs: the description must hold for every use of the target.
 OWN_TARGETS: dict[str, str] = {
     "AssumeGatherIndicesInBound": "passes its operand on (TPU: a promise about gather indices)",
     "GatherScatterIndicesBitpacked": "packs gather or scatter indices (TPU)",
@@ -69,7 +69,7 @@ FILLED = hs.Support(
     "assumed to be overwritten, by a loop or a kernel that writes to it, before it is read",
 )
 
-# A TPU collective may be spread over fusions: a start, optional steps, and a done. Each holds a
+# A TPU collective may be spread over fusions: a start, optional steps, and a done. Each contains a
 # copy of the collective with the same `chain_id`; the program uses only the done's result.
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
@@ -91,7 +91,7 @@ _PALLAS = re.compile(r"\bname=([\w.<>\-]+)")
 
 
 def frontend_attributes(text: str | None) -> dict[str, str]:
-    """Read ``{a="x",b=y}``, with quoted or bare values."""
+    """Return the keys and values of ``{a="x",b=y}``; values may be quoted or bare."""
     if not text:
         return {}
     attributes: dict[str, str] = {}
@@ -107,7 +107,7 @@ def frontend_attributes(text: str | None) -> dict[str, str]:
 def kernel_name(
     config: str | None, target: str, tag: dict[str, str], metadata: Metadata
 ) -> str | None:
-    """Find the kernel's name in the tag, the backend config or the op_name."""
+    """Return the kernel's name from the tag, the backend config or the op_name."""
     if tag.get("shardrules.kernel"):
         return tag["shardrules.kernel"]
     if target not in SHARED_TARGETS:
@@ -115,7 +115,7 @@ def kernel_name(
     if config:
         if config.startswith('"'):
             config = re.sub(r"\\(.)", r"\1", config[1:-1])
-        # A kernel's quoted body may hold anything: take a name only from a key outside of it.
+        # A kernel's quoted body may contain any text: take a name only from a key outside of it.
         outside = re.sub(
             r'((?:\bir|"?body"?|\bmodule|\bopaque)\s*[=:]\s*)"[^"\\]*(?:\\.[^"\\]*)*"',
             r'\1""',
@@ -132,7 +132,7 @@ def kernel_name(
 
 
 def read_mesh(text: str) -> dict[str, int] | None:
-    """Read a tag's ``data=4,model=2``; None if it has another form."""
+    """Return the mesh of a tag's ``data=4,model=2``; None if the text has another form."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
@@ -143,6 +143,7 @@ def read_mesh(text: str) -> dict[str, int] | None:
 
 
 def empty_buffer(values: Values, filling: bool) -> int:
+    """Return the state of an uninitialised buffer (``filling``: inside a loop that fills it)."""
     loop = ", in a loop that fills it" if filling else ""
     state = values.states.blocked(
         hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")
@@ -154,6 +155,7 @@ def empty_buffer(values: Values, filling: bool) -> int:
 
 
 def target_of(instruction: Instruction) -> str:
+    """Return a custom call's target; "" for any other instruction."""
     if instruction.opcode != "custom-call":
         return ""
     return (instruction.attribute("custom_call_target") or "").strip('"')
@@ -166,7 +168,7 @@ def aliased(instruction: Instruction) -> set[int]:
 
 
 def spread_steps(module: Module) -> set[tuple[str, int]]:
-    """Find the copies of spread collectives whose done is in another fusion."""
+    """Return the places of copies of spread collectives that end in another fusion's done."""
     steps: dict[str, list[tuple[str, int]]] = {}
     done: set[str] = set()
     if not module.mentions(ASYNC_DONE):
@@ -193,12 +195,12 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
 
 
 class CallEffects(NamedTuple):
-    """What one custom call does, and who says so."""
+    """The effects of one custom call, and the evidence for them."""
 
     effects: tuple[axistypes.Effect, ...] | None  # one for each output; None: see ``blocker``
     support: hs.Support | None  # the evidence for the effects
     mesh: dict[str, int] | None  # the tag's mesh
-    blocker: Any  # the hs.Blocker of a result whose effect, or its mesh, isn't known
+    blocker: Any  # the hs.Blocker for outputs whose effect or mesh isn't known
 
 
 class _CustomCall:
@@ -272,7 +274,7 @@ def _by_rule(call: _CustomCall, registry: Any) -> CallEffects | None:
         if name in SHARED_TARGETS and name != call.kernel:
             continue  # such a rule would apply to all kernels of the target
         registration = registry.find(name)
-        # jaxlib's own targets are in the table
+        # The table describes jaxlib's own targets.
         if registration is not None and not (
             registration.library == "jaxlib" and call.target in JAXLIB.targets
         ):
@@ -306,7 +308,7 @@ def _by_table(call: _CustomCall) -> CallEffects | None:
 
 
 def _by_text(call: _CustomCall) -> CallEffects | None:
-    """Read the kernel itself if the program holds it as text, as XLA does on TPU."""
+    """Return the effects of a kernel that the program contains as text; XLA for TPU writes some."""
     if call.target != "tpu_custom_call" or not mosaic.is_local(call.config or ""):
         return None
     name = repr(call.kernel) if call.kernel else f"the kernel at {call.op_name or 'no op_name'}"

@@ -1,4 +1,4 @@
-"""From the effect of a kernel's rule and its operands' states to the state of an output."""
+"""Applies the effect of a kernel's rule to the states of the kernel's operands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardrules.registry import axistypes
 def applied(
     visit: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.CallEffects
 ) -> int:
-    """Return the state of an output whose rule has this effect, from that of all operands."""
+    """Return an output's state from the effect that its rule has and the operands' merged state."""
     proof, states = visit.proof, visit.proof.values.states
     if effect.kind == "local":
         return state
@@ -58,6 +58,7 @@ def applied(
 
 
 def _mesh_channel(proof: Proof, effect: axistypes.Effect, sizes: dict[str, int]) -> hc.Channel:
+    """Return the channel of a kernel that communicates over axes of a mesh with these sizes."""
     relations = proof.values.relations
     # A typed output is equal along the axes that its type does not name.
     along = [n for n in sizes if (n in effect.axes) != (effect.kind == "typed")]

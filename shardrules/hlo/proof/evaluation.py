@@ -1,8 +1,8 @@
-"""The pass: evaluates the instructions of each computation, with a value for each.
+"""Evaluates the instructions of each computation and gives each of them a value.
 
 Each computation is evaluated once for each distinct set of arguments. A table of handlers (see
-``handlers``) says what each opcode does; each is called with a ``Visit``. ``CallGraph`` says
-which collectives are in computations that no evaluation follows.
+``handlers``) says what each opcode does; a handler is called with a ``Visit``. ``CallGraph`` says
+which computations run in a way that no evaluation follows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardrules.hlo.reader import module as hm
 _STATES = frozenset([int])  # the type of a value that is one state
 _make = tuple.__new__
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
-# Opcodes that are deterministic if the computations that they apply are.
+# Opcodes that are deterministic if the computations that they apply are deterministic.
 APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort topk".split())
 _PURE = (
     ELEMENTWISE
@@ -60,17 +60,17 @@ _QUIET_CALLS = _QUIET | {"fusion", "call"}
 
 
 class CallGraph:
-    """What a module's computations reach, directly or through calls."""
+    """Facts about a module's computations that depend on the computations they call."""
 
     def __init__(self, module: hm.Module):
         self.module = module
-        # By name, why a computation also runs in a way that no evaluation covers. Nothing is proven
-        # for the collectives in it, even if other callers were evaluated.
+        # By name: why a computation also runs in a way that no evaluation covers. Nothing is proven
+        # about the collectives in it, even if its other callers were evaluated.
         self.unfollowed: dict[str, hs.Blocker] = {}
         self.talking: set[str] = set()  # computations that communicate, directly or through calls
         self._impure: set[str] = set()
-        # Computations that no message and no record names. A repetition of one has the same
-        # result for the same arguments, so that its original is evaluated in its place.
+        # Computations that no message and no record names. A repeat of such a computation gives
+        # the same result for the same arguments, so its original is evaluated instead.
         self.quiet: set[str] = set()
         for name, computation in module.computations.items():  # callees first
             if computation.original is not computation:
@@ -93,6 +93,7 @@ class CallGraph:
                 self._impure.add(name)
 
     def _is_quiet(self, computation: hm.Computation) -> bool:
+        """Return whether neither a computation nor its callees are named in messages or records."""
         if not self.module.opcodes[computation.name] <= _QUIET_CALLS or self.module.unknown:
             return False
         for position in computation.calling:
@@ -110,7 +111,7 @@ class CallGraph:
         return understood and self._impure.isdisjoint(instruction.calls)
 
     def applied(self, instruction: hm.Instruction) -> str:
-        """Name the nondeterministic computation that an instruction applies, "" if none."""
+        """Return a text that names a nondeterministic computation that an instruction applies."""
         impure = next((name for name in instruction.calls if name in self._impure), None)
         return f"computation {impure!r}, which is not a deterministic function" if impure else ""
 
@@ -120,7 +121,7 @@ class CallGraph:
         return f"{name} has an unknown attribute, {key}"
 
     def abandon(self, names: Iterable[str], why: str) -> hs.Blocker:
-        """Note that computations, and those that they call, also run without being evaluated."""
+        """Record that computations and their callees also run without being evaluated."""
         blocker = hs.Blocker(why)
         stack = list(names)
         while stack:
@@ -139,7 +140,7 @@ class CallGraph:
             if repeats and (name in self.quiet or self.module.opcodes[name] <= _PLAIN):
                 continue
             if not unknown and self.module.opcodes[name] <= _PLAIN:
-                # Most computations: only operands may be missing.
+                # The common case: such instructions can only lack operands.
                 alone = [i for i in computation.instructions if not i.operands]
                 if not any(i.opcode in _TAKES for i in alone):
                     continue
@@ -154,12 +155,12 @@ class CallGraph:
                 why = (
                     f"{opcode} {instruction.name!r} runs it in a way that the proof doesn't follow"
                 )
-                if not understood:  # it may run any computation that it names
+                if not understood:  # the instruction may run any computation that it names
                     names = [*names, *self._named(instruction)]
                     why = self.unknown_attribute(instruction)
                 elif opcode in _FOLLOWED:
                     continue
-                elif opcode in _CONTINUED:  # it continues its operand's computation
+                elif opcode in _CONTINUED:  # the instruction continues its operand's computation
                     before = [computation.instructions[o].calls for o in instruction.operands[:1]]
                     names = () if names in before else names
                 elif not names and opcode not in handled:
@@ -168,6 +169,7 @@ class CallGraph:
                     self.abandon(names, why)
 
     def _check(self, instruction: hm.Instruction, handled: bool) -> None:
+        """Raise an error if an instruction is an unknown collective or lacks required parts."""
         opcode = instruction.opcode
         if not handled and hc.unknown_kind(instruction):
             raise self.error(
@@ -191,6 +193,7 @@ class CallGraph:
         return attributes.syntax_error(self.module.text, instruction.start, f"{name} {what}")
 
     def _named(self, instruction: hm.Instruction) -> list[str]:
+        """Return all computations that an instruction's attributes name."""
         text = instruction.text[instruction.attributes_start : instruction.end]
         return [w for w in _NAMED.findall(text) if w in self.module.computations]
 
@@ -205,7 +208,9 @@ class Record:
 
 
 class Handlers(NamedTuple):
-    # None for a deterministic function of the operands (``Values.general`` evaluates it), and
+    """The functions that evaluate instructions."""
+
+    # None for a deterministic function of the operands, which ``Values.general`` evaluates;
     # ``parameter`` for parameters, which ``Proof.evaluate`` reads itself.
     by_opcode: Mapping[str, Handler | None]
     other: Handler  # for opcodes that the table lacks
@@ -227,7 +232,7 @@ Handler = Callable[[Visit], Value]
 
 
 def parameter(visit: Visit) -> Value:
-    raise NotImplementedError  # it stands for what ``Proof.evaluate`` does with its arguments
+    raise NotImplementedError  # a marker: ``Proof.evaluate`` reads parameters itself
 
 
 class Proof:
@@ -252,21 +257,22 @@ class Proof:
         # By computation name and position:
         self.records: dict[tuple[str, int], Record] = {}
         self.opaque: dict[tuple[str, int], customcalls.CallEffects] = {}
-        # The state that a send to another slice sends, and its guard, in the latest evaluation.
+        # For each send to another slice: the sent value's state and the guard, as last evaluated.
         self.sent: dict[tuple[str, int], tuple[int, int]] = {}
         self.cache: dict[Any, Any] = {}  # parsed attributes, by their text
         self.result: Value = 0  # the entry computation's value
         self._memo: dict[tuple[str, tuple[Value, ...], int], Value] = {}
-        self._counts: dict[str, int] = {}  # of the parameters of quiet computations
+        self._counts: dict[str, int] = {}  # the number of parameters of a quiet computation
         self._summaries: dict[str, list[summaries.Word] | summaries.Word | None] = {}
-        self._evaluated: set[str] = set()  # computations that ran once; a summary may follow
+        self._evaluated: set[str] = set()  # computations to summarise at their next call
         self._depth = 0
 
     def abandoned(self, names: Iterable[str], why: str, operands: Sequence[Value]) -> int:
+        """Abandon computations and return the state of their unknown result."""
         return self.values.blocked(self.reach.abandon(names, why), operands)
 
     def operation(self, computation: hm.Computation, position: int, operands: list[Value]) -> Value:
-        """Evaluate one operation by itself, whatever the computation's arguments are."""
+        """Evaluate one operation on given operands, outside of its computation's evaluation."""
         instruction = computation.instructions[position]
         handler = self.handlers.by_opcode[instruction.opcode]
         if handler is None:
@@ -307,9 +313,9 @@ class Proof:
         """Return a computation's value; ``guard`` is the state of the predicates around it."""
         # An abstract interpretation (Cousot and Cousot, POPL 1977): instead of numbers, each
         # instruction makes a state, the partition of the devices into classes with equal values.
-        # Instructions stand after their operands, so that one pass in order suffices; calls come
-        # back here, and only loops iterate (``control``). Equal arguments give equal results:
-        # they are kept, or a layer that is called a hundred times would be evaluated as often.
+        # Instructions stand after their operands, so one pass in order suffices. Calls recurse into
+        # this method, and only loops iterate (``control``). Equal arguments give equal results, so
+        # results are kept: a layer that is called a hundred times is evaluated once.
         name = computation.name
         if name in self.reach.quiet and len(arguments) >= self.parameter_count(computation):
             computation = computation.original
@@ -319,12 +325,12 @@ class Proof:
                 if summary is not None:
                     return self._merged(summary, arguments)
                 self._evaluated.add(name)  # a single evaluation costs no more than a summary
-        # The guard, the state of the predicates around, matters to what communicates alone:
-        # collectives, sends, kernels. Callers of a computation without any share one result.
+        # The guard matters only to instructions that communicate: collectives, sends and kernels.
+        # All callers of a computation that has none share one result.
         if guard == hs.SAME or name not in self.reach.talking:
             guard = 0
         key = (name, arguments, guard)
-        known = self._memo.get(key)  # one look-up: arguments are slow to hash; no value is None
+        known = self._memo.get(key)  # a single look-up, since arguments are slow to hash
         if known is not None:
             return known
         self.values.budget -= len(computation.instructions)
@@ -348,7 +354,7 @@ class Proof:
             if unknown and instruction.start in unknown and opcode not in hc.OPCODES:
                 handler = on_unknown
             operands = instruction.operands
-            if handler is None:  # a function of its operands; fast if each is one state
+            if handler is None:  # a function of its operands, with a fast path for plain states
                 state = 0
                 for operand in operands:
                     value = values[operand]
@@ -370,7 +376,7 @@ class Proof:
             else:
                 given = list(map(value_of, operands))
                 visit = self, computation, position, instruction, given, guard
-                append(handler(_make(Visit, visit)))  # as Visit(...), by one call less
+                append(handler(_make(Visit, visit)))  # Visit(...), with one call fewer
         self._depth -= 1
         result = values[computation.root]
         self._memo[key] = result

@@ -48,6 +48,7 @@ def prove(
     states: hs.States,
     mesh: dict[str, int] | None = None,
 ) -> Proof:
+    """Evaluate a module from its parameters' values, and return the proof with its records."""
     size = sum(len(c.original.instructions) for c in module.computations.values())
     values = Values(states, budget_for(size))
     proof = Proof(module, registry, values, HANDLERS, mesh)
@@ -57,9 +58,9 @@ def prove(
 
 
 def budget_for(size: int) -> int:
-    """Say how many instructions to evaluate at most in a module that holds ``size``."""
-    # A module could call computations with ever new arguments, in exponential time. Real modules
-    # need less than 3 evaluations for each instruction.
+    """Return the most instructions to evaluate in a module of ``size`` instructions."""
+    # A module may call its computations with new arguments each time, which takes exponential time.
+    # Real modules need fewer than 3 evaluations for each instruction.
     return 40 * size + 100_000
 
 
@@ -68,7 +69,7 @@ def _constant(visit: Visit) -> Value:
     cache, shape = proof.cache, instruction.shape
     if exact.dtype(shape) is None:
         return 0
-    value: Value | None = cache.get(instruction.start)  # in a loop
+    value: Value | None = cache.get(instruction.start)  # set if a loop evaluates it again
     if value is None:
         key = (shape, instruction.literal)
         if key not in cache:
@@ -86,7 +87,7 @@ def _device_id(visit: Visit) -> Value:
     if instruction.opcode == "replica-id":
         numbers, count = ids // relations.partitions % relations.replicas, relations.replicas
     if not relations.counts_stated and relations.device_count > 1 and count == 1:
-        # Devices may be partitions or replicas.
+        # The text leaves open whether the devices are partitions or replicas.
         why = "partition-id or replica-id, but the text doesn't say how many (pass mesh=)"
         return values.blocked(why, ())
     return values.device_number(numbers, instruction.opcode)
@@ -117,7 +118,7 @@ def _tuple(visit: Visit) -> Value:
 def _element(visit: Visit) -> Value:
     proof, instruction, operands = visit.proof, visit.instruction, visit.operands
     (value,) = operands[:1]
-    if instruction.start in proof.cache and type(value) is tuple:  # in a loop
+    if instruction.start in proof.cache and type(value) is tuple:  # a loop evaluates it again
         known: int = proof.cache[instruction.start]
         if known < len(value):
             return value[known]
@@ -138,6 +139,7 @@ def _element(visit: Visit) -> Value:
 
 
 def _first_operand(visit: Visit) -> Value:
+    """Return the first operand's value; it waits for the others, whose differences it takes on."""
     proof, operands = visit.proof, visit.operands
     if len(operands) > 1:
         rest = proof.values.merged(operands[1:])
@@ -155,6 +157,7 @@ def _done(visit: Visit) -> Value:
 
 
 def _applies_computation(visit: Visit) -> Value:
+    """Evaluate an op that applies a computation to its operands, such as reduce or sort."""
     proof, instruction, operands = visit.proof, visit.instruction, visit.operands
     own = proof.reach.applied(instruction)
     if own:
@@ -184,7 +187,7 @@ def _equalizing(visit: Visit) -> Value:
     if not value or isinstance(value, Exact):
         return value
     if type(value) is int and values.states[value].apart == hd.EQUAL:
-        return value  # as it would be
+        return value  # it already may be equal
     return values.maybe_equal(value) if hs.cancels(computation, instruction) else value
 
 
@@ -245,7 +248,7 @@ def _async_update(visit: Visit) -> Value:
 
 
 def _started_call(visit: Visit, start: hm.Instruction, given: tuple[Value, ...]) -> Started:
-    """Evaluate what an asynchronous instruction runs, once it has all of its operands."""
+    """Evaluate an asynchronous instruction's computation, once it has all of its operands."""
     proof, instruction = visit.proof, visit.instruction
     called = [proof.module.computations[name] for name in start.calls]
     count = len(called[0].parameters) if called else 0
@@ -258,7 +261,7 @@ def _started_call(visit: Visit, start: hm.Instruction, given: tuple[Value, ...])
     return Started(given, _call(visit._replace(instruction=start, operands=given)))
 
 
-# Each element of the result depends on the operand's elements at the same place only.
+# Each element of the result depends only on the operands' elements at the same place.
 _PLACEWISE = ("all-reduce", "collective-permute", "collective-broadcast")
 
 
@@ -312,7 +315,7 @@ def _recorded(
 
 
 def _send(visit: Visit) -> int:
-    """Record what is sent to another TPU slice, for its recv-done; another send gives a token."""
+    """Record the data that a send takes to another TPU slice, for the recv-done that returns it."""
     proof, computation, position, instruction, operands, guard = visit
     where = (computation.name, position)
     if where not in proof.records:
@@ -327,13 +330,13 @@ def _send(visit: Visit) -> int:
 
 
 def _recv_done(visit: Visit) -> Value:
-    """Return what another TPU slice sent: the result of the collective that its send began."""
+    """Return the data from another TPU slice: the result of the collective that a send began."""
     proof, computation, position, instruction, _, _ = visit
     receiver, instructions = instruction.operands[0], computation.instructions
     if computation.name not in proof.cache:
         proof.cache[computation.name] = slices.pairs_of(computation)
     sender = proof.cache[computation.name].get(receiver)
-    # What is sent later than this was noted by an earlier evaluation.
+    # If the send stands later in the text, its record is from an earlier evaluation.
     if sender is None or sender > position or (computation.name, sender) not in proof.sent:
         return _other_opcode(visit)
     channel = proof.records[computation.name, sender].channel
@@ -398,6 +401,7 @@ def _spread(visit: Visit, target: str) -> Value | None:
 
 
 def _custom_call(visit: Visit) -> Value:
+    """Evaluate a custom call by its target, or by the effects that its rule declares."""
     proof, computation, position, instruction, operands, _ = visit
     values, target = proof.values, customcalls.target_of(instruction)
     if target in customcalls.UNINITIALISED:

@@ -32,6 +32,7 @@ _TAG_MESH = re.compile(
 def devices(
     module: hm.Module, mesh: Mapping[str, int] | None, slices: int | hd.SliceOrder | None = None
 ) -> hd.Relations:
+    """Return the relations over the program's devices; raise an error for too many devices."""
     size = None
     if mesh is not None:
         size = math.prod(n for n in dict(mesh).values() if isinstance(n, int))
@@ -50,7 +51,7 @@ def devices(
 
 
 def _counts_in_text(module: hm.Module) -> tuple[int, int]:
-    """Count partitions and replicas by the largest ids in groups and shardings."""
+    """Return the numbers of partitions and replicas that the ids in groups and shardings need."""
     counts = {"partitions": 1, "replicas": 1}
     for computation in module.computations.values():
         for i in computation.instructions:
@@ -74,7 +75,7 @@ def _counts_in_text(module: hm.Module) -> tuple[int, int]:
 def find_mesh(
     module: hm.Module, device_count: int, given: Sequence[str | None] = ()
 ) -> dict[str, int] | None:
-    """Find the one mesh that the text or given shardings name; None if there is none."""
+    """Return the only mesh that the text or given shardings name; None without exactly one."""
     text = module.text
     named: set[tuple[tuple[str, int], ...]] = set()
     if module.mentions("shardrules.mesh"):
@@ -116,6 +117,7 @@ def promises(
 def parameter_values(
     module: hm.Module, states: hs.States, given: Sequence[str | None] | None
 ) -> list[Any]:
+    """Return the entry parameters' values, read from the shardings in the text or given ones."""
     parameters = module.entry.parameters
     if given is not None and len(given) != len(parameters):
         raise errors.HloError(
@@ -148,7 +150,7 @@ def parameter_values(
             values.append(states.blocked(hs.Blocker(why)))
             continue
         parts = hn.split_tuple_sharding(text)
-        if len(parts) == 1:  # that of all arrays of a tuple
+        if len(parts) == 1:  # one sharding for all arrays of a tuple
             parts = parts * leaves
         leaf_states = []
         for leaf in range(leaves):
@@ -165,10 +167,10 @@ def parameter_values(
 
 
 def _state_reader(states: hs.States) -> Callable[[hs.Cause, str, bool, bool], int]:
-    """Make a function that reads a sharding; ``sure``: the text says which replicas are alike."""
+    """Return a function that reads a sharding; ``sure``: the text says which replicas agree."""
     relations = states.relations
     replica = relations.intern(relations.places // relations.all_partitions)
-    # The order of several slices is an assumption where only their number is given.
+    # If only the number of slices is given, their order is an assumption.
     assumed = (between.IN_ORDER,) if relations.slices > 1 and not relations.by_id else ()
 
     @functools.cache

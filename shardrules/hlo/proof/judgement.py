@@ -1,4 +1,4 @@
-"""The results of ``judge``: collectives, their verdicts, and what is proven of each output."""
+"""The results of ``judge``: collectives, their verdicts, and what is proven about each output."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Collective:
       kind: ``"all-reduce"`` and so on, without ``-start``.
       opcode: as printed.
       name: the instruction's name.
-      computation: the name of the computation that holds it.
+      computation: the name of its computation.
       operand: number of the operand; 0 for an all-to-all of several.
       axes: the mesh axes it runs over; None if the mesh isn't known or no axes give its groups.
       connections: the devices that it connects.
       reduction: ``"add"`` and so on; ``""`` for none.
-      operand_bytes: bytes of this operand on one device; of an all-to-all's operands together.
+      operand_bytes: bytes of this operand on one device; for an all-to-all, of all operands.
       element_type: of the operand.
       phase: ``forward``, ``backward``, ``recompute``, ``mixed`` or ``unknown``.
       loop_depth: number of while loops around it.
@@ -90,33 +90,34 @@ class Collective:
 
     @property
     def library(self) -> str:
-        """Write the innermost line, if an installed package holds it and a user's code calls it."""
+        """Return the innermost line if it is in an installed package that a user's code calls."""
         return hm.library(self.frames)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """List the groups' flattened device ids, in the collective's order."""
+        """Return the groups' flattened device ids, in the collective's order."""
         return self.connections.rows
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...] | None:
-        """List a permute's source and target ids; None for other kinds."""
+        """Return a permute's source and target ids; None for other kinds."""
         return self.connections.pairs
 
     @property
     def notation(self) -> str:
-        """Write its groups, or a permute's pairs, in one canonical form."""
-        # In all other kinds, a device's place in its group says which part it sends or receives.
+        """Return its groups, or a permute's pairs, in one canonical form."""
+        # In all kinds but all-reduce, a device's place in its group says which part it sends or
+        # receives, so the order matters.
         alike = self.kind == "all-reduce"
         return self.connections.in_any_order if alike else self.connections.in_order
 
     @property
     def group_size(self) -> int:
-        """Count the members of the largest group."""
+        """Return the number of members of the largest group."""
         return self.connections.size
 
     def over(self) -> str:
-        """Name the axes or groups it runs over, for messages."""
+        """Return the axes or groups that it runs over, for messages."""
         if self.axes is not None:
             return "over " + ",".join(self.axes) if self.axes else "over groups of one device"
         shown = ",".join("{" + ",".join(map(str, g)) + "}" for g in self.groups[:4])
@@ -143,15 +144,15 @@ class Verdict:
 
     Attributes:
       verdict: ``redundant``, ``overwide``, ``unproven``, ``needed`` or ``internal`` (redundant,
-        but XLA put it there for itself, to start a ring or a pipeline).
+        but made by XLA itself, to start a ring or a pipeline).
       collective: the collective that is judged.
       range: the elements that are judged; None for the whole operand.
       bytes: size of these elements on one device.
       reason: one sentence.
       needed_axes: for ``overwide``, the axes that are needed; None if axes aren't known.
       rests_on: rules, tags and standing assumptions.
-      blockers: for ``unproven`` and ``overwide``, what the proof can't see through on the operand's
-        path.
+      blockers: for ``unproven`` and ``overwide``, the calls and constructs on the operand's path
+        that the proof does not understand.
       divergent: it runs under a predicate that may differ within a group, so it may hang.
       copies: how many members of each group provably hold equal operands; all of them for
         ``redundant``.
@@ -177,9 +178,10 @@ class Verdict:
 
 
 class Broken(NamedTuple):
-    """An output that a sharding calls equal on some devices, without a proof."""
+    """An output that its sharding calls equal on some devices, although that isn't proven."""
 
-    # It comes from different data by steps that keep data different. Otherwise it may be equal.
+    # Whether it comes from different data by steps that keep data different; if not, it may be
+    # equal.
     differs: bool
     # The mesh axes along which equality isn't proven; None if they aren't known.
     axes: tuple[str, ...] | None
@@ -189,7 +191,7 @@ class Broken(NamedTuple):
 
 
 class Output:
-    """What is proven of one array that the program returns, or takes.
+    """What is proven about one array that the program returns or takes.
 
     Attributes:
       path: its place in the entry's result, ``()`` for a lone array.
@@ -220,7 +222,7 @@ class Output:
         self._context = state, relations, mesh
 
     def broken(self, tiles: Sequence[int]) -> Broken | None:
-        """Check the claim that devices with the same tile hold equal data.
+        """Return how an output breaks the claim that devices with the same tile hold equal data.
 
         Args:
           tiles: the number of each partition's tile.
@@ -242,7 +244,8 @@ class Output:
             within = mesh.constant_along(promised)
             axes = tuple(a for a in within if a in mesh.varying(relation)) or None
         shown = tuple(g for g in _classes(promised) if not self.equal_in([g]))
-        # Blockers come first: without them it may be equal.
+        # Unless it differs for sure, name the blockers rather than the causes: if they gave equal
+        # values, the output might be equal.
         told = state if differs or not state.blockers else state._replace(causes=())
         why = why_varying(told, called, relations, mesh, axes or ())
         return Broken(differs, axes, shown, *why)
@@ -252,14 +255,14 @@ class Output:
         return all(len({int(self._labels[d]) for d in g}) <= 1 for g in groups)
 
     def equal_over(self, *axes: str) -> bool:
-        """Return whether it is proven equal along mesh axes; raises HloError without a mesh."""
+        """Return whether it is proven equal along mesh axes; raise HloError without a mesh."""
         if self.varying is None:
             raise errors.HloError("the mesh is not known: pass judge(..., mesh={'data': 4}).")
         return not set(axes) & set(self.varying)
 
     @property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """List the sets of devices that are proven equal."""
+        """Return the sets of devices that are proven equal."""
         return _classes(self._labels)
 
     def __repr__(self) -> str:
@@ -280,13 +283,13 @@ class Judgement:
     Attributes:
       module: the judged module.
       verdicts: in the order of the text.
-      outputs: what is proven of each array that the module returns.
+      outputs: what is proven about each array that the module returns.
       mesh: axis sizes in order; None if no mesh is known.
       partitions, replicas: the program's device counts; the partitions of all TPU slices.
       opaque: the opaque calls without a usable rule, each once.
       promises: path and sharding of each output, None for an output without one (a token);
         None if the program does not state them.
-      inputs: what its sharding says of each parameter, in their order.
+      inputs: what the sharding of each parameter says, in their order.
     """
 
     module: hm.Module
@@ -309,32 +312,32 @@ class Judgement:
 
     @functools.cached_property
     def is_compiled(self) -> bool:
-        """Tell a compiled program from a text that XLA has not fused and scheduled."""
+        """Return whether XLA has fused and scheduled the program."""
         return partitioned.is_compiled(self.module)
 
     @property
     def redundant(self) -> tuple[Verdict, ...]:
-        """List the verdicts on collectives whose operands are proven equal."""
+        """Return the verdicts on collectives whose operands are proven equal."""
         return self._of("redundant")
 
     @property
     def overwide(self) -> tuple[Verdict, ...]:
-        """List the verdicts on collectives over more axes than needed."""
+        """Return the verdicts on collectives over more axes than needed."""
         return self._of("overwide")
 
     @property
     def unproven(self) -> tuple[Verdict, ...]:
-        """List the verdicts on collectives that may hang, or whose operands can't be followed."""
+        """Return the verdicts on collectives that may hang, or whose operands can't be followed."""
         return self._of("unproven")
 
     @property
     def needed(self) -> tuple[Verdict, ...]:
-        """List the verdicts on collectives whose operands' variation has a named cause."""
+        """Return the verdicts on collectives whose operands vary for a named cause."""
         return self._of("needed")
 
     @property
     def internal(self) -> tuple[Verdict, ...]:
-        """List the verdicts on redundant permutes that XLA made for itself."""
+        """Return the verdicts on redundant permutes that XLA made for itself."""
         return self._of("internal")
 
 
@@ -345,15 +348,16 @@ def why_varying(
     mesh: hd.Mesh | None,
     among: Sequence[str] | None = None,
 ) -> tuple[str, str]:
-    """Name the first cause that differs within groups, and the thing that differs.
+    """Return a text on the first cause of a difference within groups, and the thing that differs.
 
-    ``EQUAL`` is one group of all devices; ``among`` are the axes to name, all if None.
+    ``groups`` is a relation; ``EQUAL`` is one group of all devices. ``among`` are the axes to name,
+    or None to name all.
     """
     for relation, cause in state.causes:
         if relations.refine(groups, relation) != groups:
             axes = mesh.varying(relation) if mesh else ()
             named = ",".join(axes)
-            if among is not None:  # it goes into a sentence about an output
+            if among is not None:  # the text becomes part of a sentence about an output
                 named = ", ".join(a for a in axes if a in among)
             over = f" over {named}" if named else f" {cause.detail}" if cause.detail else ""
             return f"{cause.what} {cause.how}{over}", cause.what

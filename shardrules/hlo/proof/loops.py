@@ -20,23 +20,27 @@ _Start = Callable[[int], "int | None"]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
+    """How often a computation runs."""
+
     depth: int  # number of while loops around it
     count: int | None  # runs in one execution of the module; None if a loop's count isn't known
     at_most: bool = False  # it is in a branch; ``count`` counts every branch as taken
     each: int = 1  # runs if each loop of unknown count makes one trip
 
 
-# No computation runs more often in one execution. Where trip counts of nested loops multiply to
-# more, they are bounds that the program leaves early, and its count is unknown.
+# No computation can run more often in one execution. If the trip counts of nested loops multiply to
+# more, the program must leave the loops early, so the number of runs is unknown.
 _MOST = 2**63
-_MAX_STEPS = 1000  # copies and fusions to follow from a number to what computes it
+_MAX_STEPS = 1000  # the most copies and fusions to follow from a number to its computation
 # Opcodes that run each computation they name once; others may run it any number of times.
 _FUSED = ("fusion", "call")
 _ONCE = frozenset("call call-start fusion fusion-start async-start conditional".split())
 
 
 def executions(module: hm.Module) -> dict[str, Run]:
-    """Count the runs of each computation that ENTRY reaches."""
+    """Return how often each computation that ENTRY reaches runs."""
+    # The text defines a computation before its callers. Reading it backwards, all callers of a
+    # computation have added their runs before the computation passes its own on to its callees.
     runs = {module.entry.name: Run(0, 1)}
     for name in reversed(module.computations):  # callers first
         if name not in runs:
@@ -48,7 +52,7 @@ def executions(module: hm.Module) -> dict[str, Run]:
             if instruction.opcode.endswith(("-update", "-done")):
                 continue
             if instruction.opcode in _FUSED and len(calls) == 1:
-                if calls[0] not in runs:  # as nearly all
+                if calls[0] not in runs:  # the common case
                     runs[calls[0]] = runs[name]
                     continue
             for callee, run in _calls(module, computation, instruction, calls, runs[name]):
@@ -73,6 +77,7 @@ def _calls(
     calls: Sequence[str],
     outer: Run,
 ) -> Iterator[tuple[str, Run]]:
+    """Yield each computation that an instruction runs, and how often it runs."""
     opcode = instruction.opcode
     if opcode != "while":
         at_most = outer.at_most or (opcode == "conditional" and len(calls) > 1)
@@ -92,6 +97,7 @@ def _calls(
 
 
 def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.Computation]:
+    """Return a loop's condition and body; raise an error if the text lacks one of them."""
     keys = {key for key, _, _ in loop.attributes()}
     if len(loop.calls) != 2 or not {"condition", "body"} <= keys:
         raise attributes.syntax_error(
@@ -126,14 +132,15 @@ def stated_count(loop: hm.Instruction) -> int | None:
 
 
 def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
-    """Return the trip count that follows from a loop's own counter; None if none does."""
-    counter = _Counter(module, loop, start)  # checks the loop
+    """Return the trip count that follows from a loop's counter; None if it isn't clear."""
+    counter = _Counter(module, loop, start)  # raises an error if the loop lacks a part
     if module.unknown and _holds_unknown(module, loop):
         return None
     return counter.trips()
 
 
 def _holds_unknown(module: hm.Module, loop: hm.Instruction) -> bool:
+    """Return whether any instruction that a loop runs has an unknown attribute."""
     seen, stack = set(loop.calls), list(loop.calls)
     while stack:
         for instruction in module.computations[stack.pop()].instructions:
@@ -147,8 +154,8 @@ def _holds_unknown(module: hm.Module, loop: hm.Instruction) -> bool:
 _FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 # What an operand is: ("element", index of the carry) or ("constant", number).
 _Side = tuple[str, int]
-# An instruction with the computation that holds it and the fusions around that, innermost first:
-# ``(computation, fusion, fusions around that)``.
+# The fusions around an instruction, innermost first: a fusion's computation, the fusion, and the
+# fusions around it. A place is an instruction with its computation and the fusions around it.
 _Fusions: TypeAlias = "tuple[hm.Computation, hm.Instruction, _Fusions] | None"
 _Place = tuple[hm.Computation, hm.Instruction, _Fusions]
 
@@ -163,6 +170,9 @@ class _Counter:
         self._start = start
 
     def trips(self) -> int | None:
+        """Return the trip count; None if the condition, limit, start or step isn't clear."""
+        # The condition must compare the counter with a limit, on either side. Swap the sides so
+        # that the counter is on the left.
         comparison = self._operation(self._condition, self._condition.root, ("compare",))
         if comparison is None:
             return None
@@ -175,12 +185,14 @@ class _Counter:
             left, right, direction = right, left, _FLIPPED[direction]
         if left is None or left[0] != "element" or left[1] >= len(self._carried):
             return None
+        # The count follows from the limit and the step, which no iteration may change, and the
+        # counter's first value.
         limit, start, step = self._fixed(right), self._start(left[1]), self._step(left)
         kind = exact.dtype(self._carried[left[1]])
         if limit is None or start is None or not step or kind in (None, np.bool_):
             return None
         trips = _trips(direction, start, limit, step)
-        # A counter that wraps around before it stops has another trip count.
+        # If the counter overflows before it stops, the trip count is another.
         bounds = np.iinfo(kind)
         wraps = trips is None or not bounds.min <= start + trips * step <= bounds.max
         return None if wraps else trips
@@ -188,7 +200,7 @@ class _Counter:
     def _operation(
         self, computation: hm.Computation, position: int, opcodes: Collection[str]
     ) -> tuple[hm.Instruction, type | None, list[_Side | None]] | None:
-        """Find an operation on two numbers; return it with their type and sides."""
+        """Return an operation on two numbers, with their type and both sides; None if unclear."""
         place = _behind(self._module, computation, position)
         if place is None or place[1].opcode not in opcodes or len(place[1].operands) != 2:
             return None
@@ -199,6 +211,7 @@ class _Counter:
     def _side(
         self, computation: hm.Computation, position: int, around: _Fusions = None
     ) -> _Side | None:
+        """Return a constant or an element of the carry; None for anything else."""
         place = _behind(self._module, computation, position, around)
         number = _constant(place)
         if number is not None:
@@ -208,15 +221,16 @@ class _Counter:
         return None if index is None else ("element", index)
 
     def _fixed(self, side: _Side | None) -> int | None:
-        """Return a number that is the same in all iterations."""
+        """Return a number that is the same in all iterations; None if it isn't clear."""
         if side is None or side[0] == "constant":
             return side and side[1]
-        # It may be in the carry; then the body must not change it.
+        # A number in the carry counts if the body doesn't change it.
         position = self._returned(side[1])
         unchanged = position is not None and self._side(self._body, position) == side
         return self._start(side[1]) if unchanged else None
 
     def _returned(self, index: int) -> int | None:
+        """Return the position of the instruction that makes an element of the next carry."""
         root = self._body.instructions[self._body.root]
         inside = root.opcode == "tuple" and index < len(root.operands)
         return root.operands[index] if inside else None
@@ -239,8 +253,8 @@ class _Counter:
 def _behind(
     module: hm.Module, computation: hm.Computation, position: int, around: _Fusions = None
 ) -> _Place | None:
-    """Follow a number back through copies and fusions; None if its bits get another meaning."""
-    for _ in range(_MAX_STEPS):  # fusions in fusions could take exponential time
+    """Return where a number is computed, behind copies and fusions; None if its type changes."""
+    for _ in range(_MAX_STEPS):  # nested fusions could take exponential time
         instruction = computation.instructions[position]
         if instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
             (position,) = instruction.operands[:1]
@@ -269,7 +283,8 @@ def _constant(place: _Place | None) -> int | None:
 
 
 def _trips(direction: str, start: int, limit: int, step: int) -> int | None:
-    if step < 0:
+    """Return how often a counter passes its condition; None if it may never stop."""
+    if step < 0:  # mirror all numbers, so that the counter ascends
         direction, start, limit, step = _FLIPPED[direction], -start, -limit, -step
     way = limit - start + (direction == "LE")
     if direction in ("LT", "LE"):

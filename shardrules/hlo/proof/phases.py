@@ -35,7 +35,7 @@ def phase_of(op_name: str) -> str:
         return "unknown"
     phases = set()
     for part in re.split(r";|\s(?=\w+\()|:(?=\w+[/(])", op_name):
-        # JAX 0.12 names what its checkpoint's recomputation reads after the checkpoint itself.
+        # JAX 0.12 gives the checkpoint's own name to the values that its recomputation reads.
         again = "transpose(" in part and operation(part) == "remat2"
         if again or "rematted_computation" in part:
             phases.add("recompute")
@@ -46,7 +46,8 @@ def phase_of(op_name: str) -> str:
     return phases.pop() if len(phases) == 1 else "mixed"
 
 
-# How JAX's own collectives end an op_name; what XLA's partitioner makes has another operation's.
+# How the op_name of JAX's own collectives ends. Collectives that XLA's partitioner makes have the
+# name of another operation.
 _WRITTEN = re.compile(
     r"p(sum|max|min|mean|broadcast|gather|permute|swapaxes|all_|scatter|shuffle)\w*|ppermute|"
     r"(ragged_)?all_(gather|to_all|reduce)\w*|reduce_scatter\w*|shard_map|reduced_vary_cast|"
@@ -56,17 +57,18 @@ _WRITTEN = re.compile(
 
 def operation(op_name: str) -> str:
     """Return the JAX operation at the end of an op_name."""
-    # To JAX 0.4 its parameters stand behind it, psum[axes=('model',) axis_index_groups=None].
+    # Up to JAX 0.4 the operation's parameters follow: psum[axes=('model',) axis_index_groups=None].
     return re.sub(r"\[.*?\]$", "", op_name).rpartition("/")[2]
 
 
 def is_written(op_name: str) -> bool:
-    """Return whether the program asks for this collective, and not XLA's partitioner."""
+    """Return whether the program, not XLA's partitioner, asks for a collective."""
     return "pmap" in op_name or _WRITTEN.fullmatch(operation(op_name)) is not None
 
 
-# How a scan takes one trip's part of an array, and writes it. JAX traces each once, with the line
-# of the first scan in the process that took such an array, whichever program that is in.
+# The operations by which a scan reads and writes one trip's part of an array. JAX traces each of
+# them once per process, so their source line is that of the first scan over such an array, which
+# may be in another program.
 _OF_A_SCAN = re.compile(r".*/while/body/(?:[^/()]+/)*jit\(dynamic_(?:update_)?index_in_dim\)/.*")
 
 
@@ -83,7 +85,7 @@ def lines(
 
 
 def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
-    """Return the phase of most bytes, "mixed" without a majority, and the first name of it."""
+    """Return the phase of most bytes ("mixed" without a majority), and the first name with it."""
     sizes: collections.Counter[str] = collections.Counter()
     first: dict[str, hm.Metadata] = {}
     for metadata, size in names:
@@ -97,15 +99,15 @@ def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
 
 
 class PartNames:
-    """The phases and names of a computation's collectives, and of the parts of combined ones."""
+    """The phases and names of a computation's collectives and of the parts of combined ones."""
 
     def __init__(self, module: hm.Module, computation: hm.Computation):
         self._module = module
         self._computation = computation
         self._instructions = computation.instructions
         self._named = "op_name" in module.text
-        # By a collective's position, it and its -done, and the takers of ranges of its flat array;
-        # by an operand's, what was packed into it.
+        # By a collective's position: the collective and its -done, and the instructions that take
+        # ranges of its flat result. By an operand's position: the arrays that are packed into it.
         self._ends: dict[int, list[int]] = {}
         self._cuts: dict[int, _Ranges] = {}
         self._packed: dict[int, _Ranges] = {}
@@ -145,14 +147,14 @@ class PartNames:
         return phase, metadata._replace(op_name="")
 
     def _nearest(self, start: Sequence[int], on: Callable[[int], Sequence[int]]) -> list[_Weighed]:
-        """List the first name on each path from some instructions."""
+        """Return the first name on each path from some instructions."""
         names, queue = [], collections.deque(start)
         seen = set(start)
         while queue and len(seen) < _NEAR:
             position = queue.popleft()
             instruction = self._instructions[position]
             metadata = self._module.metadata(instruction)
-            # A parameter is named after the argument, which says nothing of the phase.
+            # A parameter is named after the argument, which says nothing about the phase.
             if metadata.op_name and instruction.opcode != "parameter":
                 names.append((metadata, instruction.shape.bytes))
                 continue
@@ -162,11 +164,11 @@ class PartNames:
         return names
 
     def _takers(self, position: int, operand: int, elements: tuple[int, int] | None) -> list[int]:
-        """List the instructions that extract a part from the result."""
+        """Return the instructions that extract a part from the result."""
         instructions, users = self._instructions, self._computation.users()
         if position not in self._ends:
             ends = self._ends[position] = [position]
-            for end in ends:  # it grows
+            for end in ends:  # the list grows meanwhile
                 ends += [u for u in users[end] if instructions[u].opcode.endswith("-done")]
         ends = self._ends[position]
         if elements is None:
@@ -179,6 +181,7 @@ class PartNames:
         return _overlapping(self._cuts[position], *elements)
 
     def _own(self, takers: Sequence[int]) -> list[_Weighed]:
+        """Return the first name of each taker, or of the only users that change the part's form."""
         names = []
         for position in takers:
             for _ in range(16):
@@ -199,6 +202,7 @@ class PartNames:
         return all(self._module.opcodes[name] <= _FORMS for name in instruction.calls)
 
     def _concatenated(self, position: int) -> list[tuple[int, int, int]]:
+        """Return the ranges of a flat array that a concatenation, maybe in a fusion, packs."""
         outer = inner = self._instructions[position]
         within = self._computation
         if outer.opcode == "fusion" and len(outer.calls) == 1:
@@ -218,6 +222,7 @@ class PartNames:
         return ranges
 
     def _slice(self, instruction: hm.Instruction) -> tuple[int, int] | None:
+        """Return the range that a slice, maybe in a fusion, takes from a flat array."""
         if instruction.opcode == "fusion" and len(instruction.operands) == 1 == len(
             instruction.calls
         ):
@@ -239,6 +244,6 @@ def _ranges(rows: list[tuple[int, int, int]]) -> _Ranges:
 
 
 def _overlapping(ranges: _Ranges, start: int, end: int) -> list[int]:
-    """List the positions of the ranges that share elements with this one."""
+    """Return the positions of the ranges that share elements with ``start`` to ``end``."""
     positions: list[int] = ranges[(ranges[:, 0] < end) & (ranges[:, 1] > start), 2].tolist()
     return positions

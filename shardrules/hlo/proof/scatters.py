@@ -1,7 +1,7 @@
 """Reduce-scatters that XLA for TPU writes as a fusion of an all-reduce and a slice of its result.
 
-The fusion's emitter moves as much as a reduce-scatter. The fusion pads the operand, and holds the
-all-reduce, the offset of the device's piece, and the slice at that offset::
+The code emitted for the fusion moves as much as a reduce-scatter. The fusion contains a pad of the
+operand, the all-reduce, the offset of the device's piece, and the slice at that offset::
 
     %all-reduce-scatter (input: f32[8008,768]) -> f32[1008,768] {
       %pad = f32[8064,768] pad(%input, %zero), padding=0_56x0_0
@@ -9,7 +9,8 @@ all-reduce, the offset of the device's piece, and the slice at that offset::
       %multiply.2 = u32[] multiply(%partition-id.3, %constant.5)
       ROOT %slice = f32[1008,768] dynamic-slice(%all-reduce.1, %multiply.2, %constant.6), ...
 
-Phase, source line and name are the fusion's. In any other form it counts as an all-reduce.
+The reduce-scatter has the fusion's phase, source line and name. A fusion in any other form counts
+as an all-reduce.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _NUMBERS = exact.OPCODES | {"constant", "partition-id", "replica-id"}
 _FORMS = frozenset("bitcast reshape copy transpose convert".split())
 
 
-# A fusion that is a reduce-scatter: the computation that holds it, its position there, and the
+# A fusion that is a reduce-scatter: the computation that contains it, its position there, and the
 # reduce-scatter's channel, with each group's members in the order of their pieces.
 Scatter = tuple[hm.Computation, int, hc.Channel]
 
 
 def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
-    """Find the reduce-scatters, by computation and position of their all-reduce."""
+    """Return the reduce-scatters by the computation and the position of their all-reduce."""
     module = proof.module
     named = any(name.startswith(_NAME) for name in module.computations)
     if not named and not module.mentions(_EMITTER):
@@ -69,11 +70,14 @@ def _emitted(fusion: hm.Instruction, calls: tuple[str, ...]) -> bool:
 
 
 def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | None:
+    """Return the reduce-scatter's channel; None if the fusion has another form."""
     reduce = inside.instructions[position]
     record = proof.records.get((inside.name, position))
     unknown = any(i.start in proof.module.unknown for i in inside.instructions)
     if reduce.opcode != "all-reduce" or record is None or record.channel.unknown or unknown:
         return None
+    # The all-reduce must take all of the fusion's parameters, in order, and only the slices may use
+    # its result.
     groups = record.channel.groups
     slices = _slices(inside, position)
     made_of = [hm.behind(inside, operand, {*_FORMS, "pad"}) for operand in reduce.operands]
@@ -81,6 +85,7 @@ def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | N
     whole = [(i.opcode, i.literal.strip()) for i in made_of] == in_order
     if slices is None or not whole or groups.matrix is None:
         return None
+    # The slices' starts give each device's piece. All operands must be split in the same order.
     numbers = _numbers(proof, inside)
     read = [_order(inside, piece, numbers, groups.matrix) for piece in slices]
     orders = [r for r in read if r is not None]
@@ -97,7 +102,7 @@ def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | N
 
 
 def _slices(inside: hm.Computation, position: int) -> list[hm.Instruction] | None:
-    """List, operand by operand, the slices that are the only users of an all-reduce."""
+    """Return each operand's slice if the slices are the all-reduce's only users, else None."""
     instructions, users = inside.instructions, inside.users()
     root = instructions[inside.root]
     count = len(instructions[position].operands)
@@ -121,6 +126,7 @@ def _slices(inside: hm.Computation, position: int) -> list[hm.Instruction] | Non
 
 
 def _numbers(proof: Proof, inside: hm.Computation) -> list[Any]:
+    """Evaluate the instructions that compute integers from device ids; None for all others."""
     values: list[Any] = []
     for position, instruction in enumerate(inside.instructions):
         operands = [values[o] for o in instruction.operands]
@@ -134,7 +140,7 @@ def _numbers(proof: Proof, inside: hm.Computation) -> list[Any]:
 def _order(
     inside: hm.Computation, piece: hm.Instruction, numbers: list[Any], members: np.ndarray
 ) -> tuple[int, np.ndarray] | None:
-    """Return the dimension of the pieces, and the order of each group's members by their pieces."""
+    """Return the split dimension, and each group's order of members by their pieces."""
     full = inside.instructions[piece.operands[0]].shape.dimensions
     sizes = tuple(ranges.read_ints(piece.attribute("dynamic_slice_sizes")))
     cut = [k for k, (whole, size) in enumerate(zip(full, sizes)) if whole != size]
@@ -145,7 +151,7 @@ def _order(
     if full[along] != count * sizes[along]:
         return None
     start = numbers[piece.operands[along + 1]]
-    if type(start) is int:  # from an elided table: XLA numbers members in order
+    if type(start) is int:  # the text elides the table of starts; XLA numbers members in order
         return along, np.broadcast_to(np.arange(count), members.shape)
     is_exact = isinstance(start, Exact)
     rows = exact.clamped_index(start.array, full[along] - sizes[along]) if is_exact else None

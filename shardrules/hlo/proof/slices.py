@@ -1,16 +1,16 @@
-"""Collectives between TPU slices.
+"""Reads collectives between TPU slices.
 
-The text of a program for several slices is that of one of them: it counts one slice's partitions,
-and its groups are those of each slice. Between slices, data goes through the hosts to Megascale's
-runtime: a send and a recv of one name are one collective::
+A program for several slices has the text of one slice's program: it counts one slice's partitions,
+and its groups are groups within each slice. Between slices, data goes through the hosts to
+Megascale's runtime: a send and a recv with one name are one collective::
 
     send(%x, %token), frontend_attributes={_xla_host_transfer_rendezvous="all-reduce_0",
         _xla_megascale_transfer_type="ALL_REDUCE", _xla_megascale_reduce_operation="SUM",
         _xla_megascale_target="{1,2}x{0:7}",...}
 
-The target counts slices from 1. ``{1,2}x{0:7}`` are eight groups: each device of slice 1 with
-that of the same id in slice 2. Other groups list ids, 100000 for a slice; a pair is
-``{100007->200000}``.
+The target counts slices from 1. ``{1,2}x{0:7}`` stands for eight groups: each device of slice 1
+with the device of the same id in slice 2. Other targets list ids, with 100000 ids for each slice; a
+pair is ``{100007->200000}``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS = {
     "ONE_TO_ONE": "collective-permute",
 }
 _REDUCTIONS = {"SUM": "add", "PROD": "multiply", "MIN": "minimum", "MAX": "maximum"}
-_EACH = 100_000  # ids of a slice
+_EACH = 100_000  # ids for each slice
 _NAME = re.compile(r'_xla_host_transfer_rendezvous\s*=\s*"([^"]*)"')
 _TYPE = re.compile(r'_xla_megascale_transfer_type\s*=\s*"?(\w+)')
 _REDUCTION = re.compile(r'_xla_megascale_reduce_operation\s*=\s*"?(\w+)')
@@ -61,11 +61,11 @@ def relations_of(
     mesh: Mapping[str, int] | None,
     told: int | hd.SliceOrder | None,
 ) -> hd.Relations:
-    """Make the relations over the devices of all slices; ``told`` is ``judge``'s ``slices``."""
+    """Return the relations over the devices of all slices; ``told`` is ``judge``'s ``slices``."""
     each = partitions * replicas
     order = None if told is None or isinstance(told, int) else tuple(told)
     if order is not None and len(order) == each:
-        order = told = None  # the text counts all of them
+        order = told = None  # the text counts the devices of all slices
     if isinstance(told, int) and told < 1:
         raise errors.HloError(f"slices={told} is not a positive number", slices=told)
     count = told if isinstance(told, int) else _count(module, each, mesh)
@@ -90,7 +90,7 @@ def relations_of(
 
 
 def _count(module: hm.Module, each: int, mesh: Mapping[str, int] | None) -> int:
-    """Count the slices by the mesh, or by the largest number in the text."""
+    """Return the number of slices, from the mesh or from the largest number in the text."""
     if not module.mentions(_MEGASCALE, f'"{SLICE_ID}"'):
         return 1
     size = int(np.prod([n for n in (mesh or {}).values() if isinstance(n, int)], dtype=float))
@@ -107,14 +107,14 @@ def _count(module: hm.Module, each: int, mesh: Mapping[str, int] | None) -> int:
 
 
 def rendezvous(instruction: hm.Instruction) -> str:
-    """Return the name under which a send and a recv meet, "" if it isn't between slices."""
+    """Return the name that a send and its recv between slices share; "" for other instructions."""
     hints = instruction.attribute("frontend_attributes") or ""
     match = _NAME.search(hints) if _MEGASCALE in hints else None
     return match[1] if match else ""
 
 
 def pairs_of(computation: hm.Computation) -> dict[int, int]:
-    """Give, for each recv, the one send of its name that stands in the same computation."""
+    """Return, for each recv, the send of its name in the same computation, if there is one."""
     ends: dict[str, list[tuple[str, int]]] = {}
     for position, instruction in enumerate(computation.instructions):
         if instruction.opcode in ("send", "recv") and (name := rendezvous(instruction)):
@@ -128,7 +128,7 @@ def pairs_of(computation: hm.Computation) -> dict[int, int]:
 
 
 def read_send(instruction: hm.Instruction, relations: hd.Relations) -> hc.Channel | None:
-    """Read the collective of a send between slices; None if it isn't one."""
+    """Return the collective of a send between slices; None for any other send."""
     hints = instruction.attribute("frontend_attributes") or ""
     named = _TYPE.search(hints)
     kind = _KINDS.get(named[1]) if named and _MEGASCALE in hints else None
@@ -177,7 +177,7 @@ def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> li
     def device(name: int) -> int:
         if by_id:
             return by_id.get(name, -1)
-        # In the same order in each slice, the devices of one id have one place.
+        # Each slice has its devices in the same order, so an id gives the place within the slice.
         return (name // _EACH - 1) * each + name % _EACH
 
     of_all = [len(group) for group in names] == [relations.device_count]
@@ -192,7 +192,7 @@ def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> li
 
 
 def unreached(channel: hc.Channel, relations: hd.Relations) -> int:
-    """Return the relation in which each device that a permute brings nothing to is alone."""
+    """Return the relation that sets each device apart that a permute brings nothing to."""
     reached = channel.groups.ends[1] if channel.groups.ends is not None else np.arange(0)
     labels = np.arange(relations.device_count) + 1
     labels[reached] = 0

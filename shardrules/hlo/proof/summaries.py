@@ -1,8 +1,8 @@
 """Summaries of computations: which arguments each result merges, if each argument has one state.
 
 Most computations are fusions of elementwise operations. Their result is the merge of some
-parameters' states, in an order that the text fixes, so one look at the instructions serves every
-layer and every trip. What has no summary is evaluated (see ``evaluation``).
+parameters' states, in an order that the text fixes, so reading the instructions once serves every
+layer and every trip. Computations without a summary are evaluated (see ``evaluation``).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from shardrules.hlo.known.ranges import Exact
 from shardrules.hlo.known.values import RANGED
 from shardrules.hlo.reader import module as hm
 
-# The parameters whose states a value merges, in order: merging is associative, and a state that
-# comes again adds nothing. ``~number`` stands for a parameter that may be equal again (see
+# The parameters whose states a value merges, in order: merging is associative, and merging a state
+# twice adds nothing. ``~number`` stands for a parameter that may be equal again (see
 # ``hs.EQUALIZING``). While a summary is made, an ``Exact`` stands for known numbers.
 Word = tuple[int, ...]
-_MOST_STEPS = 10_000  # of one summary
-_MOST_DEPTH = 20  # of the calls in it
+_MOST_STEPS = 10_000  # the parameters in all words that one summary makes
+_MOST_DEPTH = 20  # nested calls in one summary
 
 
 def summarise(proof: Any, computation: hm.Computation, depth: int = 0) -> list[Word] | Word | None:
-    """Return the word of a quiet computation's result; of a tuple, a list of its elements' words.
+    """Return the word of a quiet computation's result, or a list of words for a tuple.
 
-    None if the result depends on more than merges.
+    Return None if the result depends on more than merges.
     """
     words: list[Any] = []
     steps = 0
@@ -54,6 +54,7 @@ def summarise(proof: Any, computation: hm.Computation, depth: int = 0) -> list[W
 
 
 def _called(proof: Any, instruction: hm.Instruction, given: list[Any], depth: int) -> Any:
+    """Return the word of a call's result: the callee's summary, applied to the caller's words."""
     inner = proof.module.computations[instruction.calls[0]].original
     if depth == _MOST_DEPTH or not all(type(word) is tuple for word in given):
         return None
@@ -66,6 +67,7 @@ def _called(proof: Any, instruction: hm.Instruction, given: list[Any], depth: in
 
 
 def _joined(words: list[Word]) -> Word:
+    """Return one word for all; a parameter may be equal again only if every word says so."""
     if len(words) == 1:
         return words[0]
     numbers = dict.fromkeys(itertools.chain.from_iterable(words))
@@ -76,17 +78,18 @@ def _joined(words: list[Word]) -> Word:
 
 
 def _maybe_equal(word: Word) -> Word:
+    """Return the word with every parameter marked as one that may be equal again."""
     return tuple([min(number, ~number) for number in word])
 
 
 def _step(proof: Any, computation: hm.Computation, position: int, given: list[Any]) -> Any:
-    """Return the word of what applies an operation, or its known numbers."""
+    """Return the word of an operation's result, or its known numbers; None if neither is enough."""
     instruction = computation.instructions[position]
     opcode, handler = instruction.opcode, proof.handlers.by_opcode[instruction.opcode]
     words = [word for word in given if type(word) is tuple]
     if list in map(type, given):
         return None
-    if not words:  # a constant, or what follows from constants
+    if not words:  # a constant, or a function of constants
         if opcode not in exact.OPCODES and opcode != "constant":
             return None
         value = proof.operation(computation, position, given)
@@ -95,13 +98,13 @@ def _step(proof: Any, computation: hm.Computation, position: int, given: list[An
         return value if isinstance(value, Exact) and not value.state else None
     chosen = opcode == "select" and type(given[0]) is Exact
     if len(words) < len(given) and (opcode in RANGED or chosen):
-        return None  # numbers say what is taken
+        return None  # the result depends on which elements or options the numbers select
     equalizes = False
     if opcode in hs.EQUALIZING:
         equalizes = hs.cancels(computation, instruction)
     elif instruction.calls and instruction.shape.elements is None:
         called = [proof.module.computations[name].original for name in instruction.calls]
         equalizes = any(hs.rounds(c.instructions[c.root].opcode, instruction.shape) for c in called)
-    elif handler is not None:  # it looks at its operands
+    elif handler is not None:  # the handler may look at its operands' values
         return None
     return _maybe_equal(_joined(words)) if equalizes else _joined(words)

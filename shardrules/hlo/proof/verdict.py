@@ -65,9 +65,9 @@ def judge(
         partitioner's collectives.
       output_shardings: path and HLO sharding of each output, ``("['w']", "{replicated}")``; read
         from the text's root instruction if None.
-      slices: of a program for several TPU slices, whose text is that of one: slice and id of each
-        device in the mesh's order; or how many slices there are, if the mesh takes one after the
-        other, and the devices of each in the same order.
+      slices: for a program over several TPU slices, whose text is one slice's program: slice and id
+        of each device in the mesh's order; or the number of slices, if the mesh takes one slice
+        after the other and the devices of each slice in the same order.
 
     Raises:
       HloSyntaxError: the text can't be read, or the groups of a collective don't fit the module.
@@ -122,6 +122,8 @@ def judge(
 
 
 class _Judge:
+    """Judges the collectives of one module from its proof."""
+
     def __init__(self, module: hm.Module, proof: Proof, mesh: hd.Mesh | None):
         self.module = module
         self.proof = proof
@@ -177,7 +179,7 @@ class _Judge:
             stack += reversed([((*path, index), part, own) for index, part, own in parts])
 
     def _instruction(self, computation: hm.Computation, position: int) -> list[Verdict]:
-        """Judge one collective: operand by operand, range by range."""
+        """Return the verdicts on one collective: operand by operand, range by range."""
         instruction = computation.instructions[position]
         record, reached = self._record(computation, position)
         shapes = [computation.instructions[o].shape for o in instruction.operands]
@@ -189,7 +191,7 @@ class _Judge:
         if together or instruction.opcode not in hc.OPCODES:
             shapes = shapes[:1]  # the rest are the target, offsets, sizes or a token
         if channel.kind == "all-to-all" and len(shapes) > 1:
-            # One array, cut into the pieces for the group's members.
+            # The operands are one array, cut into the pieces for the group's members.
             shapes, together = [hm.Shape("tuple", elements=tuple(shapes))], True
         operands = record.operands
         if together:
@@ -225,7 +227,7 @@ class _Judge:
         return verdicts
 
     def _cuts(self, value: Value, channel: hc.Channel, shape: hm.Shape) -> list[tuple[int, int]]:
-        """List the ranges of an operand that are judged separately: ends, and ids of states."""
+        """Return the ranges of an operand that are judged separately, as pairs of end and state."""
         if isinstance(value, ranges.Ranged) and channel.kind == "all-reduce" and not shape.is_tuple:
             return ranges.without_padding(value.cuts, lambda state: self.states[state].constant)
         return [(shape.element_count, self.proof.values.collapse(value))]
@@ -245,7 +247,7 @@ class _Judge:
         if not pieces.adds(self.module, instruction, channel.reduction):
             return None
         piece = pieces.of(self.module, computation, instruction.operands[number], seen, groups)
-        # A blocker of the sum alone means that some evaluation was abandoned.
+        # If the sum has a blocker that the piece lacks, some evaluation was abandoned.
         if piece is None or value == piece.state:
             return piece
         blockers = self.states[self.proof.values.collapse(value)].blockers
@@ -284,7 +286,7 @@ class _Judge:
         groups = channel.groups
         axes = self.mesh.axes_of(groups) if self.mesh else self._axes_in_text(channel)
         if self.mesh and axes is None and groups.ends is not None:
-            # The axes along which a permute moves anything.
+            # Name the axes along which the permute moves data.
             sizes = [s for _, s in self.mesh.axes]
             ends = self.relations.places[groups.ends]
             places = zip(*(np.unravel_index(end, sizes) for end in ends))
@@ -321,7 +323,7 @@ class _Judge:
 
     @functools.cached_property
     def axes_in_text(self) -> dict[int, set[tuple[str, ...]]]:
-        """Gather the names that collectives have for the groups of a relation."""
+        """Return, for each relation of groups, the axes by which collectives name the groups."""
         found: dict[int, set[tuple[str, ...]]] = {}
         for channel in {id(r.channel): r.channel for r in self.proof.records.values()}.values():
             mesh = hd.mesh_of(channel.mesh, self.relations) if channel.mesh else None
@@ -352,6 +354,10 @@ class _Judge:
         part: Range | None,
         reached: bool,
     ) -> Verdict:
+        """Return the verdict on one operand, or one range of it, from its state and its guard."""
+        # The first that applies, in this order: it may hang (unproven), its groups are uncertain
+        # (unproven), its operands are equal (redundant), or equal over some of its axes (overwide),
+        # or they differ whatever the blockers return (needed). Otherwise a blocker decides.
         state, rules = self.states[state_id], self.states[guard_id]
         size = part.bytes if part else collective.operand_bytes
 
@@ -399,7 +405,7 @@ class _Judge:
             if overwide is not None:
                 reason, needed, copies = overwide
                 return verdict("overwide", reason, needed, state.blockers, copies=copies)
-        # Needed even if each blocker gave equal values: they would prove no more than is proven.
+        # Blockers don't matter here: even if all gave equal values, no more would be proven.
         if self._within(groups, state.optimistic) == proven and not (ragged and is_equal):
             why, _ = why_varying(state, groups.relation, self.relations, self.mesh)
             return verdict("needed", f"not proven equal: {why}")
@@ -411,14 +417,14 @@ class _Judge:
     def _internal(
         self, verdict: Verdict, computation: hm.Computation, position: int, state: hs.ValueState
     ) -> Verdict:
-        """Return the verdict, as *internal* if XLA, not the program, put this permute there."""
-        # Names tell only who put it there: that it is redundant is proven without them.
+        """Return the verdict, as *internal* if XLA, not the program, made this permute."""
+        # The names only tell who made it. The proof that it is redundant doesn't depend on them.
         collective, reason = verdict.collective, _MOVES_NOTHING
         if phases.is_written(collective.op_name):
             return verdict
         if collective.connections.moves:
             name = collective.op_name
-            if not name:  # as between slices: XLA for TPUs (JAX 0.10 to 0.12) drops them there
+            if not name:  # XLA for TPUs (JAX 0.10 to 0.12) drops names between slices
                 first = computation.instructions[position].operands[0]
                 made = self.module.metadata(hm.behind(computation, first, ("copy", "bitcast")))
                 name = made.op_name if phases.operation(made.op_name) in _WINDOWED else ""
@@ -429,15 +435,19 @@ class _Judge:
         return dataclasses.replace(verdict, verdict="internal", reason=reason)
 
     def _within(self, groups: hd.Groups, relation: int) -> int:
+        """Return the relation of devices that are equal and in one group."""
         if groups.ends is not None:
             sources, targets = self.relations.labels(relation)[groups.ends]
-            if (sources == targets).all():
+            if (sources == targets).all():  # a permute only compares sources with targets
                 return groups.relation
         return self.relations.refine(groups.relation, relation)
 
     def _overwide(
         self, collective: Collective, channel: hc.Channel, state: hs.ValueState, proven: int
     ) -> tuple[str, tuple[str, ...] | None, int] | None:
+        """Return reason, needed axes and copies of an overwide collective; None if it isn't one."""
+        # With axes, drop those along which the operand is equal. Without axes, the operand must be
+        # equal in subgroups of one size.
         if collective.axes is not None and self.mesh is not None:
             varying = set(self.mesh.varying(state.proven))
             needed = tuple(a for a in collective.axes if a in varying)

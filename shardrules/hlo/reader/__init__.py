@@ -1,1 +1,1 @@
-"""From HLO text to a module: instructions, attributes, shardings, device groups."""
+"""Reads HLO text into a module: instructions, attributes, shardings, device groups."""

@@ -1,7 +1,7 @@
 """Adds the mesh and the shardings to a module's text, in notation that XLA's parser accepts too.
 
 The mesh goes into the header's ``frontend_attributes``, under the same key as in a kernel's tag. A
-parameter's sharding goes where XLA prints it (JAX 0.12 prints none).
+parameter's sharding goes to the place where XLA prints it (JAX 0.12 prints none).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def annotated(
                 sharding = sharding.partition(", parameter_replication=")[0]
             added.append((parameter.inner[1] + 1, f", sharding={sharding}"))
     root = module.entry.instructions[module.entry.root]
-    # In a module without a schedule (JAX 0.4.28), a sharding means that it is not partitioned yet.
+    # In a module without a schedule (JAX 0.4.28), a sharding of the root would mean that the module
+    # is not partitioned yet.
     is_late = module.header.get("is_scheduled") == "true"
     if is_late and outputs and None not in outputs and root.attribute("sharding") is None:
         shown = ", ".join(map(str, outputs))

@@ -1,7 +1,7 @@
 """The notation of HLO text: comments, brackets, quotes, and ``key=value`` attributes.
 
-A newline counts as a space (XLA's hlo_lexer.cc): an instruction ends where no comma and attribute
-follow, and a value ends with its own brackets.
+A newline counts as a space (XLA's hlo_lexer.cc): an instruction ends where no comma with an
+attribute follows, and a value ends with its own brackets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ KNOWN = frozenset(
 
 _KEY = re.compile(r"([\w\-]+)\s*=")
 _QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
-# The most common attributes: the value is a string, a word, in braces, or [4,2]<=[2,4]T(1,0).
+# The most common attributes: the value is a string, a word, text in braces, or
+# [4,2]<=[2,4]T(1,0).
 _FLAT = r"[^{}()\[\]\"]"
 _PLAIN = (
     rf"{_FLAT}++|{_QUOTED}|\[{_FLAT}*+\]|\((?:{_FLAT}++|\{{{_FLAT}*+\}})*+\)"  # aliasing: (1, {})
@@ -51,7 +52,7 @@ PRINTED = re.compile(
 )
 _BRACKET = re.compile(rf'{_QUOTED}|[{{}}()\[\]"]', re.DOTALL)
 _BRACE = re.compile(rf'{_QUOTED}|[{{}}"]', re.DOTALL)
-_DICTIONARY = r"\{(?:INNER)*+\}"  # nested as XLA's backends nest theirs, and deeper
+_DICTIONARY = r"\{(?:INNER)*+\}"  # nests deeper than the dictionaries of XLA's backends
 for _ in range(8):
     _DICTIONARY = _DICTIONARY.replace("INNER", rf'[^{{}}"]++|{_QUOTED}|\{{(?:INNER)*+\}}')
 _DICTIONARY_AT = re.compile(_DICTIONARY.replace("INNER", rf'[^{{}}"]++|{_QUOTED}'), re.DOTALL)
@@ -63,15 +64,17 @@ _WORD = re.compile(r"[^\s\"{}()\[\],]+")
 _MORE = re.compile(r"\s*<=\s*(?=\[)|\s*T(?=\()|(?=[\[{(])")
 _MESH_MORE = re.compile(r"\s*,\s*device_ids=\s*(?=\()|\s*(?:,\s*)?(?=\{)")
 
-# XLA prints only ", /*index=5*/". Its parser takes others too, even inside a parameter's number.
+# The only comment that XLA prints is ", /*index=5*/". Its parser takes others too, even inside a
+# parameter's number.
 _PRINTED_COMMENT = ", /*index="
 _BEGINS_COMMENT = re.compile(r"/[/*]")
-# Up to the first comment that is not in a string: a kernel's bytecode in base64 has // in it.
+# The text up to the first comment outside of strings; a kernel's bytecode in base64 contains //.
 _WITHOUT_COMMENTS = re.compile(r'(?:[^"/]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"|/(?![/*]))*+', re.DOTALL)
 _COMMENT = re.compile(rf"({_QUOTED})|/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*", re.DOTALL)
 
 
 def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
+    """Return the error for a place in the text, with its line and column."""
     offset = min(offset, len(text))
     line = text.count("\n", 0, offset) + 1
     start = text.rfind("\n", 0, offset) + 1
@@ -85,7 +88,9 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
 
 
 def blanked(text: str) -> str:
-    """Replace comments by spaces, so that no offset changes."""
+    """Return the text with spaces in place of comments, so that no offset changes."""
+    # From fast to slow: first blank the comments that XLA prints. If others seem to begin, check
+    # whether they are only in strings. If they aren't, replace comments one by one.
     begin, *rest = text.split(_PRINTED_COMMENT)
     pieces = [begin]
     for piece in rest:
@@ -104,17 +109,18 @@ def blanked(text: str) -> str:
     plain = _WITHOUT_COMMENTS.match(printed)
     if plain and plain.end() == len(printed):
         return printed
-    # From the text as it was: what looks like a printed comment may end another one.
+    # Start again from the given text: what looks like a printed comment may end another comment.
     return _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def skip(text: str, position: int, end: int = sys.maxsize) -> int:
+    """Return the first position that is not a space."""
     match = _SPACES.match(text, position, end)
     return match.end() if match else position
 
 
 def match_bracket(text: str, start: int, end: int) -> int:
-    """Find the end of the bracket that opens at ``start``; HloSyntaxError if it never closes."""
+    """Return the end of the bracket that opens at ``start``; raise an error if it never closes."""
     open_at: list[int] = []
     position = start
     while True:
@@ -136,7 +142,7 @@ def match_bracket(text: str, start: int, end: int) -> int:
 
 
 def _dictionary_end(text: str, start: int, end: int) -> int:
-    """Find the end of a JSON dictionary as XLA does, which counts only ``{`` and ``}``."""
+    """Return the end of a JSON dictionary as XLA finds it, by counting only ``{`` and ``}``."""
     printed = _DICTIONARY_AT.match(text, start, end)
     if printed:
         return printed.end()
@@ -149,6 +155,7 @@ def _dictionary_end(text: str, start: int, end: int) -> int:
 
 
 def value_end(text: str, key: str, start: int, end: int) -> int:
+    """Return the end of an attribute's value; raise an error if it has none."""
     first = text[start : start + 1]
     if first == '"':
         quoted = _BRACKET.match(text, start, end)

@@ -1,10 +1,10 @@
 """Device groups, meshes, and the relation "devices i and j hold the same value".
 
-A device is its flattened id in HLO, ``replica * num_partitions + partition``. The text of a program
-for several TPU slices is that of one of them: a device of slice s is that id plus s times the
-devices of a slice. A relation is an equivalence of devices: an array that gives each device the
-lowest device of its class. Relations are interned as small ids, so that comparing or combining two
-costs one dictionary look-up for any number of devices.
+A device is its flattened id in HLO, ``replica * num_partitions + partition``. A program for several
+TPU slices has the text of one slice's program: a device of slice s is its id there plus s times the
+number of devices in a slice. A relation is an equivalence relation on the devices: an array that
+gives each device the lowest device of its class. Relations are interned as small ids, so that
+comparing or combining two costs one dictionary look-up for any number of devices.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from shardrules import errors
 from shardrules.hlo.reader import notations
 
 EQUAL = 0  # the relation in which all devices hold the same value
-_FEW = 64  # devices up to which a loop is faster than numpy
-_DIRECT = 1 << 20  # labels below it are looked up in an array, others are sorted
+_FEW = 64  # up to this number of devices, a loop is faster than numpy
+_DIRECT = 1 << 20  # labels below this are looked up in an array, others are sorted
 DISTINCT = 1  # the relation in which no two devices are equal
 
 
-# Of each device in the mesh's order: the slice that it belongs to, and its id.
+# For each device in the mesh's order: its slice and its id.
 SliceOrder = Sequence[tuple[int, int]]
 
 
 class Relations:
+    """The interned relations on the devices of one program."""
+
     def __init__(
         self,
         partitions: int,
@@ -40,15 +42,15 @@ class Relations:
         slices: int = 1,
         order: SliceOrder | None = None,
     ):
-        # partitions, replicas: of one slice
+        # These are the partitions and replicas of one slice.
         self.partitions = partitions
         self.replicas = replicas
         self.slices = slices
         self.device_count = device_count = partitions * replicas * slices
-        self.counts_stated = counts_stated  # else counted from ids in the text
+        self.counts_stated = counts_stated  # if not, they are counted from ids in the text
         # The device at each place of the mesh; by default, one slice after the other.
         self.devices = np.arange(device_count)
-        self.order_known = True  # else the text doesn't say how the mesh takes its slices
+        self.order_known = True  # if not, the text doesn't say how the mesh orders the slices
         self.by_id: dict[int, int] = {}  # devices of several slices, by their ids
         if order is not None:
             self._lay_out(order)
@@ -65,7 +67,7 @@ class Relations:
             self._arrays.append(self._arrays[0])
 
     def _lay_out(self, order: SliceOrder) -> None:
-        """Count off the devices of each slice by their places in the mesh, as XLA does."""
+        """Give the devices of each slice numbers by their places in the mesh, as XLA does."""
         slices = {number: k for k, number in enumerate(sorted({s for s, _ in order}))}
         each = self.partitions * self.replicas
         filled = [0] * len(slices)
@@ -76,7 +78,7 @@ class Relations:
 
     @property
     def all_partitions(self) -> int:
-        """Count the partitions of all slices."""
+        """Return the number of partitions of all slices."""
         return self.partitions * self.slices
 
     def tiles_on_devices(self, tiles: Sequence[int]) -> np.ndarray:
@@ -98,7 +100,7 @@ class Relations:
                 most = self.device_count
             if most >= self._lowest.size:
                 self._lowest = np.empty(most + 1, np.int32)
-            # The last write wins: written in descending order, it is the lowest device.
+            # The last write wins. Devices are written in descending order, so the lowest stays.
             self._lowest[labels[::-1]] = self._falling
             canonical = self._lowest[labels]
             key = canonical.tobytes()
@@ -132,6 +134,8 @@ class Relations:
             return min(a, b)
         if DISTINCT in (a, b):
             return b if a == DISTINCT else a
+        # Give all devices of a class the lowest label in it, alternately by the classes of b and of
+        # a, until no label changes: labels spread along chains of equal pairs.
         labels = lowest = self._arrays[a]
         while True:
             for by in (self._arrays[b], self._arrays[a]):
@@ -147,20 +151,25 @@ class Relations:
 
     def linked(self, ends: np.ndarray) -> int:
         """Return the relation in which sources and targets are equal; each target occurs once."""
+        # Each device has at most one source, so the path back from a device ends in a cycle (of one
+        # device, if that has no source). All paths of one class end in the same cycle. Each round
+        # doubles the steps: ``before`` is the device at the end of them, ``lowest`` the lowest
+        # device on the way.
         before = np.arange(self.device_count)
         before[ends[1]] = ends[0]
         lowest = np.arange(self.device_count)
-        for _ in range(self.device_count.bit_length()):  # doubles the steps back
+        for _ in range(self.device_count.bit_length()):
             lowest = np.minimum(lowest, lowest[before])
             before = before[before]
-        return self.intern(lowest[before])  # the lowest device of the cycle in which each path ends
+        return self.intern(lowest[before])  # the lowest device of the cycle
 
 
 def row_numbers(rows: np.ndarray) -> np.ndarray:
+    """Return a number for each row; equal rows have the same number."""
     if rows.shape[1] <= 1:
         return np.unique(rows.sum(axis=1), return_inverse=True)[1].reshape(-1)
     width = rows.shape[1] * rows.itemsize
-    numbers: dict[bytes, int] = {}  # np.unique sorts whole rows, fifty times slower
+    numbers: dict[bytes, int] = {}  # np.unique would sort whole rows, which is fifty times slower
     keys = np.ascontiguousarray(rows).view(f"V{width}").reshape(-1).tolist()
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
@@ -169,11 +178,11 @@ def row_numbers(rows: np.ndarray) -> np.ndarray:
 class Groups:
     """The device groups of one collective, as flattened device ids."""
 
-    # Group by group, in the collective's order of members; for a permute, the sets of devices that
+    # The members group by group, in the collective's order; for a permute, the sets of devices that
     # its pairs connect.
     members: np.ndarray
     sizes: np.ndarray  # the number of members of each group
-    # Members of a group are equal in it; a device in no group is a class of its own.
+    # The relation in which members of a group are equal and a device in no group equals no other.
     relation: int
     complete: bool  # every device is in exactly one group
     ends: np.ndarray | None = (
@@ -197,7 +206,7 @@ class Groups:
 
     @functools.cached_property
     def pairs(self) -> tuple[tuple[int, int], ...] | None:
-        """List a permute's source and target devices; None for other kinds."""
+        """Return a permute's source and target devices; None for other kinds."""
         return None if self.ends is None else tuple(zip(*self.ends.tolist()))
 
     @functools.cached_property
@@ -220,10 +229,12 @@ class Groups:
 
     @functools.cached_property
     def size(self) -> int:
+        """Return the number of members of the largest group."""
         return int(self.sizes.max(initial=0))
 
     @functools.cached_property
     def moves(self) -> bool:
+        """Return whether data moves; False for a permute that gives each device its own data."""
         return self.ends is None or bool((self.ends[0] != self.ends[1]).any())
 
     @functools.cached_property
@@ -262,10 +273,12 @@ class Mesh:
         return self._ids.transpose(order + grouped).reshape(-1, size)
 
     def constant_along(self, labels: np.ndarray) -> tuple[str, ...]:
+        """Return the axes along which the devices' labels are equal."""
         grid, axes = labels[self._ids], enumerate(self.names)
         return tuple(name for i, name in axes if (grid == grid.take([0], axis=i)).all())
 
     def varying(self, relation: int) -> tuple[str, ...]:
+        """Return the axes along which devices are not all equal."""
         if relation not in self._varying:
             same = self.constant_along(self._relations.labels(relation))
             self._varying[relation] = tuple(name for name in self.names if name not in same)
@@ -275,7 +288,7 @@ class Mesh:
         return self.along(groups.relation) if groups.complete else None
 
     def along(self, relation: int) -> tuple[str, ...] | None:
-        """Name the axes along which, and only along which, devices are equal, or None."""
+        """Return the axes along which, and only along which, devices are equal, or None."""
         if relation not in self._along:
             varying = self.varying(relation)
             names = tuple(n for n, size in self.axes if size > 1 and n not in varying)
@@ -323,6 +336,7 @@ def axes_of(mesh: object) -> dict[str, int] | None:
 
 
 def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str) -> Mesh:
+    """Return the mesh of these axes; raise HloError if it doesn't fit the program."""
     for name, length in dict(axes).items():
         if not isinstance(length, (int, np.integer)) or length < 1:
             raise errors.HloError(
@@ -347,7 +361,7 @@ def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str) -
 def check_order(
     mesh: Mesh, relations: Relations, seen: Sequence[int], groups: Mapping[str, Groups]
 ) -> None:
-    """Refuse a mesh if the groups follow the axes only in another order."""
+    """Raise HloError if the groups follow the mesh's axes only in another order."""
     groups = {n: g for n, g in groups.items() if g.pairs is None and g.complete}
     order = mesh.better_order([*seen, *(g.relation for g in groups.values())])
     if order is None:

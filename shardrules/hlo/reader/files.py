@@ -1,4 +1,4 @@
-"""Decodes a file's bytes to text: gzip, encodings, and messages for files that are not text."""
+"""Decodes a file's bytes to text: unpacks gzip, and raises errors for files that are not text."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardrules.errors import HloError
 
 _GZIP = b"\x1f\x8b"
 _WIDE = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark it begins with
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, since its mark begins with UTF-16's mark
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-# Bytes that no text has; a protocol buffer has some among its first bytes.
+# Bytes that no text contains; a protocol buffer has some among its first bytes.
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f]")
 _LOOKED_AT = 1 << 16  # bytes
-# A small file may hold gigabytes. This is five times the longest text in the benchmarks; reading
-# and judging take several times as much memory.
+# A small file may unpack to gigabytes. The limit is five times the longest text in the benchmarks;
+# reading and judging take several times as much memory.
 _MOST_UNPACKED = 512  # MiB
 _CHUNK = 1 << 20  # bytes, a MiB
 _INSTEAD = (
@@ -35,9 +35,9 @@ _OPTIMIZED = re.compile(r"(.+)\.(?:[^./]*_)?after_optimizations\.(?:txt|hlo)(?:\
 
 
 def before_optimizations(path: pathlib.Path) -> pathlib.Path | None:
-    """Find the text before XLA's passes that a dump holds beside that after them."""
-    # module_0001.jit_f.before_optimizations.txt, and after them on TPU .cl_933746096.after_...,
-    # on CPU .cpu_after_..., on GPU .sm_9.0_gpu_after_...
+    """Return the text before XLA's passes that a dump has beside the text after them, or None."""
+    # Before: module_0001.jit_f.before_optimizations.txt. After: .cl_933746096.after_... on TPU,
+    # .cpu_after_... on CPU, .sm_9.0_gpu_after_... on GPU.
     match = _OPTIMIZED.fullmatch(path.name)
     stem = match[1] if match else ""
     while stem:
@@ -50,6 +50,7 @@ def before_optimizations(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def decode(data: bytes, name: str) -> str:
+    """Return a file's bytes as text; raise HloError if they are not text."""
     if data.startswith(_GZIP):
         try:
             data = _unpacked(data, name)
@@ -84,7 +85,7 @@ def decode(data: bytes, name: str) -> str:
 
 
 def _unpacked(data: bytes, name: str) -> bytes:
-    """Decompress; raise as soon as it gets too long, before it fills the memory."""
+    """Return the decompressed bytes; raise HloError before they fill the memory."""
     parts, count = [], 0
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
         while part := packed.read(_CHUNK):

@@ -1,7 +1,7 @@
-"""The flow of values: a computation's instructions with their fusions dissolved.
+"""The flow of values through a computation whose fusions are dissolved.
 
-A fusion's instructions stand where it runs, each run for itself, and an element of a tuple is what
-was put into it. It is made when someone asks for it, once for a computation.
+A fusion is replaced by its instructions, separately at each call, and an element of a tuple is the
+value that was put into the tuple. A computation's flow is made on demand, and kept.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from shardrules.hlo.reader import module as hm
 
 BARRIERS = frozenset(["optimization-barrier", "opt-barrier"])
-_FUSIONS = ("fusion", "fusion-start")  # XLA for GPU starts some, and goes on
-_DEPTH = 4  # of fusions in fusions: those deeper stay, as each may hold the same one twice
+_FUSIONS = ("fusion", "fusion-start")  # XLA for GPUs starts some asynchronously
+_DEPTH = 4  # levels of nested fusions to dissolve, since the nodes may double with each level
 
 
 def of(module: hm.Module, name: str) -> Flat:
@@ -24,6 +24,7 @@ def of(module: hm.Module, name: str) -> Flat:
 
 
 def made_by(node: Node, through: frozenset[str] | set[str]) -> Node:
+    """Return the first node that has none of these opcodes, following first operands."""
     while node.opcode in through and node.operands:
         node = node.operands[0]
     return node
@@ -44,20 +45,21 @@ class Node:
     ):
         self.home = home  # the computation that runs it, outside of all fusions
         self.instruction = instruction
-        self.opcode = opcode or instruction.opcode  # ``return`` for what takes a computation's root
+        self.opcode = opcode or instruction.opcode  # ``return`` for the node that takes the root
         self.shape = instruction.shape
-        self.fused = fused  # a fusion holds it
-        self.operands = operands  # of a return, the elements of the root's tuple
-        self.users: list[Node] = []  # what takes it, each once; of a tuple, what takes all of it
-        self.elements: dict[int, Node] = {}  # what takes one element of a tuple, by its number
-        self.index = -1  # the number of the element that it takes
+        self.fused = fused  # whether its instruction is in a fusion
+        self.operands = operands  # for a return, the elements of the root's tuple
+        self.users: list[Node] = []  # its users, each once; for a tuple, the users of all of it
+        self.elements: dict[int, Node] = {}  # the users of one element of a tuple, by its number
+        self.index = -1  # for a get-tuple-element, the element's number
 
     @property
     def takers(self) -> list[Node]:
+        """Return all nodes that take this value or an element of it."""
         return [*self.users, *self.elements.values()]
 
     def enlist(self) -> None:
-        """Add it to its operands' users; a tuple, once something takes all of it."""
+        """Add this node to its operands' users; a tuple is added once a node takes all of it."""
         for operand in dict.fromkeys(self.operands):
             if operand.opcode == "tuple" and not operand.users:
                 operand.enlist()
@@ -71,7 +73,7 @@ class Flat:
         self._module = module
         self._home = computation
         self.nodes: list[Node] = []
-        # By an instruction's position; of a fusion, what its root makes.
+        # The node of each instruction by its position; for a fusion, its root's node.
         self.at = self._dissolved(computation, [])
         self.root = root = self.at[computation.root]
         returned = root.operands if root.opcode == "tuple" else [root]
@@ -98,7 +100,7 @@ class Flat:
     def _dissolved(
         self, computation: hm.Computation, given: list[Node], depth: int = 0
     ) -> list[Node]:
-        """List a computation's nodes by position; ``given`` is what its fusion takes."""
+        """Return a computation's nodes by position; ``given`` are the operands of its fusion."""
         fused = depth > 0
         nodes: list[Node] = []
         for i in computation.instructions:
@@ -124,6 +126,7 @@ class Flat:
     def _element(
         self, instruction: hm.Instruction, whole: Node, index: int, shape: hm.Shape, fused: bool
     ) -> Node:
+        """Return the value of a tuple's element, or the one node that takes the element."""
         if whole.opcode == "tuple" and 0 <= index < len(whole.operands):
             return whole.operands[index]
         if index not in whole.elements:
@@ -135,7 +138,7 @@ class Flat:
     def _held(
         self, barrier: hm.Instruction, whole: Node, shapes: Sequence[hm.Shape], fused: bool
     ) -> Node:
-        """Replace a barrier around a tuple by one around each element."""
+        """Return a barrier around a tuple as a tuple of barriers, one around each element."""
         held = []
         for index, shape in enumerate(shapes):
             element = self._element(barrier, whole, index, shape, fused)

@@ -1,4 +1,4 @@
-"""Spares the tuples of a module from Python's cycle collector."""
+"""Keeps Python's cycle collector away from the tuples of a module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
-        if collecting and not gc.get_freeze_count():  # keep what others froze
+        if collecting and not gc.get_freeze_count():  # unfreezing would undo others' freezing
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         if collecting:

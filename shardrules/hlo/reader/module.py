@@ -1,4 +1,4 @@
-"""The data of a compiled HLO module, frozen; made by ``parser.parse``.
+"""The data of a compiled HLO module, which ``parser.parse`` makes and nothing changes.
 
 An ``Instruction`` keeps offsets into the text instead of parsed attributes: most attributes
 (layouts, backend configs) are never used, and parsing them all would take longer than the proof.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from shardrules import errors
 from shardrules.hlo.reader.attributes import PRINTED, iter_attributes
 
-# Sizes in bits, by the names in XLA's primitive_util. `token` and `opaque` hold no data.
+# Sizes in bits, by the names in XLA's primitive_util. `token` and `opaque` have no data.
 _ELEMENT_BITS = {
     name: bits
     for bits, names in {
@@ -55,17 +55,17 @@ class Shape(NamedTuple):
 
     @property
     def is_tuple(self) -> bool:
-        """Tell a tuple from an array."""
+        """Return whether this is a tuple's shape, not an array's."""
         return self.elements is not None
 
     @property
     def element_count(self) -> int:
-        """Count an array's elements."""
+        """Return the number of an array's elements."""
         return math.prod(self.dimensions)
 
     @property
     def bits(self) -> int:
-        """Return the element type's size in bits; raises HloError for an unknown type."""
+        """Return the element type's size in bits; raise HloError for an unknown type."""
         try:
             return _ELEMENT_BITS[self.element_type]
         except KeyError:
@@ -76,7 +76,7 @@ class Shape(NamedTuple):
             ) from None
 
     def leaves(self) -> list[Shape]:
-        """List the arrays of a tuple, depth first; an array lists itself."""
+        """Return the arrays of a tuple, depth first; for an array, itself."""
         leaves: list[Shape] = []
         stack = [self]
         while stack:
@@ -89,7 +89,7 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Count the bytes of all leaves, without padding."""
+        """Return the bytes of all leaves, without padding."""
         if self.elements is None:
             return (math.prod(self.dimensions) * self.bits + 7) // 8
         return sum((leaf.element_count * leaf.bits + 7) // 8 for leaf in self.leaves())
@@ -132,7 +132,7 @@ def users(frames: Sequence[Frame]) -> Frame | None:
 
 
 def library(frames: Sequence[Frame]) -> str:
-    """Write the innermost frame, below its folder of packages; empty if it is the user's."""
+    """Return the innermost frame, relative to its packages folder; "" if it is the user's."""
     if users(frames) in (None, *frames[:1]):
         return ""
     return str(frames[0]._replace(file=_LIBRARY.sub("", frames[0].file)))
@@ -236,22 +236,22 @@ class Computation:
 
     @functools.cached_property
     def instructions(self) -> tuple[Instruction, ...]:
-        """List its instructions."""
+        """Return its instructions; a repetition's are read when they are first asked for."""
         return self._read(self.name)
 
     def repeated(
         self, name: str, called: tuple[str, ...], read: Callable[[str], tuple[Instruction, ...]]
     ) -> Computation:
-        """Make a computation that repeats this one; ``read`` gives its instructions."""
+        """Return a computation that repeats this one; ``read`` reads its instructions."""
         repetition = Computation.__new__(Computation)
         kept = {key: vars(self)[key] for key in ("root", "is_entry", "calling", "original")}
         vars(repetition).update(kept, name=name, called=called, _read=read)
         return repetition
 
     def calls(self) -> list[tuple[Instruction, tuple[str, ...]]]:
-        """List the instructions that call computations, those of the original, and what is called.
+        """Return the original's instructions that call computations, with the names to call here.
 
-        A repetition calls others than its original, in the same way.
+        A repetition may call other computations than its original, at the same places.
         """
         calling = [self.original.instructions[position] for position in self.calling]
         if self.original is self:
@@ -261,12 +261,12 @@ class Computation:
 
     @property
     def parameters(self) -> list[Instruction]:
-        """List the parameters by their numbers."""
+        """Return the parameters, ordered by their numbers."""
         parameters = [i for i in self.instructions if i.opcode == "parameter"]
         return sorted(parameters, key=lambda i: int(i.literal))
 
     def users(self) -> Users:
-        """List, for each instruction, the positions of those that use it."""
+        """Return, for each instruction, the positions of the instructions that use it."""
         return self._users
 
     @functools.cached_property
@@ -283,7 +283,7 @@ class Computation:
 
 
 def behind(computation: Computation, position: int, opcodes: Collection[str]) -> Instruction:
-    """Follow first operands back through these opcodes, to the first instruction of another."""
+    """Return the first instruction that has none of these opcodes, following first operands."""
     instruction = computation.instructions[position]
     while instruction.opcode in opcodes and instruction.operands:
         instruction = computation.instructions[instruction.operands[0]]
@@ -300,7 +300,7 @@ def parameter_element(computation: Computation, instruction: Instruction) -> int
 
 
 class Users(list[list[int]]):
-    """For each instruction of a computation, the positions of those that use it, each once."""
+    """For each instruction of a computation, the positions of its users, each once."""
 
     def __init__(self, computation: Computation):
         self._instructions = computation.instructions
@@ -312,7 +312,7 @@ class Users(list[list[int]]):
                 self[operand].append(position)
 
     def taking(self, position: int, element: int) -> list[int]:
-        """List the users of a value; for a tuple, the users of an element or of the whole tuple."""
+        """Return a value's users; for a tuple, the users of one element or of the whole tuple."""
         if not self._instructions[position].shape.is_tuple:
             return self[position]
         if position not in self._elements:  # read all elements once: there may be thousands
@@ -339,7 +339,7 @@ class Module:
       header: the header's other attributes as text.
       frames: the stack-frame tables.
       unknown: unknown attributes, by the offset of their instruction.
-      spans: where the text holds what no earlier computation holds.
+      spans: the parts of the text that don't repeat an earlier computation.
     """
 
     name: str
@@ -361,7 +361,7 @@ class Module:
         return self.unknown
 
     def mentions(self, *words: str) -> bool:
-        """Return whether the text holds one of some words, outside of a repetition's metadata."""
+        """Return whether the text has one of these words outside of a repetition's metadata."""
         for word in words:
             if word in self.text and any(self.text.find(word, *span) >= 0 for span in self.spans):
                 return True
@@ -369,13 +369,13 @@ class Module:
 
     @functools.cached_property
     def flows(self) -> dict[str, Any]:
-        """Hold the nodes of computations that ``flow.of`` has made, by name."""
+        """Return the cache of ``flow.of``: the nodes of computations, by name."""
         return {}
 
     @functools.cached_property
     def opcodes(self) -> dict[str, frozenset[str]]:
-        """Return the opcodes of each computation, by name: most questions end with these few."""
-        same: dict[frozenset[str], frozenset[str]] = {}  # many hold the same, which is kept once
+        """Return the set of opcodes of each computation, by name."""
+        same: dict[frozenset[str], frozenset[str]] = {}  # many sets are equal, and are kept once
         opcodes: dict[str, frozenset[str]] = {}
         for name, computation in self.computations.items():
             if computation.original is not computation:
@@ -386,8 +386,8 @@ class Module:
         return opcodes
 
     def metadata(self, instruction: Instruction) -> Metadata:
-        """Read an instruction's metadata; empty if it has none."""
-        if instruction.text is not self.text:  # the reader added it
+        """Return an instruction's metadata; empty if it has none."""
+        if instruction.text is not self.text:  # the reader added this instruction
             return Metadata()
         metadata = self.frames.by_start.get(instruction.start)
         if metadata is None:
@@ -432,11 +432,11 @@ class FrameTable:
         return _unescape(self._row(table, key).strip().removeprefix('"').removesuffix('"'))
 
     def frames(self, frame_id: int) -> tuple[Frame, ...]:
-        """Follow a stack_frame_id to the frames, innermost first."""
+        """Return the frames of a stack_frame_id, innermost first."""
         if frame_id in self._frames:
             return self._frames[frame_id]
-        # JAX 0.8 to 0.10 print the parent's id plus one, with 0 for "no parent". We can see that if
-        # the first frame, which is the outermost, would be its own parent.
+        # JAX 0.8 to 0.10 print the parent's id plus one, with 0 for "no parent". The first frame,
+        # which is the outermost, shows this: otherwise it would be its own parent.
         shift = int(self._fields("StackFrames", 1).get("parent_frame_id") == 1)
         frames: list[Frame] = []
         seen: set[int] = set()
@@ -447,7 +447,7 @@ class FrameTable:
             if own is None:
                 break
             frame, parent = own
-            if frame not in frames[-1:]:  # frames that differ only in the column
+            if frame not in frames[-1:]:  # else the frames differ only in the column
                 frames.append(frame)
             current = parent - shift
         self._frames[frame_id] = tuple(frames)
@@ -466,7 +466,7 @@ class FrameTable:
         return self._own[frame_id]
 
     def metadata(self, text: str) -> Metadata:
-        """Read the inside of ``metadata={...}``."""
+        """Return the metadata that the inside of ``metadata={...}`` states."""
         op_name = self._OP_NAME.search(text)
         frame_id = self._FRAME_ID.search(text)
         source_file = self._SOURCE_FILE.search(text)
@@ -477,7 +477,7 @@ class FrameTable:
         return Metadata(_unescape(op_name[1]) if op_name else "", frames)
 
     def op_name(self, text: str) -> str:
-        """Read the op_name alone."""
+        """Return the op_name only."""
         op_name = self._OP_NAME.search(text)
         return _unescape(op_name[1]) if op_name else ""
 

@@ -37,7 +37,7 @@ _ALIKE = re.compile(r"(?<!\s)\s*+shard_(?:as|like)\s++\d++\s*$")
 _METADATA = re.compile(r"metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}")
 _INVENTED = re.compile(r"_?axis_\d+")
 _MAX_DEVICES = 1 << 20
-# Concatenated lists of ids, and the length of each.
+# Lists of ids: all lists concatenated, and the length of each.
 IdLists = tuple[np.ndarray, np.ndarray]
 
 
@@ -46,6 +46,7 @@ class NotationError(ValueError):
 
 
 def read_ints(text: str) -> list[int]:
+    """Return the numbers in a text; raise NotationError if one is too large."""
     values = [int(n) for n in _NUMBERS.findall(text) if len(n) < 10]
     if len(values) != len(_NUMBERS.findall(text)):
         raise NotationError(f"a number in {text[:60]!r} is too large")
@@ -79,7 +80,7 @@ class TextMesh:
 
     @property
     def is_invented(self) -> bool:
-        """Return whether XLA named the axes, axis_0 and axis_1, of shardings without names."""
+        """Return whether XLA invented the names axis_0 and axis_1 for shardings without names."""
         return any(_INVENTED.fullmatch(name) for name, _ in self.axes)
 
     @property
@@ -118,7 +119,10 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
 
 
 def _axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
-    # 'a':(2)2 is the factor of size 2 of axis 'a' after a major factor of size 2.
+    """Return the groups along some axes or sub-axes of a mesh, one per row."""
+    # 'a':(2)2 is the factor of size 2 of axis 'a' after a major factor of size 2. Split each axis
+    # at the borders of its sub-axes, so that each reference is one dimension, and move the
+    # referenced dimensions to the end: then each row is a group.
     names = [name for name, _ in mesh.axes]
     sizes: list[int] = []
     slots: dict[tuple[int, int, int], int] = {}
@@ -158,7 +162,7 @@ def _axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.nda
 
 
 def read_groups(text: str) -> tuple[IdLists, TextMesh | None]:
-    """Read a ``replica_groups`` value as lists of ids, and the mesh if it names one."""
+    """Read a ``replica_groups`` value: lists of ids, and the mesh if the text names one."""
     text = text.strip()
     if text.startswith("mesh"):
         mesh, end = read_mesh(text)
@@ -187,15 +191,15 @@ def _lists_of(matrix: np.ndarray) -> IdLists:
 
 
 def id_count(mode: str, partitions: int, replicas: int) -> int:
-    """Count the ids that groups may hold in a mode (see ``flatten_groups``)."""
+    """Return how many ids there are for groups in a mode (see ``flatten_groups``)."""
     counts = {"cross_partition": partitions, "flattened": partitions * replicas}
     return counts.get(mode, replicas)
 
 
 def flatten_groups(groups: IdLists, mode: str, partitions: int, replicas: int) -> IdLists:
-    """Turn the ids of a collective's groups into flattened device ids.
+    """Return a collective's groups with flattened device ids.
 
-    The mode says what the ids mean, as in XLA's GetCollectiveOpGroupMode.
+    The mode says what the given ids mean, as in XLA's GetCollectiveOpGroupMode.
     """
     members, sizes = groups
     limit = id_count(mode, partitions, replicas)
@@ -224,7 +228,7 @@ def flatten_groups(groups: IdLists, mode: str, partitions: int, replicas: int) -
 
 @functools.lru_cache(maxsize=256)
 def split_tuple_sharding(text: str) -> tuple[str, ...]:
-    """Split ``{{replicated}, {devices=...}}`` into its leaves; a single leaf is returned alone."""
+    """Split ``{{replicated}, {devices=...}}`` into its leaves; return a single leaf alone."""
     text = re.sub(r"/\*.*?\*/", "", text).strip()
     if not text.startswith("{"):
         text = "{" + text + "}"
@@ -247,7 +251,7 @@ def split_tuple_sharding(text: str) -> tuple[str, ...]:
 def sharding_tiles(text: str, partitions: int) -> tuple[int, ...] | None:
     """Return the number of each partition's tile in one leaf's sharding.
 
-    None if we must assume that every device has its own (maximal, manual, unreduced, unknown).
+    Return None if each device may have data of its own (maximal, manual, unreduced, unknown).
     """
     inner = _METADATA.sub("", text.strip())
     if inner.startswith("{") and inner.endswith("}"):
@@ -290,7 +294,7 @@ def _tiled_holders(text: str, inner: str, partitions: int) -> np.ndarray | None:
     if len(kinds) > tiles.ndim:
         raise NotationError(f"the sharding {text[:80]!r} has too few dimensions")
     if any(k != "replicated" for k in kinds):
-        # Reading `{unreduced, replicated}` as replicated would call a needed psum redundant.
+        # If we read `{unreduced, replicated}` as replicated, a needed psum would seem redundant.
         return None
     return tiles.reshape(-1, math.prod(tiles.shape[tiles.ndim - len(kinds) :]))
 
@@ -320,8 +324,9 @@ def _wrong_size(text: str, devices: int, partitions: int) -> NotationError:
 
 
 def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
-    """Write groups as XLA does, ``[4,2]<=[8]`` or ``{{0,3},{1,2}}``, in one canonical order."""
-    # ordered: the order within a group has a meaning, as in an all-gather.
+    """Return groups as XLA writes them, ``[4,2]<=[8]`` or ``{{0,3},{1,2}}``, in canonical order."""
+    # ``ordered``: the order within a group matters, as in an all-gather. If the groups are an iota
+    # with one step, write that; the first group gives the step.
     rows = sorted(list(r) if ordered else sorted(r) for r in rows)
     count, width = len(rows), len(rows[0]) if rows else 0
     total = count * width
@@ -339,7 +344,7 @@ def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
 
 
 def listed(rows: Sequence[Sequence[int]]) -> str:
-    """Write lists of devices, ``{{0,3},{1,2}}``; shorten long text to its start and a checksum."""
+    """Return lists of devices, ``{{0,3},{1,2}}``, as text; if long, its start and a checksum."""
     text = str(list(map(tuple, rows))).replace(",)", ")").translate(_AS_LISTED)
     if len(text) <= 80:
         return text

@@ -23,8 +23,8 @@ _SHAPE = (
     r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
     r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)"
 )
-# The rest of a line that holds one whole instruction: quotes close on it, and spaces occur only
-# after commas and in metadata, windows and shardings; any other may precede an instruction.
+# The rest of a line that is one whole instruction: quotes close on the line, and spaces occur only
+# after commas and in metadata, windows and shardings; any other space may precede an instruction.
 _INNER = "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
 _REST = (
     r'(?:, [^ \t-\r"]*+(?:(?:"[^"\\\n]*+(?:"|\\.[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")'
@@ -59,10 +59,10 @@ _CALL_KEYS = (
 )
 # A label, an opcode, a shape, operands, calls, a start, an inner span, an end.
 _Fields = tuple[str, str, hm.Shape, tuple[int, ...], tuple[str, ...], int, tuple[int, int], int]
-_LITERAL = ("parameter", "constant")  # their parentheses hold no operands
-_NUMBERS = {str(number): number for number in range(1000)}  # of most parameters
+_LITERAL = ("parameter", "constant")  # no operands in their parentheses
+_NUMBERS = {str(number): number for number in range(1000)}  # the numbers of most parameters
 _MAX_DEPTH = 100  # nesting of operands
-_LONG = 20_000  # characters of a body that hardly repeats another
+_LONG = 20_000  # a body with more characters hardly ever repeats another
 
 _MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
 _TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n((?:[ \t]*\d+[ \t][^\n]*\n)+)")
@@ -80,7 +80,7 @@ _make = tuple.__new__
 
 
 class _Reader:
-    """Reads one text: holds its computations, and the one that is being read."""
+    """Reads one text; keeps its computations, and the state of the one that is being read."""
 
     def __init__(self, text: str, source: str):
         self.text, self.source = text, source
@@ -89,7 +89,7 @@ class _Reader:
         self._opcodes: dict[str, str] = {}
         self._spans: list[tuple[int, int]] = []  # of computations that repeat no other
         self._depth = 0
-        # Of the computation that is being read.
+        # The state of the computation that is being read.
         self._name = ""
         self._instructions: list[hm.Instruction] = []
         self._places: dict[str, int] = {}  # in ``_instructions``, by name
@@ -152,7 +152,7 @@ class _Reader:
             if is_entry:
                 entry = computation
         if entry is None:
-            # As in XLA, the last one of text by hand; what XLA prints has ENTRY and a layout.
+            # As in XLA, the last computation of handwritten text; XLA prints ENTRY and a layout.
             if not self.computations or "entry_computation_layout" in header:
                 raise self.error(len(text), f"{self.source} has no ENTRY computation{wrong.CUT}")
             entry = computation
@@ -172,7 +172,7 @@ class _Reader:
         )
 
     def _header(self, position: int) -> tuple[bool, str, int]:
-        """Read a computation up to its opening brace: is it ENTRY, its name, where its body is."""
+        """Return whether a computation is ENTRY, its name, and where its body begins."""
         text = self.text
         if text.startswith("HloModule", position):
             raise self.error(position, "a second module begins here; pass one module at a time")
@@ -203,7 +203,7 @@ class _Reader:
     # -- instructions -------------------------------------------------------------------------
 
     def _later(self, position: int, name: str) -> tuple[hm.Instruction, ...]:
-        """Read the instructions of a computation that repeats another, whose body starts here."""
+        """Return the instructions of a repetition whose body starts at ``position``."""
         reader = _Reader(self.text, self.source)
         reader.computations, reader._shapes = self.computations, self._shapes
         return reader._computation(name, position)[0].instructions
@@ -249,7 +249,7 @@ class _Reader:
                 if usual and label not in places:
                     parameters[_NUMBERS[inside]] = start
             elif inside and opcode != "constant":
-                try:  # %a, %b, as XLA does now
+                try:  # %a, %b, as XLA prints them now
                     if inside[0] != "%":
                         operands = self._operands(inner[0], label, start)[0]
                         count = len(instructions)
@@ -275,13 +275,13 @@ class _Reader:
                 count += 1
                 fields = label, opcode, shape, operands, calls, text, start, inner
                 append(_make(hm.Instruction, (*fields, inner[1] + 1, position - 1)))
-            else:  # it is ROOT, is wrong, or calls in another way
+            else:  # it is ROOT, contains an error, or calls in another way
                 add((label, opcode, shape, operands, calls, start, inner, position - 1), is_root)
                 count = len(instructions)
         return self._finish(opening), position + 1
 
     def _add(self, given: _Fields, is_root: object) -> None:
-        """Add an instruction; ``is_root`` is true of the root, or what marks it."""
+        """Check and add an instruction; ``is_root`` is true, or the word ROOT, for the root."""
         label, opcode, shape, operands, calls, start, inner, end = given
         if opcode == "parameter":
             self._parameter(start, inner)
@@ -318,7 +318,7 @@ class _Reader:
         return hm.Computation(name, instructions, root, calling, called)
 
     def _shape(self, text: str, offset: int) -> None:
-        if text[0] == "(":  # often of the same few arrays
+        if text[0] == "(":  # tuples often consist of the same few arrays
             parts = _BETWEEN.split(text[1:-1])
             arrays = [array for array in map(self._array, parts) if array is not None]
             if len(arrays) == len(parts):
@@ -402,8 +402,8 @@ class _Reader:
 
     def _operands(self, position: int, user: str, start: int) -> tuple[tuple[int, ...], int]:
         """Read operands from after the '('; return their places and the end, after the ')'."""
-        # An operand may be an instruction without name and attributes, or the element of a tuple
-        # (%t#0#1); both are added as instructions before their user.
+        # An operand may be an instruction without a name and attributes, or the element of a tuple
+        # (%t#0#1); both become instructions of their own, before their user.
         text = self.text
         plain = _NAMES.match(text, position)
         if plain:
@@ -472,14 +472,14 @@ class _Reader:
 
 @checked(own=("text",))
 def parse(text: str, *, name: str = "<text>") -> hm.Module:
-    """Read HLO text.
+    """Read HLO text into a module.
 
     Args:
       text: one module, as ``compiled.as_text()`` or ``--xla_dump_to`` gives it.
       name: where the text comes from, for messages.
 
     Raises:
-      HloSyntaxError: the text is not HLO, is empty or is cut; it shows line and column.
+      HloSyntaxError: the text is not HLO, is empty or is cut; the error shows line and column.
       TypeError: text is not a str.
     """
     if not isinstance(text, str):

@@ -1,8 +1,8 @@
-"""Tells how far XLA has compiled a module: only once it is partitioned has it its collectives.
+"""Tells how far XLA has compiled a module: it has its collectives only once it is partitioned.
 
 Before XLA's SPMD partitioner, instructions and custom calls have shardings, and the collectives
-that these will cost are missing. After it, only parameters keep their shardings (JAX 0.4.28 to
-0.12, on CPU, TPU and GPU).
+that these shardings need are missing. After it, only parameters keep their shardings (JAX 0.4.28
+to 0.12, on CPU, TPU and GPU).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _LATE = frozenset("fusion bitcast copy copy-start async-start".split())
 _PLACED = frozenset("parameter infeed outfeed send recv send-done recv-done".split())
 _COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "partition-id")
 
-# What only XLA's later passes make: they fuse, assign layouts and start operations early.
+# Opcodes that only XLA's later passes make, which fuse, assign layouts and start operations early.
 _COMPILED = frozenset("fusion bitcast".split())
-# Of arrays, XLA fuses two of these in a row if nothing else takes the first one's result.
+# XLA fuses two of these operations on arrays if only the second takes the first one's result.
 _FUSED = frozenset(
     "add subtract multiply divide maximum minimum negate abs exponential log power rsqrt sqrt tanh "
     "convert select compare".split()
@@ -31,9 +31,9 @@ _PRODUCERS = _FUSED | {"broadcast"}
 
 
 def is_compiled(module: hm.Module) -> bool:
-    """Tell a compiled text from one that shows that XLA's passes have not run to the end."""
-    # XLA schedules last, but for CPU not up to JAX 0.4.28. There, a text may be too small to show
-    # any pass: that one counts as compiled.
+    """Return False if the text shows that XLA's passes have not run to the end, else True."""
+    # XLA schedules last, but up to JAX 0.4.28 it does not schedule for CPU. There, a text may be
+    # too small to show any pass; such a text counts as compiled.
     if module.header.get("is_scheduled") == "true":
         return True
     early = False
@@ -45,7 +45,8 @@ def is_compiled(module: hm.Module) -> bool:
             taken.update(i.operands)
         if early:
             continue
-        # A reshape, or what XLA would have fused into its only user, shows that passes are to come.
+        # A reshape, or an operation that XLA would have fused into its only user, shows that passes
+        # are yet to run.
         alone = {
             n for n, i in enumerate(instructions) if taken[n] == 1 and _is_fused(i, _PRODUCERS)
         }
@@ -74,7 +75,7 @@ def check(module: hm.Module) -> None:
 
 
 def _unpartitioned(module: hm.Module) -> str | None:
-    """Say why a module is not partitioned, or may not be; None if it is."""
+    """Return why a module is not partitioned, or may not be; None if it is."""
     if module.header.get("is_scheduled") == "true" or module.num_partitions == 1:
         return None  # XLA schedules last
     sharded = module.num_partitions is not None

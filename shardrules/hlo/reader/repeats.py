@@ -1,8 +1,8 @@
-"""Finds computations that repeat an earlier one, in all but names and metadata.
+"""Finds computations that repeat an earlier one in all but names and metadata.
 
-Unrolled layers make most of a text the same few fusions again. Two regular expressions compare
-such a body with the first one like it in a third of the time that reading it takes. Its
-instructions are read when someone asks for them.
+In a program with unrolled layers, most of the text repeats the same few fusions. Two regular
+expressions compare a body with the first one like it in a third of the time that reading it takes.
+The instructions of a repetition are read on demand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import unknown_attributes
 
-# Metadata of which every part closes on its line, and a name.
+# Metadata without brackets outside of strings, on one line; and a name.
 _METADATA = re.compile(r', metadata=\{(?:[^{}()\[\]"\\\n]++|"[^"\\\n]*+")*+\}')
 _MARK = ", M"
 _NAME = re.compile(r"%([\w.\-]++)")
@@ -27,19 +27,22 @@ class Repeats:
     def __init__(self, text: str, computations: dict[str, hm.Computation]):
         self._text = text
         self._computations = computations  # those read so far
-        # By what bodies show at a glance: the first one, None once it is cut.
+        # By a quick fingerprint of a body: the first body with it, or None once that is cut.
         self._first: dict[_Key, tuple[hm.Computation, str] | None] = {}
-        # By a body's parts and pattern: the first one and its names; and once there is a second,
-        # which of the names are called computations, and by these computations, as far as they
-        # differ, the one that others repeat.
+        # By a body's key, which is the text between its names and the pattern of equal names:
+        # ``_alone`` has the first body and its names. Once there is a second body, ``_known`` has
+        # the places of called computations among the names, and the computation to repeat for each
+        # choice of called computations.
         self._alone: dict[_Key, tuple[hm.Computation, list[str]]] = {}
         self._known: dict[_Key, tuple[list[int], dict[_Key, hm.Computation]] | None] = {}
         self._glance: _Key = ()
-        self._key: _Key = ()  # of the body that was looked for last, empty if that wasn't cut
-        self._names: list[str] = []  # and its names
+        self._key: _Key = ()  # the key of the last body in ``find``; empty if that wasn't cut
+        self._names: list[str] = []  # the names in that body
 
     def find(self, start: int, end: int) -> tuple[hm.Computation, tuple[str, ...]] | None:
-        """Find what a body repeats, with the names of the computations that the body calls."""
+        """Return the original that a body repeats, and the names that the body calls; or None."""
+        # From cheap to expensive: compare fingerprints, then the text between names, then the
+        # called computations. The first body with a fingerprint is cut only when a second comes.
         body = self._text[start:end]
         root = body.rfind(" = ")
         self._key = ()
@@ -66,27 +69,29 @@ class Repeats:
         return None if original is None else (original, called)
 
     def add(self, computation: hm.Computation, start: int, end: int) -> None:
-        """Note the computation whose body was looked for last: others may repeat it."""
+        """Record the computation of the last body in ``find``, so that others may repeat it."""
         if self._key:
             self._note(computation)
         else:
             self._first[self._glance] = computation, self._text[start:end]
 
     def _cut(self, body: str) -> None:
-        # The mark tells metadata of one body from nothing, or from a string, in another.
+        """Cut a body at its names, and set its key and its names."""
+        # The mark replaces metadata, so that a body with metadata never equals one without.
         pieces = _NAME.split(_METADATA.sub(_MARK, body))
         self._names = names = pieces[1::2]
         first: dict[str, int] = {}
         self._key = tuple(pieces[::2]), tuple(map(first.setdefault, names, itertools.count()))
 
     def _note(self, computation: hm.Computation) -> None:
+        """Record a computation under the key of the body that was cut last."""
         if self._key not in self._known:
             self._alone.setdefault(self._key, (computation, self._names))
         else:
             self._compare(computation, self._names)
 
     def _compare(self, computation: hm.Computation, names: list[str]) -> None:
-        """Let others repeat a computation, whose body is like the one that was cut last."""
+        """Let others repeat a computation, unless they can repeat one with the same callees."""
         if self._key not in self._known:
             places = _called(computation, self._key[0], names)
             self._known[self._key] = None if places is None else (places, {})
@@ -104,8 +109,8 @@ def _called(
     computation: hm.Computation, parts: tuple[str, ...], names: list[str]
 ) -> list[int] | None:
     """Return the places of called computations among the names; None if others can't repeat it."""
-    # Names may differ where each is an instruction's own, an operand or a called computation.
-    # Strings hold no names, and no metadata, if quotes close before and after each.
+    # Names may differ if each is an instruction's own name, an operand or a called computation.
+    # No string contains a name or metadata if all quotes close between two names.
     whole = "\0".join(parts)
     if "\\" in whole or unknown_attributes.unknown_keys(whole):
         return None

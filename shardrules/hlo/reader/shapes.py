@@ -8,20 +8,21 @@ from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import match_bracket, skip, syntax_error
 
 _ARRAY = re.compile(r"(\w+)\s*\[([^\]]*)\]")
-# As XLA prints it.
+# An array's shape as XLA prints it.
 _PRINTED = re.compile(r"(\w+)\[(\d{1,18}(?:,\d{1,18})*)?\](?:\{([\d:][^{}\"\n]*)?\})?(?!\s*\{)")
 _DIMENSIONS = re.compile(r"\s*(?:(?:<=)?\d+|\?)\s*(?:,\s*(?:(?:<=)?\d+|\?)\s*)*")
-# A brace after a shape begins its layout if it holds a number, a colon or nothing; otherwise it
+# A brace after a shape begins its layout if a number, a colon or nothing is in it; otherwise it
 # begins a computation's body (hlo_parser.cc, ParseShape).
 _LAYOUT = re.compile(r"\s*(?=\{\s*[\d:])|(?=\{\s*\})")
 
 
 def begins(text: str, position: int) -> bool:
+    """Return whether a shape begins at a position."""
     return text.startswith(("(", "b("), position) or bool(_ARRAY.match(text, position))
 
 
 def printed(text: str) -> hm.Shape | None:
-    """Read an array's shape as XLA prints it; None for any other text."""
+    """Return an array's shape, printed as XLA prints it; None for any other text."""
     match = _PRINTED.fullmatch(text)
     return _made(match) if match else None
 
@@ -33,8 +34,8 @@ def _made(match: re.Match[str]) -> hm.Shape:
 
 
 def read(text: str, position: int) -> tuple[hm.Shape, int]:
-    """Read a shape, return its end; iterative, since deep nesting would exhaust the stack."""
-    stack: list[list[hm.Shape]] = []  # elements of the tuples that are open here
+    """Return a shape and its end; a loop reads it, since recursion could exhaust the stack."""
+    stack: list[list[hm.Shape]] = []  # the elements so far of each tuple that is still open
     while True:
         position = skip(text, position)
         if text.startswith("(", position):

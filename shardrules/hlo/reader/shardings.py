@@ -1,4 +1,4 @@
-"""Shardings of a program's parameters that its own text lacks, from what else says them.
+"""Reads shardings of a program's parameters from other sources, if its own text lacks them.
 
 JAX 0.12 prints none in compiled text. The text of the same module before XLA's passes has them, and
 people write them as specs over a mesh.
@@ -30,9 +30,9 @@ def lacking(module: Module) -> bool:
 
 
 def of_other_text(module: Module, other: Module) -> list[str | None]:
-    """Return shardings from another text of the program, such as that before XLA's passes.
+    """Return shardings from another text of the program, such as the one before XLA's passes.
 
-    Raises HloError if that text is of another program, or states no shardings.
+    Raise HloError if that text is of another program, or states no shardings.
     """
     ours, theirs = module.entry.parameters, other.entry.parameters
     found = [parameter.attribute("sharding") for parameter in theirs]
@@ -76,7 +76,7 @@ def _fits(
         try:
             tiles = notations.sharding_tiles(sharding, module.num_partitions or 1)
         except notations.NotationError:
-            continue  # the proof says what it can't read
+            continue  # the proof reports what it can't read
         pairs = list(zip(piece.dimensions, whole.dimensions))
         if piece.element_type != whole.element_type or any(a > b for a, b in pairs):
             return False
@@ -86,9 +86,9 @@ def _fits(
 
 
 def named_mesh(text: str, given: Sequence[str | None], device_count: int) -> dict[str, int] | None:
-    """Return the one mesh that shardings in a text, or given ones, name; None unless it is one.
+    """Return the only mesh that shardings in a text, or given ones, name, or None.
 
-    Where no sharding names a mesh, the groups of collectives may.
+    If no sharding names a mesh, the groups of collectives may.
     """
 
     def read(pattern: re.Pattern[str], part: str) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -103,7 +103,7 @@ def named_mesh(text: str, given: Sequence[str | None], device_count: int) -> dic
 
 
 def _mesh_at(text: str, device_count: int) -> tuple[tuple[str, int], ...] | None:
-    """Read the mesh at the start of a text; None if it isn't the program's own, row-major."""
+    """Return the mesh at the start of a text; None unless it is the program's own, row-major."""
     try:
         mesh, _ = notations.read_mesh(text)
     except notations.NotationError:
@@ -116,7 +116,7 @@ def _mesh_at(text: str, device_count: int) -> tuple[tuple[str, int], ...] | None
 
 
 def read_specs(text: str) -> list[str]:
-    """Split ``P('data'); P()`` into its shardings; raises ShardrulesError if there is none."""
+    """Split ``P('data'); P()`` into shardings; raise ShardrulesError if a part isn't one."""
     parts = [part.strip() for part in text.split(";")]
     parts = parts[:-1] if len(parts) > 1 and not parts[-1] else parts
     for part in parts:
@@ -126,7 +126,7 @@ def read_specs(text: str) -> list[str]:
 
 
 def as_hlo(text: str, mesh: Mapping[str, int] | None, rank: int) -> str:
-    """Write a spec as HLO's sharding of an array of this rank; HLO's own stays as it is."""
+    """Return a spec as an HLO sharding for an array of this rank; keep an HLO sharding as it is."""
     if _is_hlo(text):
         return text
     dims = _spec(text)
@@ -156,7 +156,7 @@ def _is_hlo(text: str) -> bool:
 
 
 def _spec(text: str) -> list[tuple[str, ...]]:
-    """Read ``P('data', None)`` or ``P(data,None)``: the axes of each dimension."""
+    """Return the axes of each dimension in ``P('data', None)`` or ``P(data,None)``."""
     match = re.fullmatch(r"(?:jax\.sharding\.)?(?:P|PartitionSpec)\((.*)\)", text.strip(), re.S)
     try:
         if match is None:
@@ -172,6 +172,7 @@ def _spec(text: str) -> list[tuple[str, ...]]:
 
 
 def _axes(part: ast.expr) -> Iterator[str]:
+    """Yield the axes that one entry of a spec names; raise ValueError for anything else."""
     if isinstance(part, ast.Name):
         yield part.id
     elif isinstance(part, ast.Constant) and isinstance(part.value, str):

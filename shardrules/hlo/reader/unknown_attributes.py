@@ -14,7 +14,7 @@ _KEY = re.compile(r",\s*+([\w\-]++)\s*+=")
 
 
 def unknown_keys(text: str) -> set[str]:
-    """Find what looks like the key of an unknown attribute, in strings and metadata too."""
+    """Return what looks like the key of an unknown attribute, in strings and metadata too."""
     return {*_KEY.findall(text)} - attributes.KNOWN
 
 
@@ -24,9 +24,9 @@ def find(
     """Return the unknown attribute of each instruction that has one, by the instruction's offset.
 
     Args:
-      text: the module's.
-      spans: of computations that repeat no other; a repetition has no unknown attributes.
-      computations: all of them.
+      text: the module's text.
+      spans: the bodies of computations that repeat no other; a repetition has no unknown ones.
+      computations: all computations of the module.
     """
     by_offset: dict[int, str] = {}
     keys = itertools.chain.from_iterable(_KEY.findall(text, *span) for span in spans)
@@ -41,7 +41,7 @@ def find(
         having_one = list(pattern.finditer(text, *span))
         if not having_one:
             continue
-        # One that is written as an operand has none, but lies before those of its user.
+        # An instruction written as an operand has no attributes, but stands before its user's.
         having = (
             i for i in computation.instructions if i.text is text and i.attributes_start < i.end
         )
@@ -52,7 +52,7 @@ def find(
             place = bisect.bisect_right(starts, key.start()) - 1
             if place < 0 or _in_string(text, starts[place], key.start()):
                 continue
-            if place != read:  # read its attributes: braces may hold what looks like a key
+            if place != read:  # read its attributes: text in braces may look like a key
                 read = place
                 names = {value: name for name, value, _ in instructions[place].attributes()}
             if attributes.skip(text, key.end()) in names:
@@ -61,5 +61,5 @@ def find(
 
 
 def _in_string(text: str, start: int, position: int) -> bool:
-    """Return whether a string holds a position, by its quotes; ``start`` is in no string."""
+    """Return whether a position is in a string, by counting quotes; ``start`` is in no string."""
     return text.count('"', start, position) % 2 == 1 and text.find("\\", start, position) < 0

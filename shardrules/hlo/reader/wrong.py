@@ -1,4 +1,4 @@
-"""What to say of text that is not HLO, or that is cut off."""
+"""Makes the errors for text that is not HLO, or that is cut off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUT = ": is the text cut?"
 
 
 def not_hlo(text: str, position: int, source: str) -> HloSyntaxError:
-    """Make the error on text that does not begin as a module does."""
+    """Return the error for text that does not begin with a module's header."""
     if position >= len(text):
         return attributes.syntax_error(
             text,
@@ -37,7 +37,7 @@ def not_hlo(text: str, position: int, source: str) -> HloSyntaxError:
 def placed(
     error: HloSyntaxError, text: str, name: str, computations: Mapping[str, hm.Computation]
 ) -> HloSyntaxError:
-    """Name the text in an error, and say that it is cut off if it ends before ENTRY does."""
+    """Add the text's name to an error, and say that the text is cut off if it ends before ENTRY."""
     message = str(error.reason)
     last = text.rstrip().count("\n") + 1
     whole = any(computation.is_entry for computation in computations.values())

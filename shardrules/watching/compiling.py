@@ -38,6 +38,7 @@ class Traced(NamedTuple):
     again: again.Again | None = None  # how to retrace it, if a shard_map in it has its check off
     scope: Any = None  # the hooks' scope at that time, if they were installed
     definition: str = ""
+    drops_axes: bool = False  # whether it only ends a shard_map that runs without jit
 
     @property
     def interpreted(self) -> frozenset[str]:
@@ -126,6 +127,7 @@ def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
                 kernels,
                 *_again(how, meshes),
                 compiled.definition(closed_jaxpr),
+                any(compiled.drops_axes(eqn.params["jaxpr"]) for eqn in meshes),
             )
     return computation
 

@@ -18,6 +18,7 @@ from raising import raises
 import shardrules
 from core import versions
 from shardrules import hooks
+from shardrules.costs import outputs
 from shardrules.door.patching import WhenImported
 from shardrules.errors import ShardrulesError
 from shardrules.watching import compiling
@@ -311,6 +312,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from shardrules import hooks
+from shardrules.costs import outputs
 
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 f = hooks.shard_map(lambda x: 2 * x, mesh, P("data"), P("data"), check=False)
@@ -378,3 +380,21 @@ def test_what_one_line_asks_for_is_one_item(cpu_mesh):
             jax.jit(f)(*trees)
         text = str(seen)
         assert text.count("\n    to do: its result is only reduced to one number") == count, text
+
+
+@versions.where(versions.types_values)
+def test_a_shard_map_that_runs_without_jit_lacks_no_reduction(cpu_mesh):
+    """JAX runs it step by step, and at the end takes one of values that were equal before."""
+
+    def differing(call):
+        with shardrules.watch() as seen:
+            call(np.ones((8, 8), np.float32))
+        assert len(seen)
+        return [one.kind for program in seen for one in outputs.find(program.judgement)]
+
+    options = {"mesh": cpu_mesh, "out_specs": P("data"), "check": False}
+    f = versions.shard_map(lambda x: jnp.tanh(x) * 2, in_specs=P("data"), **options)
+    assert differing(f) == []
+    # A jit of what that last program does is judged.
+    taken = versions.shard_map(lambda x: x, in_specs=P(("data", "model")), **options)
+    assert differing(jax.jit(taken)) == ["differs"]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import programs
 import pytest
+from hlo import text as T
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from raising import raises
@@ -271,3 +272,14 @@ def test_a_scatter_at_places_that_differ_stays(gpu_mesh):
     for start, kinds in ((jnp.zeros((2, 8)), ["reduce first"]), (jnp.ones((2, 8)), [])):
         constant = lambda x, y: start.at[jnp.array([0, 1] * 4)].add(over(x))[None]  # noqa: E731
         assert cheaper(*local(gpu_mesh, constant, P("data")))[0] == kinds
+
+
+def test_an_index_of_many_sums_is_read_once():
+    """A value was read once for each of the paths that lead to it, 2 ** 40 here."""
+    index = ["%a0 = u32[] partition-id()"]
+    index += [f"%a{n + 1} = u32[] add(%a{n}, %a{n})" for n in range(40)]
+    reduced = T.all_reduce("%x", extra=', metadata={op_name="jit(f)/shard_map/psum"}')
+    cut = "%s = f32[4] dynamic-slice(%r, %a40), dynamic_slice_sizes={4}"
+    text = T.module("\n".join([T.parameter(T.BOTH), *index, reduced, cut]))
+    judgement = hlo.judge(text, mesh={"data": 4, "model": 2})
+    assert len(judgement.verdicts) == 1 and waste.hints(judgement) == []

@@ -85,6 +85,18 @@ def _part(site: Site, use: Use) -> _Part | None:
 
 def device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | None:
     """Return an integer's value on each device, also if loops pass it on; None if unknown."""
+    # Remember each value, since a chain of n sums a + a has 2 ** n paths.
+    known = program.remembered(_known_rows)
+    if node not in known:
+        known[node] = _device_rows(program, node, depth)
+    return known[node]
+
+
+def _known_rows(_: Program) -> dict[Node, np.ndarray | None]:
+    return {}
+
+
+def _device_rows(program: Program, node: Node, depth: int) -> np.ndarray | None:
     if depth > 64:
         return None
     if node.opcode == "constant":

@@ -33,7 +33,7 @@ ADVICE = {
     "rnn": "cast that array before the loop instead: x = shardrules.vary(x, 'data')",
     "fsdp": (
         "name what jax.lax.with_sharding_constraint gathers, "
-        "w = jax.ad_checkpoint.checkpoint_name(w, 'gathered'), and save it by the policy of "
+        "w = checkpoint_name(w, 'gathered') (from jax.ad_checkpoint import checkpoint_name), and save it by the policy of "
         "jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('gathered')"
     ),
 }

@@ -17,6 +17,7 @@ _RETURNS = frozenset(["copy", "bitcast", "all-gather-done", "convert"])
 _GATHERS = ("all-gather", "all-gather-start")
 _CONVERTS = "convert_element_type"  # what JAX calls a conversion
 _BY_XLA = " by XLA"
+_IMPORT = "from jax.ad_checkpoint import checkpoint_name"  # jax alone doesn't import that module
 # The opcodes by which an optimizer updates a part of a weight, element by element.
 _UPDATES = (FUNCTIONS | WHOLE | BARRIERS | {"dynamic-slice"}) - {"dot", "reduce", "iota"}
 _MOST = 256  # the most of these to follow
@@ -180,13 +181,13 @@ def gathered_twice(site: Site) -> Hint | None:
     keep = "return it from fwd as a residual to keep it"
     if remat:
         keep = (
-            "w = checkpoint_name(w, 'gathered') and policy="
+            f"w = checkpoint_name(w, 'gathered') ({_IMPORT}) and policy="
             "jax.checkpoint_policies.save_only_these_names('gathered') keep it"
         )
     if not site.in_shard_map:
         keep = (
             "name what jax.lax.with_sharding_constraint gathers, "
-            "w = jax.ad_checkpoint.checkpoint_name(w, 'gathered'), and save it by the policy of "
+            f"w = checkpoint_name(w, 'gathered') ({_IMPORT}), and save it by the policy of "
             "jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('gathered')"
         )
     advice = (

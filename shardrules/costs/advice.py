@@ -196,10 +196,11 @@ def _for_partitioner(verdict: hlo.Verdict) -> str:
     equal = ", ".join(_equal_axes(verdict))
     return (
         f"XLA's partitioner made it for {operation(collective)}, of data that is the same on "
-        f"the devices{f' over {equal}' if equal else ''}: replicate what that reads or makes, "
-        "x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
-        f"jax.sharding.PartitionSpec(...))) with a spec without {equal or 'axes'}, "
-        "or give both the layout of what uses it"
+        f"the devices{f' over {equal}' if equal else ''}: give what that reads or makes the "
+        "layout of what uses it, x = jax.lax.with_sharding_constraint(x, "
+        "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(...))). For a small array "
+        f"(a scale, a mask) a spec without {equal or 'axes'}; for an activation that of the batch, "
+        "since a replicated one costs more than this does"
     )
 
 

@@ -195,9 +195,10 @@ def test_what_the_partitioner_moves_of_equal_data(f, kind, made_for, cpu_mesh):
     assert f"{kind}(data)" in text and "check_vma" not in text
     assert any(
         f"XLA's partitioner made it for {name}, of data that is the same on the devices over "
-        "data: replicate what that reads or makes, x = jax.lax.with_sharding_constraint(x, "
-        "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(...))) with a spec without "
-        "data, or give both the layout of what uses it" in text
+        "data: give what that reads or makes the layout of what uses it, "
+        "x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
+        "jax.sharding.PartitionSpec(...))). For a small array (a scale, a mask) a spec without "
+        "data; for an activation that of the batch" in text
         for name in made_for
     )
     assert not testing.assert_no_defensive_psum(of((None, None))).verdicts  # what it advises

@@ -924,6 +924,19 @@ def test_a_scalar_that_a_derivative_saves_is_none_of_a_rule_s_own(cpu_mesh):
     assert site.switched, site
 
 
+def test_a_number_that_one_branch_multiplies_by_is_none_of_a_rule_s_own(cpu_mesh):
+    """With the check on JAX saves the number, which was cast, and fills it in the other branch."""
+    op = op_of(lambda x, w: (x * w, w), lambda w, g: (g * w, jnp.sum(g, 0)))
+
+    def asked(mapped):
+        body = lambda x, w: jax.lax.cond(w[0] > 0, op, lambda x, w: x * 2, x, w)  # noqa: E731
+        return jax.grad(lambda x: jnp.sum(mapped(body, P("data"))(x, W) ** 2))(jnp.asarray(X))
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-5)
+    assert site.switched, site
+
+
 def derivative(order, f):
     """Return the derivative of a mapped function by its weight, of some order."""
     scalar = lambda w: jnp.sum(jnp.sin(f(X, w)))  # noqa: E731

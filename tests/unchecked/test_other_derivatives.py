@@ -277,6 +277,35 @@ def test_a_rule_that_may_sum_what_it_returned_as_a_share_leaves_its_site(asked):
     assert site.reason.endswith("may depend on what is differentiated (symbolic_zeros)")
 
 
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.int32])
+def test_a_rule_for_vmap_that_computes_by_a_type_leaves_its_site(kind, cpu_mesh):
+    """Nothing is differentiated past it, and no look sees what the rule computes."""
+    op = jax.custom_batching.custom_vmap(lambda x: x + 1)
+    typed = lambda x: "data" in str(jax.typeof(x))  # noqa: E731
+    op.def_vmap(lambda size, in_batched, x: (x + 3 if typed(x) else x + 1, True))
+
+    def asked(mapped):
+        body = lambda x, w: x * w * op(jax.lax.stop_gradient(x).astype(kind))  # noqa: E731
+        f = jax.vmap(mapped(body, P("data")), (0, None))
+        return jax.grad(lambda w: jnp.sum(f(jnp.stack([X, X]), w) ** 2))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "vmap calls a rule that somebody wrote for 'custom_vmap_call'"
+
+
+def test_a_function_that_jax_maps_by_a_loop_is_switched(cpu_mesh):
+    op = jax.custom_batching.sequential_vmap(lambda x: x + 1)
+
+    def asked(mapped):
+        body = lambda x, w: x * w * op(jax.lax.stop_gradient(x))  # noqa: E731
+        return jax.grad(lambda w: jnp.sum(mapped(body, P("data"))(X, w) ** 2))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-5)
+    assert site.switched, site
+
+
 def without_rules(mapped):
     f = mapped(lambda x, w: (x * w, halved(w)), (P("data"), P()))
     return jax.grad(lambda w: jnp.sum(f(X, w)[0] ** 2))(W)

@@ -33,6 +33,7 @@ from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr
 from shardrules.jaxprs.walk import Inside, visited
 
 _LOOPS = frozenset({"scan", "while"})
+_FILLS = frozenset({"empty", "empty2"})
 _RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 _LARGE_BYTES = 1 << 20  # larger constants are compared by identity, or else by digest
 _MOST_BYTES = 1 << 28  # larger constants are compared by identity alone
@@ -108,6 +109,9 @@ def _made_of(
     def visit(eqn: Eqn, around: _Around, inside: Inside[_Around, None]) -> Iterator[None]:
         name, operands = name_of(eqn), [around.of(atom) for atom in eqn.invars]
         if by_name:
+            if name in _FILLS:  # what one branch saves, in the others
+                around.makes.update(dict.fromkeys(eqn.outvars, "input"))
+                return
             operands = [
                 "input" if isinstance(operand, _Elements) or operand == "constant" else operand
                 for operand in operands

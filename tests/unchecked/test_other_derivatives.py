@@ -99,6 +99,37 @@ def by_a_pair(mapped):
     return jax.grad(lambda w, v: jnp.sum(f(X, w, v, W) ** 2), (0, 1))(W, W + 1)
 
 
+def with_a_sum_for_one_result(mapped):
+    """A rule returns a device's share of a weight's gradient, or, of one result, the sum."""
+
+    def bwd(saved, g):
+        x, w = saved
+        share = jnp.sum(x * g[0], 0)
+        is_one = isinstance(g[1], SymbolicZero)
+        return g[0] * w, jax.lax.psum(share, "data") if is_one else share + jnp.sum(g[1])
+
+    fwd = lambda x, w: ((x.value * w.value, jnp.sin(x.value)), (x.value, w.value))  # noqa: E731
+    op = op_of(fwd, bwd, symbolic_zeros=True)
+    op.fun = lambda x, w: (x * w, jnp.sin(x))
+    f = mapped(lambda x, w: op(x, w), P("data"))
+    return jax.grad(lambda w: jnp.sum(f(X, w)[0] ** 2))(W)
+
+
+def with_a_sum_for_one_argument(mapped):
+    def fwd(x, w):
+        return x.value * w.value, (x.value, w.value, None if x.perturbed else ())
+
+    def bwd(saved, g):
+        x, w, is_one = saved
+        share = jnp.sum(x * g, 0)
+        return g * w, share if is_one is None else jax.lax.psum(share, "data")
+
+    op = op_of(fwd, bwd, symbolic_zeros=True)
+    op.fun = lambda x, w: x * w
+    f = mapped(lambda x, w: op(x, w), P("data"))
+    return jax.grad(lambda w: jnp.sum(f(X, w) ** 2))(W)
+
+
 def twice_by_one(mapped):
     outer = op_of(lambda w: (w**2, w), lambda w, g: (clip(w) * g * 2,))
     step = lambda c: (c[0] + 1, c[1] * 3)  # noqa: E731
@@ -234,6 +265,45 @@ def test_a_derivative_that_no_look_traces_leaves_its_site(asked, cpu_mesh):
     off, on, sites = gradient_of(asked, cpu_mesh)
     jax.tree_util.tree_map(np.testing.assert_array_equal, off, on)
     assert sites and not any(site.switched for site in sites)
+
+
+SUMMING = (with_a_sum_for_one_result, with_a_sum_for_one_argument)
+
+
+@pytest.mark.parametrize("asked", SUMMING, ids=lambda asked: asked.__name__)
+def test_a_rule_that_may_sum_what_it_returned_as_a_share_leaves_its_site(asked):
+    off, on, (site,) = gradient_of(asked, jax.sharding.Mesh(jax.devices()[:4], ("data",)))
+    np.testing.assert_array_equal(off, on)
+    assert site.reason.endswith("may depend on what is differentiated (symbolic_zeros)")
+
+
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.int32])
+def test_a_rule_for_vmap_that_computes_by_a_type_leaves_its_site(kind, cpu_mesh):
+    """Nothing is differentiated past it, and no look sees what the rule computes."""
+    op = jax.custom_batching.custom_vmap(lambda x: x + 1)
+    typed = lambda x: "data" in str(jax.typeof(x))  # noqa: E731
+    op.def_vmap(lambda size, in_batched, x: (x + 3 if typed(x) else x + 1, True))
+
+    def asked(mapped):
+        body = lambda x, w: x * w * op(jax.lax.stop_gradient(x).astype(kind))  # noqa: E731
+        f = jax.vmap(mapped(body, P("data")), (0, None))
+        return jax.grad(lambda w: jnp.sum(f(jnp.stack([X, X]), w) ** 2))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_array_equal(off, on)
+    assert site.reason == "vmap calls a rule that somebody wrote for 'custom_vmap_call'"
+
+
+def test_a_function_that_jax_maps_by_a_loop_is_switched(cpu_mesh):
+    op = jax.custom_batching.sequential_vmap(lambda x: x + 1)
+
+    def asked(mapped):
+        body = lambda x, w: x * w * op(jax.lax.stop_gradient(x))  # noqa: E731
+        return jax.grad(lambda w: jnp.sum(mapped(body, P("data"))(X, w) ** 2))(W)
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-5)
+    assert site.switched, site
 
 
 def without_rules(mapped):
@@ -877,6 +947,19 @@ def test_a_scalar_that_a_derivative_saves_is_none_of_a_rule_s_own(cpu_mesh):
 
         outputs = mapped(body, (P("data"), P()))
         return jax.grad(lambda w: sum(map(jnp.sum, outputs(X, w))))(jnp.asarray(W))
+
+    off, on, (site,) = gradient_of(asked, cpu_mesh)
+    np.testing.assert_allclose(off, on, 1e-5)
+    assert site.switched, site
+
+
+def test_a_number_that_one_branch_multiplies_by_is_none_of_a_rule_s_own(cpu_mesh):
+    """With the check on JAX saves the number, which was cast, and fills it in the other branch."""
+    op = op_of(lambda x, w: (x * w, w), lambda w, g: (g * w, jnp.sum(g, 0)))
+
+    def asked(mapped):
+        body = lambda x, w: jax.lax.cond(w[0] > 0, op, lambda x, w: x * 2, x, w)  # noqa: E731
+        return jax.grad(lambda x: jnp.sum(mapped(body, P("data"))(x, W) ** 2))(jnp.asarray(X))
 
     off, on, (site,) = gradient_of(asked, cpu_mesh)
     np.testing.assert_allclose(off, on, 1e-5)

@@ -111,6 +111,12 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     )
 
 
+def _is_batched_by_jax(door: Door, eqn: Eqn) -> bool:
+    """Return whether JAX wrote the rule of a custom_vmap, as for ``sequential_vmap``."""
+    rule = eqn.params["rule"]
+    return places.owns(door.function_place(getattr(rule, "rule", rule)))
+
+
 # JAX binds these primitives under the check, and a body may bind them itself. With the check off,
 # each device gets a part of a cotangent, and nothing sums the parts.
 _FOR_THE_CHECK = frozenset({"all_gather_invariant", "psum_invariant"})
@@ -125,7 +131,8 @@ def why_by_arguments(door: Door, eqn: Eqn) -> str:
     name, count = name_of(eqn), sum(is_inexact(atom.aval) for atom in eqn.invars)
     if count and name in _FOR_THE_CHECK:
         return f"the transpose of {name!r} is right with the check on alone"
-    if count and is_foreign((door.batchers or {}).get(eqn.primitive)):
+    is_batched = count and is_foreign((door.batchers or {}).get(eqn.primitive))
+    if is_batched or (name == "custom_vmap_call" and not _is_batched_by_jax(door, eqn)):
         return f"vmap calls a rule that somebody wrote for {name!r}"
     if count < 2:
         return ""

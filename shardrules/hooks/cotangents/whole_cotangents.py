@@ -54,6 +54,8 @@ class WholeCotangents:
             ):
                 return gradient_over(frozenset({axis}))
             if differs == {True}:
+                if self._has_choice and not all(axis in axes for axes in primals):
+                    return self._may_choose
                 for path, axes in returned:
                     is_sum = is_total(bwd.door, bwd.sliced(path), axis) if inner else False
                     if is_sum is None or (is_sum and axis in axes):
@@ -65,7 +67,7 @@ class WholeCotangents:
             elif self._communicates(axis):
                 return f"the bwd {name} communicates over {axis!r}"
             elif self.parts.perturbed:
-                return f"the bwd {name} may depend on what is differentiated (symbolic_zeros)"
+                return self._may_choose
             elif why := self._nonlinear([path for path, _ in returned], axis):
                 return why
         return ""
@@ -105,6 +107,18 @@ class WholeCotangents:
         """Return the bwd's name and line, since lambdas share a name."""
         at = f" (at {here(self.parts.place)})" if self.parts.place else ""
         return f"{self.parts.name!r}{at}"
+
+    @property
+    def _may_choose(self) -> str:
+        return f"the bwd {self._name} may depend on what is differentiated (symbolic_zeros)"
+
+    @property
+    def _has_choice(self) -> bool:
+        """Return whether it may see, by symbolic zeros, that something else is differentiated."""
+        # Less of what is perturbed here may be, or fewer of these cotangents may arrive: then it
+        # may sum what it returns here as a share.
+        perturbed = self.parts.perturbed
+        return bool(perturbed) and (sum(perturbed) > 1 or len(self._live) > 1)
 
     @property
     def _live(self) -> list[frozenset[str]]:

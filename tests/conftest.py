@@ -1,5 +1,6 @@
 """Eight CPU devices, and the compilers for absent accelerators where they are installed."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -31,6 +32,10 @@ def _fewer_passes():
 os.environ["XLA_FLAGS"] = " ".join(
     [*_fewer_passes(), os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 )
+
+# This process comes to hold millions of objects: to look at all of them as often as Python does by
+# default takes a twentieth of the suite's time.
+gc.set_threshold(*gc.get_threshold()[:2], 100)
 
 # Kernels in TPU interpret mode wait for each other, in as many threads as there are devices; with
 # fewer threads than that, XLA's CPU client hangs.

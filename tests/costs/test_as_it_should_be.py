@@ -93,6 +93,15 @@ def test_weights_whose_parts_are_no_multiple_of_a_tile(tpu_mesh):
     assert hints(jax.jit(lambda x, w: jnp.tanh(x @ w)), given) == []
 
 
+def test_an_output_over_half_of_an_axis(platform):
+    """Two rows are on two of four devices: no spec says so."""
+    mesh = platform[1]
+    given = structs(mesh, [((64, 32), D)])
+    f = jax.jit(lambda x: jnp.tanh(x).reshape(2, 32, 32).max(1))
+    assert {e.axes for e in testing.account(f, *given) if e.kind == "all-gather"} == {None}
+    assert hints(f, given) == []
+
+
 # -- one program of each sort ---------------------------------------------------------------------
 
 X, Y = ((256, 64), D), ((256, 64), D)

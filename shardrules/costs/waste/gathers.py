@@ -29,6 +29,8 @@ def only_returned(site: Site) -> Hint | None:
         return None
     if site.in_shard_map and not site.op_name:
         return None  # the source has no all_gather: XLA for TPU makes it from a psum over slices
+    if not site.in_shard_map and site.program.mesh and not site.entry.axes:
+        return None  # over parts of an axis: no spec says how it is sharded
     uses = site.uses(_RETURNS)
     if len(uses) != 1 or site.result is None:
         return None

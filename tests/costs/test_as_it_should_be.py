@@ -86,6 +86,74 @@ def test_what_the_partitioner_moves_for_products_in_a_loop(cpu_mesh):
     assert not [h for h in hints(f, [ws, *structs(cpu_mesh, [BATCH])]) if h.kind == "gathered too"]
 
 
+@pytest.mark.tpu
+def test_weights_whose_parts_are_no_multiple_of_a_tile(tpu_mesh):
+    """XLA reshapes what it gathers of 12 rows on each device."""
+    given = structs(tpu_mesh, [((64, 48), D), ((48, 128), D)])
+    assert hints(jax.jit(lambda x, w: jnp.tanh(x @ w)), given) == []
+
+
+def unrolled(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w.astype(jnp.bfloat16))
+    return x
+
+
+def scanned(ws, x):
+    """Recomputed in the backward pass, too."""
+
+    @jax.checkpoint
+    def layer(h, w):
+        up, down = (one.astype(h.dtype) for one in w)
+        return h + jax.nn.silu(h @ up) @ down, None
+
+    return jax.grad(lambda ws: jnp.mean(lax.scan(layer, x, ws)[0].astype(jnp.float32)))(ws)
+
+
+def of_constrained(ws, x):
+    return [x @ lax.with_sharding_constraint(jnp.sin(w).astype(x.dtype), D) for w in ws]
+
+
+PRODUCTS = {
+    "unrolled": (unrolled, [((64, 64), D)]),
+    "scanned": (scanned, [((3, 64, 64), P(None, "data"))]),
+    "constrained": (of_constrained, [((64, 64), D)]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_the_partitioner_gathers_for_several_products(platform, name):
+    """JAX 0.12 names it by the conversion or the constraint that made it; none asks to gather."""
+    mesh = platform[1]
+    f, (shaped,) = PRODUCTS[name]
+    ws, x = [*structs(mesh, [shaped])] * 2, structs(mesh, [((64, 64), D, jnp.bfloat16)])[0]
+    with jax.set_mesh(mesh):
+        assert [h for h in hints(jax.jit(f), [ws, x]) if h.kind == "left apart"] == []
+
+
+def test_what_a_product_gathers_and_a_constraint_turns(platform):
+    """Whole, each device computes all of the product, and XLA for TPU gathers it in f32."""
+    mesh = jax.sharding.Mesh(platform[1].devices.ravel(), ("data",))
+
+    def orthogonal(m):
+        u = lax.with_sharding_constraint(jnp.tanh(m), D)
+        product = (u @ u.T) @ lax.with_sharding_constraint(u, P(None, "data"))
+        return m - lax.with_sharding_constraint(product, D)
+
+    with jax.set_mesh(mesh):
+        found = hints(jax.jit(orthogonal), structs(mesh, [((64, 64), D)]))
+    assert [h for h in found if h.kind == "gathered too"] == []
+
+
+def test_an_output_over_half_of_an_axis(platform):
+    """Two rows are on two of four devices: no spec says so."""
+    mesh = platform[1]
+    given = structs(mesh, [((64, 32), D)])
+    f = jax.jit(lambda x: jnp.tanh(x).reshape(2, 32, 32).max(1))
+    assert {e.axes for e in testing.account(f, *given) if e.kind == "all-gather"} == {None}
+    assert hints(f, given) == []
+
+
 # -- one program of each sort ---------------------------------------------------------------------
 
 X, Y = ((256, 64), D), ((256, 64), D)

@@ -5,7 +5,7 @@ import pytest
 
 from shardrules import hlo
 from shardrules.costs.waste import factors
-from shardrules.hlo.reader import shapes
+from shardrules.hlo.reader import flow, shapes
 
 
 def in_memory(array, order, tile):
@@ -102,3 +102,21 @@ def test_the_same_memory_read_as_another_array(tile, other):
 def test_single_arrays(before, after, read):
     one, other = (shapes.read(text, 0)[0] for text in (before, after))
     assert factors.read_as(factors.of(one.dimensions), one, other) == read
+
+
+@pytest.mark.parametrize("last", ["bitcast(r)", "transpose(r), dimensions={1,0}", "copy(r)"])
+def test_behind_a_reshape_the_factors_are_of_another_array(last):
+    """XLA for TPU reshapes what it gathers of parts that are no multiple of a tile's rows."""
+    order = "0,1" if "bitcast" in last else "1,0"
+    module = hlo.parse(f"""\
+HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[8,12,12]) -> f32[96,12] {{
+  %p = f32[8,12,12]{{2,1,0}} parameter(0)
+  %r = f32[96,12]{{{order}}} reshape(%p)
+  ROOT %last = f32[96,12]{{{order}}} {last}
+}}
+""")
+    end = flow.of(module, "main").end
+    assert factors.followed(factors.of((8, 12, 12)), end) is None
+    assert factors.followed(factors.of((96, 12)), end) is not None

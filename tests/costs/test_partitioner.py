@@ -112,6 +112,13 @@ def test_a_reduction_to_one_number_that_gathers(cpu_mesh, name):
     assert sum(h.round_trips_before - h.round_trips_after for h in found) == len(found) - 1
 
 
+def test_a_sum_that_xla_takes_in_blocks_is_no_product(cpu_mesh):
+    f, g = (jax.jit(b) for b in (lambda g: g.T.ravel().sum(), jnp.sum))
+    given = structs(cpu_mesh, [((64, 64), D)])
+    (hint,) = follow(("cpu", cpu_mesh), f, g, given, "reduce instead", (12288, 6))
+    assert "jnp.sum(a) of what is sharded" in hint.advice
+
+
 def test_a_reduction_elsewhere_than_its_gather_s_line_is_named_by_its_own(cpu_mesh):
     """JAX 0.12 names the gather by the line that made what is gathered."""
 

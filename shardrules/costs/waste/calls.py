@@ -226,9 +226,9 @@ def _top_k(gather: Site) -> _Largest | None:
     if taker is None:
         return None
     if taker.opcode == "custom-call" and walk.target(taker.instruction) in _TOP_K:
-        values, places = taker.shape.leaves()
-        ends = [*taker.elements.values()]
-        return _Largest(ends, values.dimensions[-1], values.bits + places.bits)
+        found = taker.shape.leaves()  # values and places, or 16-bit values with theirs in 32 bits
+        ends = [*taker.elements.values()] if taker.shape.is_tuple else [taker]
+        return _Largest(ends, found[0].dimensions[-1], sum(one.bits for one in found))
     if taker.opcode == "sort":
         return _first_of_sorted(gather, taker)
     others = _gathers(gather.program, taker)

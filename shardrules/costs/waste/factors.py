@@ -41,7 +41,7 @@ def of(dimensions: Sequence[int]) -> Factors:
 
 def followed(factors: Factors | None, node: Node) -> Factors | None:
     """Return a value's factors, given the factors behind its moves; None if they are unknown."""
-    moves = []
+    moves, value = [], node
     while node.opcode in MOVES | UNARY and node.operands:
         moves.append(node)
         node = node.operands[0]
@@ -49,12 +49,20 @@ def followed(factors: Factors | None, node: Node) -> Factors | None:
         if factors is None or move.opcode in _UNCHANGED:
             continue
         before, after = move.operands[0].shape, move.shape
+        if not _are_of(factors, before):
+            return None
         if move.opcode == "transpose":
             order = re.findall(r"\d+", move.instruction.attribute("dimensions") or "")
             factors = [factors[int(d)] for d in order]
         else:
             factors = read_as(factors, before, after)
-    return factors
+    return factors if factors is None or _are_of(factors, value.shape) else None
+
+
+def _are_of(factors: Factors, shape: hlo.Shape) -> bool:
+    """Return whether factors are of an array's dimensions; behind a reshape they are not."""
+    sizes = tuple(math.prod(factor.size for factor in of) for of in factors)
+    return shape.is_tuple or sizes == shape.dimensions
 
 
 def read_as(factors: Factors, before: hlo.Shape, after: hlo.Shape) -> Factors | None:

@@ -30,6 +30,8 @@ def only_returned(site: Site) -> Hint | None:
         return None
     if site.in_shard_map and not site.op_name:
         return None  # the source has no all_gather: XLA for TPU makes it from a psum over slices
+    if not site.in_shard_map and site.program.mesh and not site.entry.axes:
+        return None  # over parts of an axis: no spec says how it is sharded
     uses = site.uses(_RETURNS)
     if len(uses) != 1 or site.result is None:
         return None
@@ -125,8 +127,8 @@ def gathered_too(site: Site) -> Hint | None:
         return None  # what XLA's partitioner moves for an operation depends on its other choices
     makers = {made_by(operand, WHOLE | {"slice"}) for operand in site.node.operands}
     gather = site.program.remembered(_gathers).get(makers.pop()) if len(makers) == 1 else None
-    if gather is None or not _within(site, gather):
-        return None
+    if gather is None or not _within(site, gather) or gather.is_for_product:
+        return None  # each device would compute all of the product, of what no conversion narrows
     advice = (
         f"the all-gather at {gather.where} brings every shard of the same array to the same "
         "devices: take this one's result out of the gathered array, and "
@@ -166,7 +168,7 @@ def gathered_twice(site: Site) -> Hint | None:
     if not (site.in_shard_map or remat):
         return None  # no policy can name what the partitioner gathers for the backward pass
     if not site.in_shard_map:
-        if _is_named_by_array(site) or operation(site.collective) != "sharding_constraint":
+        if site.is_named_by_array or operation(site.collective) != "sharding_constraint":
             # A constraint changes the partitioner's other choices: in a step of FSDP, keeping one
             # of two weights in this way cost 30% more bytes (JAX 0.12, CPU).
             return None
@@ -195,14 +197,6 @@ def gathered_twice(site: Site) -> Hint | None:
         f"{entry.wire_bytes * runs} B; kept, it takes {kept} B of memory on each device: {keep}"
     )
     return site.hint(advice)
-
-
-def _is_named_by_array(site: Site) -> bool:
-    """Return whether a gather has the name of the array that it moves, as on JAX 0.12.
-
-    Then a constraint may have made the sharded array, and the gather is for another operation.
-    """
-    return "is_spmd_generated" in (site.instruction.attribute("frontend_attributes") or "")
 
 
 def _narrowed(site: Site, origin: tuple[Node, str] | None) -> bool:

@@ -52,7 +52,9 @@ def _may_be_one(site: Site, group: list[Site]) -> bool:
 
 def _alone(site: Site) -> bool:
     """Return whether the program asks for a collective with one operand and one result."""
-    return site.is_written and len(site.instruction.operands) == 1 and not site.collective.in_place
+    if not site.is_written or site.is_for_product:
+        return False  # no line gathers what the partitioner gathers for a product
+    return len(site.instruction.operands) == 1 and not site.collective.in_place
 
 
 def _together(program: Program) -> list[list[Site]]:

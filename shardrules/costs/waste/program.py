@@ -53,6 +53,7 @@ FUNCTIONS = frozenset(
     "add and atan2 clamp compare complex divide maximum minimum multiply or power remainder select "
     "subtract xor iota concatenate pad reduce dot".split()
 ).union(UNARY, MOVES)
+_PRODUCTS = frozenset(["dot", "convolution", "custom-call"])
 _MOST = 256  # the most steps to follow from one value
 
 
@@ -342,6 +343,23 @@ class Site:
         if self.in_shard_map or self.collective.kind != "all-reduce":
             return self.in_shard_map or name in CONSTRAINED
         return self.entry.phase == "forward" and name.startswith("reduce_")
+
+    @property
+    def is_named_by_array(self) -> bool:
+        """Return whether it has the name of the array that it moves, as under jit on JAX 0.12.
+
+        A constraint may have made that array, sharded as it is; another operation moves it then.
+        """
+        return "is_spmd_generated" in (self.instruction.attribute("frontend_attributes") or "")
+
+    @functools.cached_property
+    def is_for_product(self) -> bool:
+        """Return whether XLA's partitioner may have gathered it for a product of its own choice."""
+        by_choice = self.is_named_by_array or not self.is_written
+        if self.in_shard_map or self.collective.kind != "all-gather" or not by_choice:
+            return False
+        through = WHOLE | BARRIERS | UNARY | {"all-gather-done"}
+        return any(use.user.opcode in _PRODUCTS for use in self.uses(through, True))
 
     @property
     def is_gradient(self) -> bool:

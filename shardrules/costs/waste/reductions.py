@@ -265,7 +265,7 @@ def _to_one_number(site: Site) -> Hint | None:
     sent = accounts.wire_bytes("all-reduce", after, size)
     if sent >= entry.wire_bytes:
         return None
-    whole = "jnp.sum(a * b)" if len(gathers) > 1 or taker.opcode != "reduce" else "jnp.sum(a)"
+    whole = "jnp.sum(a * b)" if taker.opcode in ("multiply", "dot") else "jnp.sum(a)"
     whole = whole if name == "add" else f"jnp.{name[:3]}(a)"
     change = (
         f"{whole} of what is sharded, not jnp.vdot or a reshape to one dimension, reduces each "

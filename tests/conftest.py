@@ -109,6 +109,22 @@ def _first(items):
     return set(found.values())
 
 
+def _further_compiled(items):
+    """Of the tests of costs, what is compiled for TPU or GPU, but the first case for each."""
+    # Of all versions of JAX, so that the lanes agree which case is the first.
+    compiled = [
+        item
+        for item in items
+        if item.nodeid.startswith("tests/costs/") and not item.get_closest_marker("where")
+    ]
+    found = []
+    for platform in ("tpu", "gpu"):
+        cases = [item for item in compiled if item.get_closest_marker(platform)]
+        first = _first(cases)
+        found += [item for item in cases if item not in first]
+    return found
+
+
 def _quick(items):
     """The first case of each test function that is not slow and needs no accelerator's compiler."""
     return _first(item for item in items if not any(map(item.get_closest_marker, _LONG)))
@@ -121,6 +137,8 @@ def _for_other_versions(item):
 
 def pytest_collection_modifyitems(config, items):
     lane = config.getoption("--lane")
+    # The lanes leave these to --full, as they do what is marked so.
+    further = set(_further_compiled(items)) if lane else set()
     if lane or any(item.get_closest_marker("where") for item in items):
         from core import versions
 
@@ -128,11 +146,11 @@ def pytest_collection_modifyitems(config, items):
         here = [item for item in items if not _for_other_versions(item)]
         first = _first(here)
         kept = {item for item in here if not _of_other_lane(item, lane, first)}
-        left_out = [item for item in items if item not in kept]
+        left_out = [item for item in items if item not in kept and item not in further]
         if config.option.xmlpath:  # for core/matrix.py
             versions.write_left_out(config.option.xmlpath, [item.nodeid for item in left_out])
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item in kept]
+        items[:] = [item for item in items if item in kept or item in further]
     if config.getoption("--quick"):
         kept = _quick(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -141,9 +159,9 @@ def pytest_collection_modifyitems(config, items):
     # Deselected, not skipped: a skipped test is a test that runs nowhere, and .ci/run refuses it.
     if config.getoption("--full"):
         return
-    long = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=long)
-    items[:] = [item for item in items if item not in set(long)]
+    long = {item for item in items if item.get_closest_marker("full")} | further
+    config.hook.pytest_deselected(items=[item for item in items if item in long])
+    items[:] = [item for item in items if item not in long]
 
 
 # From each mark to what is missing for it, None if nothing is. Whether a module can be found is

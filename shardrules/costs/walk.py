@@ -107,11 +107,13 @@ def line_within(
     XLA may give a collective that it made in a loop, in a checkpoint or for a loop's result no line
     but the loop's. Then return a line that the loop's line calls: one that makes the operand, or
     that takes the result. For a loop's result, return a line that takes it. Empty if there is none.
-    ``of_loops``: ``loop_lines``.
+    One that the program asks for has a line of its own, though a loop may stand there, too: an
+    interpreted kernel's. ``of_loops``: ``loop_lines``.
     """
     own, operation = collective.frames, phases.operation(collective.op_name)
     of_result = operation == "while"
-    if not own or not (operation in _AROUND or own[0][:2] in of_loops):
+    is_around = own[:1] and own[0][:2] in of_loops and not phases.is_written(collective.op_name)
+    if not own or not (operation in _AROUND or is_around):
         return ""
     computation = module.computations[collective.computation]
     instructions, takers = computation.instructions, computation.users()

@@ -243,7 +243,7 @@ def _details(row: SiteRow) -> list[str]:
     if any(not reason.startswith(of_values) for reason in reasons):
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
-        lines.append(f"  only its values were compared, since JAX can't differentiate it: {why}")
+        lines.append(f"  its gradient was not compared: {why}")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
 
 

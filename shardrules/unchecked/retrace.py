@@ -167,7 +167,8 @@ def derivatives(
 def _why_not(error: Exception) -> str:
     """Say why JAX takes no derivative; its own words for a missing one are of its inside."""
     line = first_line(error)
-    return "an operation in it has none" if "Linearization failed" in line else line
+    missing = "an operation in it has no derivative in JAX"
+    return missing if "Linearization failed" in line else line
 
 
 def sums(jaxpr: Any, sizes: dict[Any, int] | None = None, runs: int | None = 1) -> list[Sum]:

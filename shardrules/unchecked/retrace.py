@@ -204,6 +204,13 @@ def _sums_of(
         yield from itertools.chain(*found)
 
 
+def summed_axes(inside: Iterable[Eqn]) -> tuple[str, ...]:
+    """Return the mesh axes that the sums name, in their order; nothing where they name others."""
+    found = {eqn.params.get("axes", ()) for eqn in inside if name_of(eqn) in SUMS}
+    named = [axes for axes in found if all(isinstance(axis, str) for axis in axes)]
+    return tuple(named[0]) if len(found) == len(named) == 1 else ()
+
+
 def sent_bytes(sums: Iterable[Sum]) -> int:
     """Count what one device sends for all-reduces, by rings; a while_loop's body counts once."""
     return sum((s.runs or 1) * -(-2 * (s.group_size - 1) * s.bytes // s.group_size) for s in sums)

@@ -214,13 +214,23 @@ def _load_cuda_plugin() -> None:
 
 
 def _main() -> None:
-    """Print the pip command of each missing compiler, one per line."""
+    """Print the pip command of each missing compiler, and to stderr how to use the others."""
+    uses = {"tpu": "shardrules.aot.tpu('v5e:2x4')", "gpu": "shardrules.aot.gpu('h100', 8)"}
     try:
-        commands = [missing_plugin(platform) for platform in ("tpu", "gpu")]
+        commands = {platform: missing_plugin(platform) for platform in uses}
     except AotError as error:
         sys.exit(f"shardrules: {error}")
-    for command in filter(None, commands):
+    for command in filter(None, commands.values()):
         print(command)
+    here = [platform for platform, command in commands.items() if command is None]
+    if here:
+        names = " and ".join(map(str.upper, here))
+        print(
+            f"the compiler{'s' * (len(here) > 1)} for {names} {'are' if here[1:] else 'is'} "
+            f"installed here: make a mesh of {' or '.join(uses[platform] for platform in here)}, "
+            "and compile for it (docs/install.md)",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -56,6 +56,27 @@ def test_without_jax_it_says_what_to_install(monkeypatch, capsys):
         aot._main()
 
 
+@pytest.mark.parametrize(
+    "missing, said, used",
+    [
+        ("", "", ["TPU and GPU", "shardrules.aot.tpu('v5e:2x4')", "shardrules.aot.gpu('h100', 8)"]),
+        ("gpu", "install gpu", ["for TPU is", "shardrules.aot.tpu('v5e:2x4')"]),
+        ("tpu gpu", "install tpu\ninstall gpu", []),
+    ],
+)
+def test_how_to_use_what_is_installed_is_said_beside_what_to_install(
+    monkeypatch, capsys, missing, said, used
+):
+    """On stderr: stdout goes to a shell."""
+    command = {name: f"install {name}" for name in missing.split()}
+    monkeypatch.setattr(aot, "missing_plugin", command.get)
+    aot._main()
+    out, err = capsys.readouterr()
+    assert out.strip() == said and bool(err) == bool(used)
+    assert all(word in err for word in used) and ("gpu" in err) == (missing == "")
+    assert not err or "docs/install.md" in err
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("before", ["", "import jax; jax.devices()"])
 def test_absent_gpus_need_no_jax_platforms(before):

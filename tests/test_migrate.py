@@ -648,7 +648,7 @@ def test_it_says_how_to_apply_the_patch_and_when_it_is_empty(tmp_path, monkeypat
         ).split()
     )
     assert max(map(len, done.stderr.splitlines())) <= 80
-    assert "with respect to shardrules.vary(w, axes), naming each axis of the psum" in " ".join(
+    assert "with respect to shardrules.vary(w, 'data'), naming each axis of the psum" in " ".join(
         done.stderr.split()
     )
     assert "with the check on, its body" not in done.stderr

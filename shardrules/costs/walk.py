@@ -107,11 +107,13 @@ def line_within(
     XLA may give only the loop's line to a collective that it made in a loop, in a checkpoint or for
     a loop's result. Then return a line that the loop's line calls: the line that makes the operand,
     or the line that takes an all-gather's result. For a loop's result, return a line that takes it.
-    ``of_loops`` are the ``loop_lines``.
+    A collective that the program asks for has its own line, even if an interpreted kernel's loop
+    stands on the same line. ``of_loops`` are the ``loop_lines``.
     """
     own, operation = collective.frames, phases.operation(collective.op_name)
     of_result = operation == "while"
-    if not own or not (operation in _AROUND or own[0][:2] in of_loops):
+    is_around = own[:1] and own[0][:2] in of_loops and not phases.is_written(collective.op_name)
+    if not own or not (operation in _AROUND or is_around):
         return ""
     computation = module.computations[collective.computation]
     instructions, takers = computation.instructions, computation.users()

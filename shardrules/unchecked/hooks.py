@@ -394,8 +394,8 @@ class _Unchecked:
             reasons_to_leave=tuple(
                 dict.fromkeys([*self._compared(called, forward.closed, gradients, other), *reasons])
             ),
-            holds_another=sum(e.primitive.name == "shard_map" for e in equations(opened(called)))
-            > 1,
+            holds_another=sum(e.primitive.name == "shard_map" for e in inside) > 1,
+            summed=retrace.summed_axes(inside),
             **refused(self.site),
         )
         inner = [

@@ -50,14 +50,13 @@ SWITCH, BY_HAND, UNTRIED, MORE, RAISES, CHANGES, GRADIENTS, RULE, OUTPUTS, BLIND
 _SHOWN = 12  # programs in the table
 _GRADIENTS_CHANGE = (
     "  with the check on, the gradient of a replicated value is already summed over the mesh "
-    "axes. Either differentiate with respect to shardrules.vary(w, axes), naming each axis "
+    "axes. Either differentiate with respect to shardrules.vary(w, {axes}), naming each axis "
     "of the psum or pmean that follows, which keeps each device's own gradient; or return the "
     "pmean of the loss from the function that is differentiated, and remove what averages its "
     "gradients afterwards: the pmean of whole ones, the division by an axis size of sharded "
     "ones (removing only the pmean gives the sum, not the mean)",
-    "  a psum inside of the differentiated function passes its cotangent on unchanged; with "
-    "the check off it sums the cotangents of the devices: compare the values of a step before "
-    "and after",
+    "  a psum inside of the differentiated function passes its cotangent on unchanged; with the "
+    "check off it sums the devices' cotangents: compare the values of a step before and after",
 )
 _GRADIENTS_REMAIN = (
     "  with the check on, its body holds the same operations, including the same sums: switch "
@@ -70,8 +69,7 @@ _WHOLE_COTANGENTS = (
     "twice as much out), the gradient is the same: switch it on by hand, with "
     "shardrules.install() where the program starts, and compare the gradients by "
     "shardrules.testing.assert_same_unchecked(loss, *arguments). If not, as where it clips, leave "
-    "the check off, or call the function with shardrules.vary(x, axes), which keeps each device's "
-    "share"
+    "the check off, or call it with shardrules.vary(x, *axes), which keeps each device's share"
 )
 _COMPUTES_ELSE = (
     "  (write it so that the type of a value decides nothing; or compare the values and gradients "
@@ -228,7 +226,9 @@ def _details(row: SiteRow) -> list[str]:
     if any(call.takes_gradients for call in calls):
         # Operations were compared only if no other obstacle came first.
         same = row.verdict == GRADIENTS and COMPUTES_ELSE not in reasons
-        lines += _GRADIENTS_REMAIN if same else _GRADIENTS_CHANGE
+        axes = calls[0].summed * (len({c.summed for c in calls}) == 1)
+        named = ", ".join(map(repr, axes)) or "*axes"
+        lines += _GRADIENTS_REMAIN if same else [s.format(axes=named) for s in _GRADIENTS_CHANGE]
         reasons = {r: None for r in reasons if not r.startswith((COMPUTES_ELSE, TAKES_GRADIENT))}
     lines += [f"  {reason}" for reason in reasons]
     if UNSTEADY in reasons:
@@ -243,7 +243,7 @@ def _details(row: SiteRow) -> list[str]:
     if any(not reason.startswith(of_values) for reason in reasons):
         lines.append(_WHOLE_COTANGENTS)
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
-        lines.append(f"  only its values were compared, since JAX can't differentiate it: {why}")
+        lines.append(f"  its gradient was not compared: {why}")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
 
 

@@ -165,7 +165,8 @@ def derivatives(
 def _why_not(error: Exception) -> str:
     """Say why JAX takes no derivative; its own message for a missing rule names internals."""
     line = first_line(error)
-    return "an operation in it has none" if "Linearization failed" in line else line
+    missing = "an operation in it has no derivative in JAX"
+    return missing if "Linearization failed" in line else line
 
 
 def sums(jaxpr: Any, sizes: dict[Any, int] | None = None, runs: int | None = 1) -> list[Sum]:
@@ -199,6 +200,13 @@ def _sums_of(
         yield from max(found, key=summed_bytes, default=())
     else:
         yield from itertools.chain(*found)
+
+
+def summed_axes(inside: Iterable[Eqn]) -> tuple[str, ...]:
+    """Return the mesh axes that the sums name, in their order; nothing where they name others."""
+    found = {eqn.params.get("axes", ()) for eqn in inside if name_of(eqn) in SUMS}
+    named = [axes for axes in found if all(isinstance(axis, str) for axis in axes)]
+    return tuple(named[0]) if len(found) == len(named) == 1 else ()
 
 
 def sent_bytes(sums: Iterable[Sum]) -> int:

@@ -84,6 +84,7 @@ class UncheckedCall:
     error: str = ""  # the error of the trace with the check on; empty if it passed
     undifferentiated: str = ""  # why the derivative was not traced; empty if it was
     takes_gradients: bool = False  # the body takes gradients, whose values the check changes
+    summed: tuple[str, ...] = ()  # the axes that all sums in the body name; empty if they differ
     # The all-reduces with the check off and on, in the forward and backward pass.
     before: tuple[retrace.Sum, ...] | None = None
     after: tuple[retrace.Sum, ...] | None = None

@@ -462,8 +462,8 @@ def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
         yield (
             "compiled for CPU: XLA for TPU or GPU turns some all-reduces into reduce-scatters, "
             "and merges, moves and drops other collectives, so that less or more may be "
-            "needed, and saved, there (`python -m shardrules.aot` prints how to install their "
-            f"compilers here){'; times on CPU say nothing of theirs' * timed}"
+            "needed, and saved, there (`python -m shardrules.aot` says how to compile for them "
+            f"here){'; times on CPU say nothing of theirs' * timed}"
         )
 
 

@@ -238,6 +238,9 @@ def test_needed_all_reduces_on_cpu_are_said_to_be_cpus(cpu_mesh):
             jax.jit(f)(x)
         assert seen.clean and any(len(p.judgement.verdicts) for p in seen)
         assert ("compiled for CPU: " in str(seen)) == is_said
+        # They may be installed: then that command says how to use them.
+        assert ("`python -m shardrules.aot` says how to compile for them" in str(seen)) == is_said
+        assert "how to install" not in str(seen)
 
 
 def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):

@@ -572,6 +572,37 @@ def test_the_line_within_a_loop_is_named_where_xla_left_that_of_the_loop(name, f
 
 
 @pytest.mark.parametrize(
+    "name, place", [("psum", "train.py:46 (step)"), ("dot_general", "train.py:42 (block)")]
+)
+def test_what_the_program_asks_for_stands_at_its_own_line_even_if_a_loop_does_too(name, place):
+    """As a psum of what an interpreted kernel, which is a loop, gives: both on one line."""
+    metadata = ', metadata={{op_name="jit(f)/{}" stack_frame_id={}}}'.format
+    condition = LOOP[LOOP.index("%condition") :].format(limit="constant(12)")
+    body = """%body (b: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %b = (s32[], f32[8]) parameter(0)
+  %k = s32[] get-tuple-element(%b), index=0
+  %kx = f32[8] get-tuple-element(%b), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%k, %one)
+  ROOT %out = (s32[], f32[8]) tuple(%next, %kx)
+}
+
+"""
+    condition = condition.replace("(s32[], f32[8], f32[8])", "(s32[], f32[8])")
+    reduction = T.all_reduce("%made")
+    loop = f"""%zero = s32[] constant(0)
+  %t = (s32[], f32[8]) tuple(%zero, %x)
+  %w = (s32[], f32[8]) while(%t), condition=%condition, body=%body{metadata("k/while", 2)}
+  %made = f32[8] get-tuple-element(%w), index=1{metadata("k/while", 3)}
+  {reduction}{metadata(name, 2)}"""
+    text = T.module(T.parameter(T.DATA) + "\n  " + loop)
+    text = text.replace("ENTRY", condition + body + "ENTRY")
+    head, tail = text.split("\n", 1)
+    (entry,) = accounts.of(hlo.judge(f"{head}\n{FRAMES}{tail}", mesh=T.MESH))
+    assert (entry.place, entry.source) == (place, "train.py:46 (step)")
+
+
+@pytest.mark.parametrize(
     "name, frame, combined, place",
     [
         ("x", "", False, "x"),  # the argument's own name

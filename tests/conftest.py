@@ -78,7 +78,7 @@ def pytest_addoption(parser):
 
 def _of_other_lane(item, lane, first):
     """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
-    marks = {mark.name for mark in item.iter_markers()}
+    marks = {mark.name for mark in item.iter_markers()} - _true_of_both(item)
     # tests/report is collected in one lane alone, and what shares its seeds runs some in each.
     is_in_both = item.nodeid.startswith("tests/report/") or "share" in item.fixturenames
     if not lane or is_in_both or not marks.isdisjoint(_IN_NO_LANE):
@@ -93,6 +93,14 @@ def _of_other_lane(item, lane, first):
         return not is_of_core and lane == "1/2"
     is_for_newest = zlib.crc32(item.nodeid.encode()) % 5 < 2
     return lane != ("2/2" if is_for_newest else "1/2")
+
+
+def _true_of_both(item):
+    """The mark ``where``, if it asks only for what the JAX of both lanes has: types of values."""
+    from core import versions
+
+    asked = {one for mark in item.iter_markers("where") for one in mark.args}
+    return {"where"} if asked <= {versions.types_values} else set()
 
 
 # No lane leaves these to the other: they run where they can, or with --full alone.

@@ -13,6 +13,7 @@ import jax
 import pytest
 from raising import raises
 
+from core import versions as of_tests
 from core.matrix import VERSIONS
 from shardrules.door import lookup, seams, watching
 from shardrules.door.symbols import SYMBOLS, WATCHED
@@ -36,6 +37,7 @@ def refusals():
     return json.loads(done.stdout)
 
 
+@of_tests.where(of_tests.here)
 @pytest.mark.parametrize("symbol", HERE, ids=lambda symbol: symbol.key)
 def test_a_symbol_that_is_gone_is_named(symbol):
     assert refusals()[symbol.key]["gone"] == (
@@ -48,6 +50,7 @@ def test_a_symbol_that_is_gone_is_named(symbol):
 WITH_PARAMETERS = [symbol for symbol in HERE if symbol.parameters]
 
 
+@of_tests.where(of_tests.here)
 @pytest.mark.parametrize("symbol", WITH_PARAMETERS, ids=lambda symbol: symbol.key)
 def test_a_parameter_of_another_name_is_named(symbol):
     renamed = refusals()[symbol.key]["renamed"]

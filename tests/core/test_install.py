@@ -51,6 +51,7 @@ def run_alone(code, **environment):
     return done.stdout.strip()
 
 
+@of_tests.where(of_tests.here)
 @pytest.mark.parametrize("version", KNOWN)
 def test_versions_in_the_range_are_known(version):
     assert versions.too_old(version) == "" and not versions.is_untested(version)

@@ -38,6 +38,11 @@ def where(*asked):
     return pytest.mark.where.with_args(*asked)
 
 
+def here() -> bool:
+    """Where a case is made of what this JAX has: it runs wherever it is collected, in each lane."""
+    return True
+
+
 def has(module: str, name: str):
     """Return a function that says whether a module of JAX has a name."""
 

@@ -117,6 +117,13 @@ def _first(items):
     return set(found.values())
 
 
+def _not_sampled(items):
+    """Of tests that are marked sampled, two thirds of the cases, by their names; never the first."""
+    marked = [item for item in items if item.get_closest_marker("sampled")]
+    first = _first(marked)
+    return [i for i in marked if i not in first and zlib.crc32(i.nodeid.encode()) % 3]
+
+
 def _further_compiled(items):
     """Of the tests of costs, what is compiled for TPU or GPU, but the first case for each."""
     # Of all versions of JAX, so that the lanes agree which case is the first.
@@ -146,7 +153,7 @@ def _for_other_versions(item):
 def pytest_collection_modifyitems(config, items):
     lane = config.getoption("--lane")
     # The lanes leave these to --full, as they do what is marked so.
-    further = set(_further_compiled(items)) if lane else set()
+    further = {*_further_compiled(items), *_not_sampled(items)} if lane else set()
     if lane or any(item.get_closest_marker("where") for item in items):
         from core import versions
 

@@ -83,6 +83,7 @@ def test_exit_codes_of_verify(tmp_path):
     assert run("report", UVW, MESH).returncode == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "args, stdin, message",
     [

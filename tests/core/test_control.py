@@ -275,6 +275,7 @@ def compared(program, op, mesh, casts="late"):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @versions.where(versions.types_values)
 @pytest.mark.parametrize(
     "program, f, casts",
@@ -286,6 +287,7 @@ def test_a_pullback_that_fwd_saved_sums_after_the_branches(program, f, casts, cp
     compared(program, saving(f), cpu_mesh, casts)
 
 
+@pytest.mark.sampled
 @versions.where(versions.types_values)
 @pytest.mark.parametrize(
     "program, first",

@@ -77,6 +77,7 @@ def three(w, x):
     return (w * jnp.sin(x * w), [lax.pmean(w * x, "data"), jnp.sin(w) * w])
 
 
+@pytest.mark.sampled
 @versions.where(versions.types_values, versions.has("jax", "shard_map"))
 @pytest.mark.parametrize(
     "body, specs, output",

@@ -309,6 +309,7 @@ def test_objects_that_a_body_reaches_are_not_asked(cpu_mesh):
     assert site.switched, site
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SWITCHED)
 def test_a_program_that_is_switched(cpu_mesh, name):
     f, in_specs, out_specs, args = SWITCHED[name]
@@ -356,6 +357,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("in_it", ["kernel", "weight"])
 def test_a_shard_map_inside_of_a_transformation(cpu_mesh, name, in_it):

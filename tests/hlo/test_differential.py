@@ -33,6 +33,7 @@ def test_there_are_two_hundred_modules():
     assert len(corpus.PROGRAMS) * len(VARIANTS) * 3 == 216  # on each of three platforms
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", corpus.PROGRAMS)
 def test_training_steps(name, platform):
     """Nothing is unproven, and what out_specs call replicated over model is proven so."""

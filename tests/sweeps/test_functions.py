@@ -47,6 +47,7 @@ def named(name, *functions):
     return [case for case in arguments.cases(name)[0] if case.name.split("#")[0] in functions]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.slow
 def test_what_is_typed_invariant_is_the_same_on_all_devices(module):

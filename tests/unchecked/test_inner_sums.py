@@ -211,6 +211,7 @@ def is_same(name, mesh, order, dtype=np.float32, tolerance=1e-4):
     assert [site.reason for site in sites] == [""]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SWITCHED)
 def test_a_gradient_that_a_bwd_takes_and_returns_is_switched(name):
     is_same(name, on_meshes()[len(name) % 3], 1)
@@ -225,6 +226,7 @@ def test_casts_to_wider_types_inside_are_switched():
     is_same("rms_norm", on_meshes()[0], 1, jnp.bfloat16, 0.03)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LEFT)
 def test_a_gradient_that_a_bwd_takes_and_changes_leaves_its_site(name):
     off, on, sites = compared(LEFT[name], on_meshes()[1], 1)

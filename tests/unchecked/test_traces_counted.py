@@ -109,6 +109,7 @@ def compared(mesh, make, order, without_hooks=True):
     return {site.reason.partition(":")[0] for site in handle.unchecked()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 @pytest.mark.parametrize("kind", LEFT)
 def test_a_site_whose_traces_jax_counts_is_left(cpu_mesh, kind, order):

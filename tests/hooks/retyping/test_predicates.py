@@ -317,6 +317,7 @@ def close(got, want):
     return all(np.allclose(a, b, rtol=2e-5, atol=1e-5) for a, b in zip(got, want))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("program", CHOSEN, ids=lambda p: p.__name__)
 def test_what_is_chosen_varies_and_its_gradient_is_right(cpu_mesh, program):
     # Plain JAX calls it equal on all devices, and so its gradient is wrong, silently.

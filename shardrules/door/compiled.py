@@ -185,11 +185,11 @@ def definition(closed_jaxpr: Any) -> str:
 
 
 def drops_axes(body: Any) -> bool:
-    """Return whether a shard_map's body is JAX's own, by which a shard_map without jit ends.
+    """Return whether a shard_map's body is the one by which JAX ends a shard_map without jit.
 
-    JAX then keeps each device's value apart, and at the end takes those of its out_specs. What was
-    equal on several devices can't be told from that program. JAX 0.4.28 keeps no such names.
+    Until then JAX keeps the devices' values apart, so this program doesn't show which are equal.
     """
+    # JAX 0.4.28 keeps no name of a body: there, it is never found.
     name, _, place = definition(body).partition(" at ")
     return name == "_rem_singleton" and bool(re.search(r"jax\W\w+\Wshard_map\.py:\d+$", place))
 

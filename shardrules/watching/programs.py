@@ -87,7 +87,7 @@ class WatchedProgram:
         if not mesh or math.prod(mesh.values()) != device_count:
             mesh = None
         shardings = program.matching(module, self._placements.parameters())
-        if self._traced.drops_axes:  # whether its outputs are equal, earlier programs decided
+        if self._traced.drops_axes:  # earlier programs decided which outputs are equal
             return module, mesh, shardings, None
         promised = self._placements.results(self._traced.paths, program.output_shapes(module))
         return module, mesh, shardings, promised

@@ -417,8 +417,7 @@ def _solves(eqn: Eqn) -> bool:
     """Return whether a linear solve calls functions that are linear on each device."""
     jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
     return all(
-        jaxpr is not None
-        and linearity(opened(jaxpr), opened(jaxpr).invars[count:]).summed == frozenset()
+        jaxpr is not None and _is_linear(opened(jaxpr), count)
         for jaxpr, count in (
             (jaxprs.solve, counts.solve),
             (jaxprs.transpose_solve, counts.transpose_solve),

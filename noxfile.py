@@ -8,11 +8,9 @@
 ``MATRIX_WHEEL`` is the package as a wheel, for sessions that run side by side.
 """
 
-import functools
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 
 import nox
@@ -26,31 +24,6 @@ nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["core", "exercised"]
 
 OUT = ROOT / "build" / "matrix"
-
-
-@functools.cache
-def interpreter(version):
-    """Return the path of a Python; pyenv has shims on PATH also for those that are not active."""
-    names = [shutil.which(f"python{version}")]
-    names += sorted(
-        map(
-            str,
-            pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv"))
-            .expanduser()
-            .glob(f"versions/{version}.*/bin/python{version}"),
-        ),
-        reverse=True,
-    )
-    for name in filter(None, names):
-        if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0:
-            return name
-    return version  # nox says that it is missing
-
-
-def pythons():
-    """Return the Pythons of the table, oldest first."""
-    numbers = {tuple(map(int, python.split("."))) for python, *_ in matrix.VERSIONS.values()}
-    return [".".join(map(str, number)) for number in sorted(numbers)]
 
 
 def wheel(session):
@@ -89,7 +62,10 @@ def run_recorded(session, jax, folder, *arguments):
 @nox.session
 @nox.parametrize(
     "python,jax",
-    [nox.param(interpreter(python), jax, id=jax) for jax, (python, *_) in matrix.VERSIONS.items()],
+    [
+        nox.param(matrix.interpreter(python), jax, id=jax)
+        for jax, (python, *_) in matrix.VERSIONS.items()
+    ],
 )
 def core(session, jax):
     """Run the core suite with one JAX."""
@@ -101,7 +77,7 @@ def core(session, jax):
 def interpreters(session):
     """Fail if there is no Python for one of the versions, with what to do."""
     for python in dict.fromkeys(python for python, *_ in matrix.VERSIONS.values()):
-        if interpreter(python) == python:
+        if matrix.interpreter(python) == python:
             needed = [jax for jax, row in matrix.VERSIONS.items() if row[0] == python]
             session.error(
                 f"JAX {', '.join(needed)} are tested with Python {python}, and no "

@@ -71,8 +71,8 @@ def pytest_addoption(parser):
         "--lane",
         choices=("1/2", "2/2", "other"),
         help="the tests that one of the two lanes of .ci/run takes: 2/2, of the newest JAX, a case "
-        "of each test; both those of tests/core, and some of what is long and of random seeds; "
-        "other, of other JAX versions: one case of each test",
+        "of each test; 1/2 one of each of tests/core; each some of what is long, of further cases "
+        "and of random seeds; other, of other JAX versions: one case of each test",
     )
 
 
@@ -85,8 +85,8 @@ def _of_other_lane(item, lane, first):
         return False
     if lane == "other":
         return item not in first
-    # Each JAX runs tests/core, and the newest one a case of each other test; what takes long, and
-    # further cases, are split. The lane of the newest gets fewer of these.
+    # Each JAX runs a case of each test of tests/core, and the newest one a case of each other test;
+    # what takes long, and further cases, are split. The lane of the newest gets fewer of these.
     is_of_core = item.nodeid.startswith("tests/core/")
     split = _SPLIT - {"slow"} if is_of_core else _SPLIT
     if item in first and marks.isdisjoint(split):

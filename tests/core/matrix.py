@@ -3,14 +3,19 @@
 python tests/core/matrix.py record FOLDER VERSION REPORT.xml [ONLY]   in VERSION's environment
 python tests/core/matrix.py check FOLDER VERSION...
 python tests/core/matrix.py ran REPORT.xml...    whether each test ran in one of these
+python tests/core/matrix.py lanes    the Python of each of .ci/run's lanes: oldest PATH, newest PATH
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import os
 import pathlib
 import re
+import shutil
+import subprocess
 import sys
 import xml.etree.ElementTree as tree
 
@@ -53,6 +58,32 @@ def table():
     return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace(
         "| --- | --- | --- |", "|---|---|---|"
     )
+
+
+@functools.cache
+def interpreter(version):
+    """Return the path of a Python; pyenv has shims on PATH also for those that are not active."""
+    names = [shutil.which(f"python{version}")]
+    names += sorted(
+        map(
+            str,
+            pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv"))
+            .expanduser()
+            .glob(f"versions/{version}.*/bin/python{version}"),
+        ),
+        reverse=True,
+    )
+    for name in filter(None, names):
+        if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0:
+            return name
+    return version  # noxfile.py's session interpreters says that it is missing
+
+
+def lanes():
+    """Return (lane, path of its Python), of the oldest and of the newest Python of the table."""
+    numbers = {tuple(map(int, python.split("."))) for python, *_ in VERSIONS.values()}
+    oldest, newest = (".".join(map(str, one(numbers))) for one in (min, max))
+    return [("oldest", interpreter(oldest)), ("newest", interpreter(newest))]
 
 
 def fingerprint():
@@ -126,8 +157,8 @@ def record(folder, version, report, only=""):
     result = {"jax": jax.__version__, "passed": passed, "files": fingerprint()}
     left_out = pathlib.Path(report).with_suffix(".left_out.json")
     names = json.loads(left_out.read_text()) if left_out.exists() else []
-    folder_of = only.replace(".", "/")
-    result["left_out"] = [name for name in names if only and name.startswith(folder_of)]
+    if only:
+        result["left_out"] = [name for name in names if name.startswith(only.replace(".", "/"))]
     (pathlib.Path(folder) / f"{version}.json").write_text(json.dumps(result))
     return ""
 
@@ -150,14 +181,16 @@ def check(folder, versions):
             wrong.append(f"JAX {version}: the result is of JAX {results[version]['jax']}")
         if results[version]["files"] != fingerprint():
             wrong.append(f"JAX {version}: the result is of other files than these; run it again")
-    # What is marked for other versions counts: it is checked below to run on one of them.
-    counts = {v: r["passed"] + len(r.get("left_out", ())) for v, r in results.items()}
+    # What is left to other versions counts: it is checked below to run on one of them. Of tests
+    # that compilers add, which the lanes share, nobody knows how many are another's.
+    shared = {v: r for v, r in results.items() if "left_out" in r}
+    counts = {v: r["passed"] + len(r["left_out"]) for v, r in shared.items()}
     most = max(counts.values(), default=0)
     for version, count in counts.items():
         # A version may lack a feature (0.4.28 has no ffi_call), but not a fifth of the suite.
         if count < 0.8 * most:
             wrong.append(f"JAX {version}: only {count} of {most} tests passed there")
-    nowhere = [set(result.get("left_out", ())) for result in results.values()]
+    nowhere = [set(result["left_out"]) for result in shared.values()]
     wrong += [
         f"{name} runs on none of these JAX versions"
         for name in sorted(set.intersection(*nowhere) if len(nowhere) > 1 else ())
@@ -166,6 +199,10 @@ def check(folder, versions):
 
 
 def main(arguments):
+    if arguments == ["lanes"]:
+        for lane in lanes():
+            print(*lane)
+        return
     if len(arguments) in (4, 5) and arguments[0] == "record":
         wrong = list(filter(None, [record(*arguments[1:])]))
     elif len(arguments) > 1 and arguments[0] == "ran":

@@ -55,6 +55,21 @@ def test_left_out_tests_are_recorded(tmp_path):
     assert matrix.check(tmp_path, versions) == ["tests/core/b runs on none of these JAX versions"]
 
 
+def test_versions_that_share_what_compilers_add_are_not_counted_against_each_other(tmp_path):
+    """A lane records all of a report, without what it leaves to the other lane."""
+    path = report(tmp_path, PASSED)
+    assert matrix.record(tmp_path, jax.__version__, path) == ""
+    few = json.loads((tmp_path / f"{jax.__version__}.json").read_text())
+    versions = [jax.__version__, "0.1"]
+    for more, wrong in (
+        ({}, []),
+        ({"left_out": []}, [f"JAX {versions[0]}: only 1 of 9 tests passed there"]),
+    ):
+        (tmp_path / f"{versions[0]}.json").write_text(json.dumps({**few, **more}))
+        (tmp_path / "0.1.json").write_text(json.dumps({**few, "jax": "0.1", "passed": 9, **more}))
+        assert matrix.check(tmp_path, versions) == wrong
+
+
 MIXED = (
     '<testsuites><testsuite><testcase classname="tests.core.a" name="b"/>'
     '<testcase classname="tests.hlo.a" name="c"><skipped/></testcase></testsuite></testsuites>'
@@ -124,9 +139,10 @@ def test_run_with_a_skip_or_without_tests_does_not_count(text, message, tmp_path
 
 
 def test_version_that_ran_a_part_only_is_named(tmp_path):
+    files = matrix.fingerprint()
     for version, passed in (("0.1", 100), ("0.2", 79), ("0.3", 95)):
         (tmp_path / f"{version}.json").write_text(
-            json.dumps({"jax": version, "passed": passed, "files": matrix.fingerprint()})
+            json.dumps({"jax": version, "passed": passed, "files": files, "left_out": []})
         )
     assert matrix.check(tmp_path, ["0.1", "0.2", "0.3"]) == [
         "JAX 0.2: only 79 of 100 tests passed there"

@@ -91,7 +91,8 @@ BLOCKS = {
         *(("cpu", name) for name in BLOCKS),
         pytest.param("tpu", "expert and tensor", marks=pytest.mark.tpu),
         pytest.param("tpu", "context and tensor", marks=pytest.mark.tpu),
-        pytest.param("gpu", "context and tensor", marks=pytest.mark.gpu),
+        # XLA for GPU takes three quarters of a minute for it.
+        pytest.param("gpu", "context and tensor", marks=[pytest.mark.gpu, pytest.mark.full]),
     ],
     indirect=["platform"],
 )
@@ -187,6 +188,7 @@ def step_of(kinds, platform="cpu"):
     return program, platform == "cpu" and program.compiled(*random_like(given, config.vocabulary))
 
 
+@pytest.mark.full
 def test_the_benchmarks_transformer():
     now, values = step_of([])
     assert now.kinds == {"only a slice", "add first"}
@@ -208,6 +210,7 @@ def test_the_benchmarks_transformer_on_tpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 def test_the_benchmarks_transformer_on_gpu():
     assert step_of([], "gpu")[0].hints == []
 

@@ -193,6 +193,7 @@ SORTS = {
 }
 
 
+@pytest.mark.sampled  # XLA for TPU takes some ten seconds for a sort
 @pytest.mark.parametrize("name", by_use(SORTS, "best"))
 def test_places_that_each_device_counts(platform, name):
     before, after, arg, sent = SORTS[name]
@@ -202,6 +203,7 @@ def test_places_that_each_device_counts(platform, name):
 
 
 @pytest.mark.tpu
+@pytest.mark.full
 def test_places_by_which_a_sort_is_stable(tpu_mesh):
     sort = lambda x: jnp.sort(x, 0)  # noqa: E731
     args = [((1024, 256), D)]

@@ -55,10 +55,7 @@ ROUTINES = {
 @pytest.mark.tpu
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in ("eigh", "svd") else ())
-        for name in ROUTINES
-    ],
+    [pytest.param(name, marks=pytest.mark.full if name != "cholesky" else ()) for name in ROUTINES],
 )
 def test_numerical_routines_on_tpu(tpu_mesh, name):
     routine, targets = ROUTINES[name]

@@ -58,6 +58,7 @@ def cells(request, tpu_mesh, gpu_mesh):
 
 @pytest.mark.tpu
 @pytest.mark.gpu
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["tagged", "rules"])
 @pytest.mark.parametrize("case", cases.ALL, ids=lambda case: case.name)
 def test_bytes_and_verdicts(cells, case, arm):

@@ -64,7 +64,7 @@ def test_what_is_typed_invariant_is_the_same_on_all_devices(module):
     assert set(map(pinned.way, found.invariant)) - set(pinned.INVARIANT) == set()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_function_is_named_that_is_there():
     """No entry of the lists is left of a function that is called by now; others are elsewhere."""
     there = set()

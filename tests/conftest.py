@@ -72,7 +72,7 @@ def pytest_addoption(parser):
         choices=("1/2", "2/2", "other"),
         help="the tests that one of the two lanes of .ci/run takes: 2/2, of the newest JAX, a case "
         "of each test; 1/2 one of each of tests/core; each some of what is long, of further cases "
-        "and of random seeds; other, of other JAX versions: one case of each test",
+        "and of random seeds; other, of other JAX versions: one case of each test that is not slow",
     )
 
 
@@ -84,13 +84,11 @@ def _of_other_lane(item, lane, first):
     if not lane or is_in_both or not marks.isdisjoint(_IN_NO_LANE):
         return False
     if lane == "other":
-        return item not in first
-    # Each JAX runs a case of each test of tests/core, and the newest one a case of each other test;
+        return item not in first or "slow" in marks
+    # Each JAX runs a case of each short test of tests/core, and the newest one a case of each other test;
     # what takes long, and further cases, are split. The lane of the newest gets fewer of these.
-    is_of_core = item.nodeid.startswith("tests/core/")
-    split = _SPLIT - {"slow"} if is_of_core else _SPLIT
-    if item in first and marks.isdisjoint(split):
-        return not is_of_core and lane == "1/2"
+    if item in first and marks.isdisjoint(_SPLIT):
+        return lane == "1/2" and not item.nodeid.startswith("tests/core/")
     is_for_newest = zlib.crc32(item.nodeid.encode()) % 5 < 2
     return lane != ("2/2" if is_for_newest else "1/2")
 
@@ -245,12 +243,12 @@ def platform(request):
 
 @pytest.fixture
 def share(request):
-    """A function from random seeds to those that this lane tries, a sixth; without --lane, all."""
+    """A function from random seeds to those that this lane tries, a twelfth; without --lane, all."""
     lane = request.config.getoption("--lane")
 
     def of(seeds):
-        sixth = len(seeds) // 6
-        return {"1/2": seeds[:sixth], "2/2": seeds[-sixth:]}.get(lane, seeds)
+        some = max(len(seeds) // 12, 1)
+        return {"1/2": seeds[:some], "2/2": seeds[-some:]}.get(lane, seeds)
 
     return of
 

@@ -43,6 +43,7 @@ def assert_equal(one, other):
     np.testing.assert_allclose(one, cut, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("platform, pair", [*cases()], indirect=["platform"])
 def test_the_cause_is_said_first_and_following_it_saves_as_much(platform, pair):
     name, mesh = platform

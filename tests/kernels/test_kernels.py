@@ -123,6 +123,7 @@ def interpreted(chosen):
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", interpreted(lambda case: True))
 @pytest.mark.slow
 def test_interpreted_under_the_check_equals_one_device(hooks, case):

@@ -261,6 +261,7 @@ def test_hooks_that_a_script_installed_stay_as_run_ends(mesh, monkeypatch):
         assert any(s.switched and s.file == kernels.__file__ for s in handle.unchecked())
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("make", models.MODELS, ids=lambda make: make.__name__)
 def test_real_steps_save_to_the_byte_what_is_said(make):

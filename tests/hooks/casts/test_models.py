@@ -13,6 +13,7 @@ import models
 pytestmark = [pytest.mark.one_lane, pytest.mark.filterwarnings("ignore:shardrules.vary")]
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("make", models.MODELS, ids=lambda make: make.__name__)
 def test_cheapest_moves_no_more_than_any_other_arm(make):

@@ -472,6 +472,7 @@ def test_every_mesh_kernel_of_the_table_is_here():
     assert len(COMPILED) + len(REFUSED) == 24
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", by_platform(c for c in COMPILED if c.target != "b200"))
 def test_only_needed_collectives_are_left(hooks, compilers, case):
     assert_only_what_is_needed(case)

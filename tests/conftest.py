@@ -66,31 +66,31 @@ def pytest_addoption(parser):
         action="store_true",
         help="one case of each test, none that is slow or compiles for TPU or GPU",
     )
-
     parser.addoption(
         "--lane",
-        choices=("1/2", "2/2", "other"),
-        help="the tests that one of the two lanes of .ci/run takes: 2/2, of the newest JAX, a case "
-        "of each test; 1/2 one of each of tests/core; each some of what is long, of further cases "
-        "and of random seeds; other, of other JAX versions: one case of each test that is not slow",
+        choices=("oldest", "newest", "other"),
+        help="the tests that a lane of .ci/run takes, on the oldest or the newest Python, or that "
+        "it runs with other JAX versions",
     )
 
 
-def _of_other_lane(item, lane, first):
-    """Whether the other lane runs a test; one for some JAX versions only runs where it can."""
+def _lanes_of(item, first):
+    """The lanes that run a test, if the lane's JAX can; what is left to --full is told apart before.
+
+    Args:
+      item: the test.
+      first: the first case of each test.
+    """
     marks = {mark.name for mark in item.iter_markers()} - _true_of_both(item)
     # tests/report is collected in one lane alone, and what shares its seeds runs some in each.
-    is_in_both = item.nodeid.startswith("tests/report/") or "share" in item.fixturenames
-    if not lane or is_in_both or not marks.isdisjoint(_IN_NO_LANE):
-        return False
-    if lane == "other":
-        return item not in first or "slow" in marks
-    # Each JAX runs a case of each short test of tests/core, and the newest one a case of each other test;
-    # what takes long, and further cases, are split. The lane of the newest gets fewer of these.
+    is_in_each = item.nodeid.startswith("tests/report/") or "share" in item.fixturenames
+    if is_in_each or not marks.isdisjoint(_IN_EACH_LANE):
+        return {"oldest", "newest", "other"}
     if item in first and marks.isdisjoint(_SPLIT):
-        return lane == "1/2" and not item.nodeid.startswith("tests/core/")
-    is_for_newest = zlib.crc32(item.nodeid.encode()) % 5 < 2
-    return lane != ("2/2" if is_for_newest else "1/2")
+        is_of_core = item.nodeid.startswith("tests/core/")
+        return {"oldest", "newest", "other"} if is_of_core else {"newest"}
+    # What takes long, and further cases. The lane of the newest, which has the rest, gets fewer.
+    return {"newest"} if zlib.crc32(item.nodeid.encode()) % 5 < 2 else {"oldest"}
 
 
 def _true_of_both(item):
@@ -101,8 +101,8 @@ def _true_of_both(item):
     return {"where"} if asked <= {versions.types_values} else set()
 
 
-# No lane leaves these to the other: they run where they can, or with --full alone.
-_IN_NO_LANE = ("where", "triton", "libraries", "full")
+# They run where they can, or with --full alone.
+_IN_EACH_LANE = ("where", "triton", "libraries", "full")
 _SPLIT = frozenset({"one_lane", "slow", "tpu", "gpu"})
 _LONG = ("tpu", "gpu", "triton", "libraries", "slow", "one_lane", "full")
 
@@ -158,7 +158,7 @@ def pytest_collection_modifyitems(config, items):
         # Deselected, not passed by an early return: core/matrix.py checks that each runs somewhere.
         here = [item for item in items if not _for_other_versions(item)]
         first = _first(here)
-        kept = {item for item in here if not _of_other_lane(item, lane, first)}
+        kept = {item for item in here if not lane or lane in _lanes_of(item, first)}
         left_out = [item for item in items if item not in kept and item not in further]
         if config.option.xmlpath:  # for core/matrix.py
             versions.write_left_out(config.option.xmlpath, [item.nodeid for item in left_out])
@@ -248,7 +248,7 @@ def share(request):
 
     def of(seeds):
         some = max(len(seeds) // 12, 1)
-        return {"1/2": seeds[:some], "2/2": seeds[-some:]}.get(lane, seeds)
+        return {"oldest": seeds[:some], "newest": seeds[-some:]}.get(lane, seeds)
 
     return of
 

@@ -23,7 +23,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from shardrules.errors import ArgumentError
+from shardrules.errors import ArgumentError, ShardrulesError
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 
@@ -163,3 +163,24 @@ def _wanted(hint: Any) -> _Wanted:
         return not of or isinstance(value, collections.abc.Iterator) or all(map(of[0].fits, value))
 
     return _Wanted(name, fits)
+
+
+def allowance(text: str, flag: str = "--allow") -> tuple[str, str]:
+    """Read a known finding and why it stays, from a command line.
+
+    Args:
+      text: ``"redundant all-reduce(model): issue 12"``.
+      flag: where it was typed.
+
+    Returns:
+      The finding and the reason.
+
+    Raises:
+      ShardrulesError: it gives no reason.
+    """
+    what, colon, reason = text.partition(": ")
+    if not colon:
+        raise ShardrulesError(
+            f"{flag}={text!r} gives no reason; write {flag}='redundant all-reduce(model): issue 12'"
+        )
+    return what.strip(), reason.strip()

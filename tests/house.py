@@ -97,7 +97,7 @@ ARROWS = {
     ),
     "aot": {"arguments", "errors", "door"},
     "commands": set(
-        "aot errors fitting paths units registry hlo costs report program watching unchecked unchecked.sites door hooks".split()
+        "aot arguments errors fitting paths units registry hlo costs report program watching unchecked unchecked.sites door hooks".split()
     ),
     "__main__": {"errors", "commands"},
     # The roof: it names all for type checkers, and tells what is below what calls it.

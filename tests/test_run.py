@@ -218,6 +218,23 @@ def test_pytest_judges_what_the_tests_compile(tmp_path):
     assert run(*flags, cwd=tmp_path, before=pytest_).returncode == 0
 
 
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_pytest_allows_findings_with_a_reason(tmp_path, processes):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    flags = ["-p", "shardrules.checks.pytest_plugin", "-p", "no:cacheprovider", "--noconftest"]
+    flags += ["-p", "no:shardrules.pytest_plugin", "-q", "-n", processes, "--shardrules-allow"]
+    known, other = "all-reduce(model): issue 12", "redundant all-gather(data): issue 13"
+    done = run(*flags, known, *flags[-1:], other, cwd=tmp_path, before=("-m", "pytest"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "issue 12" in done.stdout
+    noted = [line for line in done.stdout.splitlines() if "matches no finding" in line]
+    assert len(noted) == 1 and noted[0].startswith("shardrules: 'redundant all-gather(data)' of")
+    for text, why in ((known.partition(":")[0], "gives no reason"), ("nothing: x", "nothing")):
+        refused = run(*flags, text, cwd=tmp_path, before=("-m", "pytest"))
+        assert refused.returncode == 4 and why in refused.stderr, refused.stderr
+        assert "--shardrules-allow" in refused.stderr and "Traceback" not in refused.stderr
+
+
 FAILING = """
 
 def test_asserted():

@@ -32,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the same as --shardrules, written to this file; the terminal shows one line",
     )
     group.addoption(
+        "--shardrules-allow",
+        action="append",
+        default=[],
+        metavar="'FINDING: REASON'",
+        help="a known finding and why it stays, as --allow of `shardrules run`; may be repeated",
+    )
+    group.addoption(
         "--shardrules-check",
         action="store_true",
         help="run each shard_map that says check_vma=False with its check on where the results "
@@ -69,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--shardrules-output={output} is a folder; name a file in it")
     if output and not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise pytest.UsageError(f"--shardrules-output={output}: make its folder first")
-    if formatted or output:
+    if formatted or output or config.getoption("--shardrules-allow"):
         config.option.shardrules = True
     updates.wanted = forced or config.getoption("--update-budgets")
     updates.said.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from shardrules import fitting
+from shardrules.arguments import allowance
 from shardrules.costs.advice import named
 from shardrules.errors import ShardrulesError
 from shardrules.unchecked import check_off
@@ -23,7 +25,8 @@ _TODO, _OURS = "to do: ", "shardrules: "  # the prefixes of advice in messages, 
 _KEY, _CHECKED = "shardrules", "shardrules_checked"
 
 _WITH_VALUE = frozenset(
-    "--shardrules-format --shardrules-output -n --numprocesses --maxprocesses --dist --tx".split()
+    "--shardrules-format --shardrules-output --shardrules-allow "
+    "-n --numprocesses --maxprocesses --dist --tx".split()
 )
 
 
@@ -41,6 +44,17 @@ def _given(config: Any) -> list[str]:
     return [*["-n0"][: bool(several)], *given]
 
 
+def _allowances(texts: list[str]) -> dict[str, str]:
+    from shardrules.costs import findings
+
+    try:
+        return findings.Allowances(dict(allowance(t, "--shardrules-allow") for t in texts)).reasons
+    except ShardrulesError as error:
+        flag = "--shardrules-allow"
+        message = error.message if flag in error.message else f"{flag}: {error.message}"
+        raise pytest.UsageError(message) from None
+
+
 class PytestWatch:
     """The plugin of ``--shardrules``; a worker of pytest-xdist sends its report."""
 
@@ -48,14 +62,16 @@ class PytestWatch:
         from shardrules.watching import programs
 
         self._config = config
+        self._allow = _allowances(config.getoption("--shardrules-allow"))
         self._seen: Any = programs.Watched(
-            False, {}, lambda: os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+            False, self._allow, lambda: os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         )
         self._seen.script = shlex.join(["-m", "pytest", *_given(config)])
         self._seen.__enter__()
         self._format: str = config.getoption("--shardrules-format") or "text"
         self._output: str | None = config.getoption("--shardrules-output")
         self._reports: list[dict[str, Any]] = []
+        self._found: list[str] = []
         self._failure = ""  # the reason for the exit code, if there are findings
         self._advice: dict[str, str] = {}  # our errors' advice, by test
 
@@ -85,7 +101,10 @@ class PytestWatch:
             from shardrules.report import WRITERS
 
             judged = self._seen.judged()
+            # What matches nothing in this process may match in another.
+            unused, judged = judged.unused, dataclasses.replace(judged, unused=())
             report = {
+                "unused": unused,
                 "text": WRITERS[self._format](judged),
                 "headline": judged.headline,
                 "clean": judged.clean,
@@ -96,7 +115,8 @@ class PytestWatch:
                 output[_KEY] = report
                 return
             self._reports.append(report)
-        if not all(report["clean"] for report in self._reports):
+        self._found = [r["headline"] for r in self._reports if not r["clean"]]
+        if self._found:
             self._failure = "there are findings, too"
             if int(exitstatus) == 1:
                 self._failure = "tests failed, and there are findings"
@@ -111,9 +131,15 @@ class PytestWatch:
             return
         # With --tb=short and shorter styles, pytest may omit an error's advice.
         lines = [f"{test}: {advice}" for test, advice in self._advice.items()]
+        # A note, not a failure: not all tests need to have run.
+        lines += [
+            f"{what!r} of --shardrules-allow matches no finding of these tests; if they are all, "
+            "remove it"
+            for what in self._allow
+            if all(what in report["unused"] for report in self._reports)
+        ]
         if self._failure:
-            found = "; ".join(r["headline"] for r in self._reports if not r["clean"])
-            lines.append(f"{self._failure}: {found}")
+            lines.append(f"{self._failure}: {'; '.join(self._found)}")
         for line in lines:
             text = fitting.fitted(f"shardrules: {line}", fitting.width(sys.stdout))
             reporter.write_line(text, red=True)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from shardrules import fitting
+from shardrules.arguments import allowance
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
 
@@ -77,16 +78,6 @@ def settle_format(arguments: argparse.Namespace, choices: Sequence[str]) -> None
     arguments.format = wanted
 
 
-def _allowance(text: str) -> tuple[str, str]:
-    what, colon, reason = text.partition(": ")
-    if not colon:
-        raise ShardrulesError(
-            f"--allow={text!r} gives no reason; write --allow='redundant "
-            "all-reduce(model): issue 12'"
-        )
-    return what.strip(), reason.strip()
-
-
 def _mesh(text: str) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for part in text.split(","):
@@ -131,7 +122,7 @@ JUDGING: Arguments = {
     "--allow": repeated(
         "'FINDING: REASON'",
         "a known finding and why it stays, 'redundant all-reduce(model) at model.py: issue 12'",
-        type=_allowance,
+        type=allowance,
     ),
 }
 REPORT: Arguments = {

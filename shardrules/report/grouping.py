@@ -42,7 +42,9 @@ def of_step(
       hidden: bytes that can be avoided in collectives for which no device seems to wait.
     """
     of = f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step"
-    parts = [percent(avoidable_seconds, step_seconds)] if step_seconds else []
+    if not avoidable_seconds:
+        of = f"avoidable: none of the {milliseconds(step_seconds)} of a step"
+    parts = [percent(avoidable_seconds, step_seconds)] if avoidable_seconds and step_seconds else []
     if staying and not avoidable_seconds:
         parts.append(f"the {size(staying)} that can be avoided travel in round trips that stay")
     elif hidden and not avoidable_seconds:

@@ -410,7 +410,7 @@ def test_a_page_says_why_what_can_be_avoided_takes_no_time():
         whys[exposed] = [e["text"] for e in Tree(page).all("p", class_="dim")][0]
     assert "avoidable: " not in whys.pop(2e-3)  # the tile has it
     for why in whys.values():
-        assert why.startswith("avoidable: 0 ms of 50 ms a step (0%; no device waits for the ")
+        assert why.startswith("avoidable: none of the 50 ms of a step (no device waits for the ")
         assert "that can be avoided: other work hides them, or" in why
 
 

@@ -30,9 +30,21 @@ def _why_again(programs: list[Any]) -> str:
                 return f"{made}: for {len(first)} and for {len(other)} arguments"
             for number, (before, after) in enumerate(zip(first, other)):
                 if before != after:
-                    return f"{made}: {programs[0].argument(number)} is {before}, then {after}"
+                    said = f"{made}: {programs[0].argument(number)} is {before}, then {after}"
+                    return said + _kept(programs[0], before, after)
     return (
         f"{made} for arguments of the same shapes and shardings: a jit that is made anew, a static "
         "argument, an array that was not placed on the devices before, or an option of JAX that "
         "was set or added between the calls (with JAX_EXPLAIN_CACHE_MISSES=1, JAX says which)"
+    )
+
+
+def _kept(program: Any, before: str, after: str) -> str:
+    """Say how an argument that the program returned keeps its sharding; empty for others."""
+    is_returned = after.partition(" a device, sharded ")[0] in program.returned
+    if not is_returned or " a device, sharded " not in before:
+        return ""
+    return (
+        "; if the program returned it, give its jit out_shardings, for this output the sharding "
+        "that the argument had first"
     )

@@ -101,6 +101,13 @@ class WatchedProgram:
             return shapes
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
 
+    @property
+    def returned(self) -> list[str]:
+        """Return the shape of each output on one device."""
+        entry = self._parsed()[0].entry
+        shape = entry.instructions[entry.root].shape
+        return [str(s) for s in ((shape,) if shape.elements is None else shape.elements)]
+
     def argument(self, number: int) -> str:
         """Return a leaf's name: ``argument 7 (state['mu'])``, or ``argument 7`` if XLA has none."""
         module = self._parsed()[0]

@@ -78,6 +78,24 @@ def test_for_arguments_that_a_step_returned(split):
             assert "is uncommitted (jax.device_put has not placed it), then committed" in n
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_for_the_sharding_that_a_step_returned(split, cpu_mesh, kept):
+    """XLA shards what it returns as it likes; followed, the advice leaves one compilation."""
+    whole = NamedSharding(cpu_mesh, P())
+    step = jax.jit(lambda w, x: w + x * x.sum(), out_shardings=whole if kept else None)
+    x, w = np.ones((8, 16), np.float32), jax.device_put(np.ones((8, 16), np.float32), whole)
+    with shardrules.watch() as seen:
+        for _ in range(3):
+            w = step(w, jax.device_put(x, split))
+    notes = [n for n in seen.judged().notes if "was compiled" in n]
+    assert len(notes) == (not kept)
+    if not kept:
+        assert "f32[8,16] a device" in notes[0] and "f32[2,16] a device" in notes[0]
+        assert notes[0].endswith(
+            "out_shardings, for this output the sharding that the argument had first"
+        )
+
+
 def test_two_functions_of_one_name_are_two_programs(split):
     """pytest --shardrules judges many files, and each may have its ``train_step``."""
     with shardrules.watch() as seen:

@@ -158,13 +158,13 @@ def _offloaded(module: hlo.Module) -> _Rows:
         yield buffer.kind, buffer.shape, buffer.bytes, stored, loaded, first.source if first else ""
 
 
-class _Loop:
+class _LoopRow:
     """A row of the table, how many loops it stands for, and the rows of those inside."""
 
     def __init__(self, row: tuple[Any, ...] = (), of_kernel: bool = False):
         self.row, self.of_kernel = row, of_kernel
         self.count = 0
-        self.inside: dict[tuple[Any, ...], _Loop] = {}
+        self.inside: dict[tuple[Any, ...], _LoopRow] = {}
 
     def rows(self) -> _Rows:
         for loop in self.inside.values():
@@ -176,7 +176,7 @@ class _Loop:
 def _loops(module: hlo.Module, interpreted: Collection[str]) -> _Rows:
     # A step calls a kernel many times, and each call is a loop where the kernel is interpreted:
     # equal ones are one row. Those that the program wrote have a row each.
-    outer = [_Loop()]  # from a depth to the loop around the next one of that depth
+    outer = [_LoopRow()]  # from a depth to the loop around the next one of that depth
     for number, loop in enumerate(launches.read(module)):
         del outer[loop.depth + 1 :]
         of_kernel = loop.source.partition(" (")[0] in interpreted
@@ -185,7 +185,7 @@ def _loops(module: hlo.Module, interpreted: Collection[str]) -> _Rows:
         row = source, loop.trip_count, loop.launches, loop.copied_bytes, host, loop.unknown
         is_shared = of_kernel or outer[-1].of_kernel
         key = row if is_shared else (*row, number)
-        one = outer[-1].inside.setdefault(key, _Loop(row, is_shared))
+        one = outer[-1].inside.setdefault(key, _LoopRow(row, is_shared))
         one.count += 1
         outer.append(one)
     yield from outer[0].rows()

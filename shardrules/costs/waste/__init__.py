@@ -48,6 +48,7 @@ _MODULES = {
     "gathered too": gathers,
     "narrow first": narrow_first,
     "gathered twice": gathers,
+    "off the batch": resharded,
     "left apart": left_apart,
 }
 KINDS = tuple(_MODULES)

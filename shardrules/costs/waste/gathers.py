@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 from shardrules import hlo
+from shardrules.costs import walk
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.program import FUNCTIONS, WHOLE, Hint, Kind, Program, Site
+from shardrules.costs.waste.program import FUNCTIONS, UNARY, WHOLE, Hint, Kind, Program, Site, Use
+from shardrules.hlo.proof.customcalls import ASYNC_DONE, ASYNC_START
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOVES = WHOLE | BARRIERS
@@ -172,7 +174,7 @@ def gathered_twice(site: Site) -> Hint | None:
             # A constraint changes the partitioner's other choices: in a step of FSDP, keeping one
             # of two weights in this way cost 30% more bytes (JAX 0.12, CPU).
             return None
-    if _narrowed(site, _origin(site)):
+    if narrowed(site, origin(site)):
         return None  # an array that a policy keeps would be gathered in its wider type
     gathers = (s for s in site.program.remembered(_forward) if _is_again(site, s))
     first = next(gathers, None)
@@ -199,12 +201,12 @@ def gathered_twice(site: Site) -> Hint | None:
     return site.hint(advice)
 
 
-def _narrowed(site: Site, origin: tuple[Node, str] | None) -> bool:
+def narrowed(site: Site, made_of: tuple[Node, str] | None) -> bool:
     """Return whether XLA, and not the program, converts an array to fewer bits to gather it."""
     # XLA for CPU rounds to 16 bits, but gathers the rounded numbers as 32 bits.
     if site.taken.bits >= 32:
         return False
-    return site.program.platform == "tpu" if origin is None else _BY_XLA in origin[1]
+    return site.program.platform == "tpu" if made_of is None else _BY_XLA in made_of[1]
 
 
 def _forward(program: Program) -> list[Site]:
@@ -227,14 +229,14 @@ def _is_again(site: Site, first: Site) -> bool:
     if recomputed and first.entry.source == site.entry.source:
         if first.collective.op_name.endswith("/" + name):
             return True
-    origin = _origin(site)
-    return origin is not None and _origin(first) == origin
+    made_of = origin(site)
+    return made_of is not None and origin(first) == made_of
 
 
-def _origin(site: Site) -> tuple[Node, str] | None:
+def origin(site: Site, node: Node | None = None) -> tuple[Node, str] | None:
     """Return the array that an operand comes from, and a text on the part that it takes of it."""
     # Follow moves, slices and conversions, and the loops that pass the array on.
-    program, node, part = site.program, site.source, ""
+    program, node, part = site.program, node or site.source, ""
     while True:
         node = made_by(node, _MOVES)
         if node.opcode in ("dynamic-slice", "slice", "convert"):
@@ -249,11 +251,54 @@ def _origin(site: Site) -> tuple[Node, str] | None:
             return None
         elif node.opcode != "get-tuple-element":
             return (node, part) if node.home.is_entry else None
+        elif walk.target(node.operands[0].instruction) == ASYNC_START:
+            node = node.operands[0].operands[0]
+            node = node.operands[0] if node.opcode == "all-gather" else node  # a copy of it
         else:
             before = program.before_loop(node) or _stacked(program, node)
             if before is None:
                 return node, part
             node = before
+
+
+def weight(site: Site) -> tuple[int, int] | None:
+    """Return how often a program uses the parameter that this gathers, and the gradient's width.
+
+    The uses are those of all runs; the width is that of the gathered elements, or a multiple of it
+    if XLA narrows them. None if it gathers another array, or if the uses aren't known.
+    """
+    if site.collective.kind != "all-gather" or not site.whole:
+        return None
+    node, program = _outside(site), site.program
+    made_of = origin(site, node.operands[site.operand])
+    if made_of is None or made_of[0].opcode != "parameter":
+        return None
+    uses = uses_of(site)
+    runs = [program.runs.get(use.user.home.name) for use in uses]
+    counts = [run.count for run in runs if run is not None and run.count is not None]
+    if not uses or len(counts) < len(uses):
+        return None
+    return sum(counts), 32 // min(site.taken.bits, 32) if narrowed(site, made_of) else 1
+
+
+def uses_of(site: Site) -> list[Use]:
+    """Return what uses a result that is moved, also in loops and behind a fusion that ends it."""
+    node, through = _outside(site), _MOVES | UNARY | {"all-gather-done"}
+    uses = site.program.uses(node, site.operand, through, in_loops=True)
+    for use in uses:  # which grows
+        if walk.target(use.user.instruction) == ASYNC_DONE:
+            uses += site.program.uses(use.user, 0, through, in_loops=True)
+    return [use for use in uses if walk.target(use.user.instruction) != ASYNC_DONE]
+
+
+def _outside(site: Site) -> Node:
+    """Return its node; if XLA for TPU ends it in a fusion, that in what runs the fusion."""
+    callers = walk.callers(site.program.module, site.computation)
+    if len(callers) != 1 or callers[0][1].opcode != "fusion":
+        return site.node
+    nodes = site.program.flat(callers[0][0].name).nodes
+    start = site.instruction.start
+    return next((node for node in nodes if node.instruction.start == start), site.node)
 
 
 def _stacked(program: Program, taken: Node) -> Node | None:

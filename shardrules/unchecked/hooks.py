@@ -197,7 +197,7 @@ class _Unchecked:
             # The decision depends on the key alone, and not on derivatives around the call.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
             made = told_apart(self.door, off.programs)
-            key = self.site, made, off.alike, off.changing, plain, self.state.registry.version
+            key = self.site, made, *off.told, kept.beside_types, plain, self.state.registry.version
             if key in self.hooks.decisions:
                 return self._note(key, self.hooks.decisions[key])
             kind = kind_of(args)
@@ -480,10 +480,10 @@ class _Off(NamedTuple):
     alike: Any = ()  # which rules are left in each program: see ``CustomRules.alike``
 
     @property
-    def changing(self) -> tuple[bool, ...]:
-        """Return whether the traces are steady, and which of them changed Python state."""
+    def told(self) -> tuple[object, ...]:
+        """Return ``alike``, whether the traces are steady, and which changed Python state."""
         derivatives = (bool(derivative.changed) for derivative in self.derivatives)
-        return self.is_steady, bool(self.changed), *derivatives
+        return self.alike, self.is_steady, bool(self.changed), *derivatives
 
     @property
     def programs(self) -> list[ClosedJaxpr]:

@@ -65,6 +65,8 @@ _UNTOLD = frozenset(
 _REPLACED = frozenset({"stdout", "stderr", "showwarning"})
 # With these, code can reach variables of its module by names that it builds at run time.
 _BY_STRINGS = frozenset({"globals", "exec", "eval"})
+# By these names, code reads a type, which says over which axes a value varies.
+_OF_TYPES = frozenset("aval get_aval manual_axis_type typeof vma".split())
 
 
 class _Cache(NamedTuple):
@@ -111,14 +113,16 @@ class Kept:
         self._home = ""  # the package of the first function
         self._own: set[str] = set()  # the names in functions of that package
         self._draws = False  # whether a function draws from a global generator
+        self._values: list[tuple[str, Any]] = []  # the numbers, texts and code that are reached
+        self._arrays: list[Any] = []  # copies of the arrays
         self._stuck: list[_Stuck] = []
         self._settings: set[Any] = set()  # the settings of the process that are kept
-        self._left: collections.deque[tuple[Any, str]] = collections.deque()
+        self._left: collections.deque[tuple[str, Any]] = collections.deque()
         # Visit every object that the roots reach, breadth first. A visit queues the objects that
         # this one holds, and records how to undo its changes, or that they can't be undone.
         self._add(roots)
         while self._left and not self.why:
-            value, name = self._left.popleft()
+            name, value = self._left.popleft()
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._visit(value, name)
@@ -138,6 +142,18 @@ class Kept:
                 stuck.name or stuck.of_own
             ):
                 self.why = str(stuck)
+
+    @property
+    def beside_types(self) -> tuple[object, ...]:
+        """Return the values that code may read together with a type; empty if it reads no types.
+
+        With the check off all types are alike, so that the program doesn't show these values.
+        """
+        if not self._named & _OF_TYPES:
+            return ()
+        settings = os.environ.items() if {"environ", "getenv"} & self._named else ()
+        arrays = (each.tobytes() for each in self._arrays if each.dtype != object)
+        return *((name, type(value), value) for name, value in self._values), *settings, *arrays
 
     def put_back(self, caches: bool = True) -> tuple[object, ...]:
         """Undo the changes since the snapshot; return the changed values in comparable form.
@@ -165,7 +181,8 @@ class Kept:
 
     def _add(self, values: Iterable[Any], name: str = "") -> None:
         """Queue values under the name by which code reaches them; empty if unknown."""
-        self._left += ((value, name) for value in values if type(value) not in undo.STATELESS)
+        for value in values:
+            (self._values if type(value) in undo.STATELESS else self._left).append((name, value))
 
     def _add_items(self, items: Iterable[tuple[Any, Any]]) -> None:
         for name, value in items:
@@ -199,6 +216,8 @@ class Kept:
             self._stuck.append(_Stuck("spawn", "random generator's count of children", True))
         elif issubclass(kind, np.random.SeedSequence):
             self._stuck.append(_Stuck("spawn", "seed's count of children", True))
+        elif issubclass(kind, np.generic):
+            self._arrays.append(value)
         elif issubclass(kind, np.ndarray):
             if value.flags.writeable:
                 self._array(value, name)
@@ -250,6 +269,7 @@ class Kept:
         by_default = dict(zip(function.__code__.co_varnames[count - len(defaults) :], defaults))
         by_default |= function.__kwdefaults__ or {}
         self._named |= names | by_default.keys()
+        self._add((function.__code__,))
         self._add_items(by_default.items())
         self._attributes(function.__dict__)
         if names & _BY_STRINGS and self._module(variables, names | variables.keys()):
@@ -289,6 +309,7 @@ class Kept:
         """Keep the process setting that a function of the standard library changes."""
         module = (undo.read(function, "__module__") or "").lstrip("_")
         called = f"{module}.{undo.read(function, '__name__')}"
+        self._values.append((name, called))
         if called in _UNTOLD:
             self._stuck.append(_Stuck(name, called, of_own=True, is_called=True))
         elif (keep := undo.SETTINGS.get(called)) is not None and keep not in self._settings:
@@ -349,7 +370,8 @@ class Kept:
             self._stuck.append(_Stuck(name, f"numpy array of {nbytes:,} bytes"))
             return
         self._bytes += nbytes
-        self._undo.append(undo.array_items(value, value.copy(), ...))
+        self._arrays.append(value.copy())
+        self._undo.append(undo.array_items(value, self._arrays[-1], ...))
         if value.dtype == object:
             self._add(value.flat, name)
 

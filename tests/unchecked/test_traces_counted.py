@@ -3,8 +3,11 @@
 JAX traces what is jitted, and the body of a loop, once. With the check on it may do so more often.
 """
 
+import collections
 import functools
 import itertools
+import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -227,3 +230,37 @@ def test_a_body_that_reads_a_type_is_not_said_to_count_traces(cpu_mesh, body):
         jax.jit(shard_map(body, cpu_mesh, (P("data"), P()), P("data"), check=False))(X, W)
     (site,) = handle.unchecked()
     assert site.reason.partition(":")[0] == BY_TYPE and "by the type of a value" in site.reason
+
+
+FLAGS = types.SimpleNamespace(on=False)
+
+
+def by_a_flag(x, w):
+    return x * w * (2.0 if FLAGS.on and varies(x) else 1.0)
+
+
+def by_the_environment(x, w):
+    return x * w * (2.0 if os.getenv("A_FLAG_OF_A_TEST") and varies(x) else 1.0)
+
+
+def by_a_flag_in_its_bwd(x, w):
+    op = jax.custom_vjp(lambda a, b: a * b)
+    twice = lambda g: 2 * g if FLAGS.on and varies(g) else g  # noqa: E731
+    op.defvjp(lambda a, b: (a * b, (a, b)), lambda saved, g: (twice(g * saved[1]), g * saved[0]))
+    return op(x, jnp.broadcast_to(w, x.shape))
+
+
+@pytest.mark.parametrize("body", [by_a_flag, by_the_environment, by_a_flag_in_its_bwd])
+def test_a_value_that_is_read_with_a_type_is_asked_again(cpu_mesh, monkeypatch, body):
+    """With the check off the programs are one, whatever the value: no type varies there."""
+    told = []
+    with shardrules.install(unchecked="check") as handle:
+        mapped = shard_map(body, cpu_mesh, (P("data"), P()), P("data"), check=False)
+        for on in False, True, False:
+            monkeypatch.setattr(FLAGS, "on", on)
+            monkeypatch.setenv("A_FLAG_OF_A_TEST", "1" if on else "")
+            seen = collections.Counter(handle.unchecked())
+            gradient = jax.jit(jax.grad(lambda x, w: mapped(x, w).sum()))(X, W)
+            np.testing.assert_array_equal(gradient, jnp.broadcast_to(W, X.shape))
+            told.append([site.switched for site in collections.Counter(handle.unchecked()) - seen])
+    assert told == [[True], [False], []]

@@ -7,7 +7,7 @@ import dataclasses
 from shardrules import hlo
 from shardrules.costs import accounts, findings
 from shardrules.costs.waste import (
-    asked,
+    batches,
     calls,
     each_call,
     gathers,
@@ -30,7 +30,7 @@ _MODULES = {
     "after the loop": out_of_loops,
     "accumulated": out_of_loops,
     "each call": each_call,
-    "asked each trip": asked,
+    "asked each trip": out_of_loops,
     "called whole": calls,
     "transformed whole": calls,
     "only returned": gathers,
@@ -45,16 +45,22 @@ _MODULES = {
     "split": reshapes,
     "counted": reshapes,
     "undone": undone,
+    "whole batch": batches,
     "gathered too": gathers,
     "narrow first": narrow_first,
     "gathered twice": gathers,
-    "off the batch": resharded,
+    "off the batch": batches,
     "left apart": left_apart,
 }
 KINDS = tuple(_MODULES)
 _OF: dict[str, Kind] = {kind: module.ROWS[kind] for kind, module in _MODULES.items()}
 _OF_LOOPS = ("repeated", "after the loop")
-_IN_PLACE = ("reduce first", "narrow first")  # the collective stays, with fewer bytes
+_IN_PLACE = (
+    "reduce first",
+    "narrow first",
+    "whole batch",
+    "off the batch",
+)  # the collective stays, with fewer bytes
 _LEAST = 64  # bytes sent: a hint that saves fewer, and no round trip, is not worth reading
 
 

@@ -174,7 +174,7 @@ def gathered_twice(site: Site) -> Hint | None:
             # A constraint changes the partitioner's other choices: in a step of FSDP, keeping one
             # of two weights in this way cost 30% more bytes (JAX 0.12, CPU).
             return None
-    if narrowed(site, origin(site)):
+    if narrowed(site, origin_of(site.program, site.source)):
         return None  # an array that a policy keeps would be gathered in its wider type
     gathers = (s for s in site.program.remembered(_forward) if _is_again(site, s))
     first = next(gathers, None)
@@ -229,14 +229,14 @@ def _is_again(site: Site, first: Site) -> bool:
     if recomputed and first.entry.source == site.entry.source:
         if first.collective.op_name.endswith("/" + name):
             return True
-    made_of = origin(site)
-    return made_of is not None and origin(first) == made_of
+    made_of = origin_of(site.program, site.source)
+    return made_of is not None and origin_of(site.program, first.source) == made_of
 
 
-def origin(site: Site, node: Node | None = None) -> tuple[Node, str] | None:
-    """Return the array that an operand comes from, and a text on the part that it takes of it."""
+def origin_of(program: Program, node: Node) -> tuple[Node, str] | None:
+    """Return the array that a value comes from, and a text on the part that it takes of it."""
     # Follow moves, slices and conversions, and the loops that pass the array on.
-    program, node, part = site.program, node or site.source, ""
+    part = ""
     while True:
         node = made_by(node, _MOVES)
         if node.opcode in ("dynamic-slice", "slice", "convert"):
@@ -270,7 +270,7 @@ def weight(site: Site) -> tuple[int, int] | None:
     if site.collective.kind != "all-gather" or not site.whole:
         return None
     node, program = _outside(site), site.program
-    made_of = origin(site, node.operands[site.operand])
+    made_of = origin_of(program, node.operands[site.operand])
     if made_of is None or made_of[0].opcode != "parameter":
         return None
     uses = uses_of(site)

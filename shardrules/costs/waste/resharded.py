@@ -18,7 +18,7 @@ import numpy as np
 from shardrules import hlo
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
-from shardrules.costs.waste import factors, gathers, slices
+from shardrules.costs.waste import factors, slices
 from shardrules.costs.waste.program import (
     CONSTRAINED,
     SMALL,
@@ -29,7 +29,6 @@ from shardrules.costs.waste.program import (
     Program,
     Site,
 )
-from shardrules.hlo.proof import phases
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOST_AXES = 4  # the most mesh axes, since the ways between all shardings are compared
@@ -277,95 +276,6 @@ def _with(spec: _Spec, changed: dict[int, Sequence[str]]) -> _Spec:
     return tuple(tuple(changed.get(d, axes)) for d, axes in enumerate(spec))
 
 
-# -- activations that only the backward pass moves ------------------------------------------------
-
-_BACK = ("backward", "recompute")
-_LITTLE = 0.01  # of the program's bytes
-_SHARE = 0.05  # of the program's bytes: less is not worth a constraint
-
-
-def off_the_batch(site: Site) -> Hint | None:
-    """Find activations that are moved in the backward pass of a step that gathers its weights."""
-    return site.program.remembered(_off_the_batch).get(site)
-
-
-def _off_the_batch(program: Program) -> dict[Site, Hint]:
-    # A forward pass that only gathers weights has the layout of the batch throughout. In the same
-    # layout, the backward pass gathers each weight and sums up its gradient, once for each use.
-    back, moved, others, everything = 0, [], 0, 0
-    if any(given.blockers for given in program.inputs):
-        return {}  # what all devices hold isn't known
-    most = _of_whole_arrays(program)
-    for site in program.sites:
-        sent, nested = _sent(site), site.op_name.count("transpose(") > 1
-        over_all = site.collective.group_size == program.device_count
-        if not site.entry.runs or nested or site.in_shard_map or site.is_unnamed or not over_all:
-            return {}
-        everything += sent
-        weight = gathers.weight(site)
-        if site.entry.phase in _BACK:
-            back += sent
-            if weight is None and site.collective.kind in ("all-gather", "all-to-all"):
-                if _is_read_back(site):
-                    moved.append(site)
-                else:  # by an optimizer, for example, that takes whole gradients
-                    most += sent
-        elif weight is None:
-            others += sent
-        else:
-            uses, wider = weight
-            most += uses * (1 + 2 * wider) * site.entry.wire_bytes
-    saved = min(back - most - 4 * others, sum(map(_sent, moved)))
-    if others > _LITTLE * everything or saved < _SHARE * everything:
-        return {}
-    return dict(_kept(moved, saved))
-
-
-def _sent(site: Site) -> int:
-    return site.in_all(site.entry.wire_bytes) or 0
-
-
-def _is_read_back(site: Site) -> bool:
-    """Return whether the backward pass alone reads what this moves; JAX 0.12 names it otherwise."""
-    uses = gathers.uses_of(site)
-    names = (site.program.module.metadata(use.user.instruction).op_name for use in uses)
-    return bool(uses) and all(phases.phase_of(name) in _BACK for name in names)
-
-
-def _of_whole_arrays(program: Program) -> int:
-    """Return at most what a device sends for the gradients of arrays that all devices hold."""
-    runs = max((site.entry.runs or 1 for site in program.sites), default=1)
-    everyone = [range(program.device_count)]
-    whole = (given.shape.bytes for given in program.inputs if given.equal_in(everyone))
-    return sum(2 * runs * size for size in whole)
-
-
-def _kept(moved: list[Site], saved: int) -> Iterator[tuple[Site, Hint]]:
-    """Yield a hint for each array that is moved in vain; that on the largest has the advice."""
-    moved = sorted(moved, key=lambda site: -_sent(site))
-    advice = (
-        "the forward pass leaves each activation where its part of the batch is, and gathers "
-        f"weights; the backward pass moves them over {moved[0].over} instead, in {len(moved)} "
-        f"collectives: as in the forward pass, it sends {saved} B less. Constrain an activation "
-        "here, as what a scanned layer takes, to the batch's layout, which its gradient then has: "
-        f"x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
-        f"P({moved[0].over}))) if the batch is its first dimension"
-    )
-    for site in moved:
-        part = min(saved, _sent(site))
-        saved -= part
-        stays = _sent(site) - part
-        yield (
-            site,
-            site.hint(
-                advice if site is moved[0] else f"goes away with that at {moved[0].where}",
-                bytes_after=stays * site.entry.bytes // site.entry.wire_bytes,
-                trips_after=site.entry.runs,
-                sent_after=stays,
-            ),
-        )
-
-
 ROWS = {
     "resharded": Kind(
         find,
@@ -378,17 +288,5 @@ ROWS = {
             "a constraint between the two shardings, which the report names: each step is then "
             "one all-to-all, slice or smaller gather"
         ),
-    ),
-    "off the batch": Kind(
-        off_the_batch,
-        looks_like=(
-            "all-to-alls and all-gathers of activations in the backward pass of a step (FSDP) "
-            "whose forward pass only gathers weights, where gathering them again sends less"
-        ),
-        in_shard_map="does not occur",
-        under_jit=(
-            "jax.lax.with_sharding_constraint of an activation to the batch's layout, "
-            "as of the scanned layer's input"
-        ),
-    ),
+    )
 }

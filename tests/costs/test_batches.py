@@ -91,3 +91,66 @@ def test_a_batch_that_is_not_split_or_smaller_than_the_weights(cpu_mesh):
 def test_weights_that_are_sharded_over_another_axis_than_the_batch(cpu_mesh):
     specs = {"table": P(), "w1": P(None, None, "model"), "w2": P(None, "model")}
     assert KIND not in measured(step_of(cpu_mesh), given(cpu_mesh, specs=specs)).kinds
+
+
+def network_of(mesh, args, loss):
+    kept = jax.tree.map(lambda struct: struct.sharding, args[0])
+    return measured(jax.jit(jax.value_and_grad(loss), out_shardings=(None, kept)), args)
+
+
+def struct(mesh, shape, spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
+def test_gradients_of_a_classifier_are_sums_over_its_batch(cpu_mesh, spec):
+    """Its images are floats that are split over the same axis, as the labels are."""
+
+    def loss(weights, images, labels):
+        hidden = jnp.tanh(images @ weights["w1"])
+        logits = jax.nn.log_softmax(hidden @ weights["w2"])
+        return -jnp.take_along_axis(logits, labels[:, None], -1).mean()
+
+    weights = {"w1": struct(cpu_mesh, (512, 256), spec), "w2": struct(cpu_mesh, (256, 16), spec)}
+    images = struct(cpu_mesh, (32, 512), P("data"))
+    labels = struct(cpu_mesh, (32,), P("data"), jnp.int32)
+    assert KIND not in network_of(cpu_mesh, (weights, images, labels), loss).kinds
+
+
+def test_an_optimizer_that_multiplies_weights(cpu_mesh):
+    """As Muon does, by sums over the axis that splits the weights, outside of what is derived."""
+    specs = {name: P(None, "data") for name in ("w1", "w2")} | {"table": P()}
+
+    def step(weights, tokens):
+        grads = jax.grad(lambda w: step_loss(w, tokens))(weights)
+        return {n: w - w @ (w.swapaxes(-1, -2) @ grads[n]) for n, w in weights.items()}
+
+    def step_loss(weights, tokens):
+        x = jax.lax.with_sharding_constraint(
+            weights["table"][tokens], NamedSharding(cpu_mesh, P("data"))
+        )
+        for number in range(LAYERS):
+            x = x + jnp.tanh(x @ weights["w1"][number]) @ weights["w2"][number]
+        return (x**2).mean()
+
+    kept = {name: NamedSharding(cpu_mesh, spec) for name, spec in specs.items()}
+    found = measured(jax.jit(step, out_shardings=kept), given(cpu_mesh, specs=specs))
+    assert KIND not in found.kinds
+
+
+@pytest.mark.parametrize("routed", ["sorted", "by experts"])
+def test_rows_that_meet_those_of_other_devices(cpu_mesh, routed):
+    """What that takes in the batch's layout isn't known."""
+    args = given(cpu_mesh)
+
+    def loss(weights, tokens):
+        x = weights["table"][tokens]
+        x = x + jax.nn.gelu(x @ weights["w1"][0]) @ weights["w2"][0]
+        if routed == "sorted":
+            x = x[jnp.argsort(x[:, 0, 0])] * jnp.arange(len(x))[:, None, None]
+        else:
+            x = jnp.einsum("bsd,ldf->lbsf", x, weights["w1"])
+            x = jnp.einsum("lbsf,lfd->lbsd", x, weights["w2"])
+        return (x**2).mean()
+
+    assert KIND not in network_of(cpu_mesh, args, loss).kinds

@@ -22,6 +22,8 @@ _LITTLE = 0.01  # of the program's bytes
 _SHARE = 0.05  # of the program's bytes: less is not worth a constraint
 _PRODUCTS = ("dot", "convolution")  # XLA for TPU writes a product as a convolution
 _MOVES = WHOLE | BARRIERS
+# In the names of what a differentiated function computes; an optimizer may multiply weights, too.
+_DIFFERENTIATED = "jvp("
 _TOKENS = ("s16", "u16", "s32", "u32", "s64", "u64")
 _IS_FIRST = "if the batch is its first dimension"
 
@@ -144,11 +146,12 @@ def _along(program: Program, axis: str, size: int) -> dict[Site, Hint]:
     weights = _Weights(program, axis)
     along = [site for site in program.sites if _is_along(site, axis)]
     moved = [site for site in along if _adds(site) and weights.of(site.made_by(_MOVES))]
-    most = weights.at_most(size) if moved else None
+    # In the backward pass alone such a sum may be a gradient, of rows that the batch itself gives.
+    is_proven = any(site.entry.phase == "forward" for site in moved)
+    most = weights.at_most(size) if is_proven else None
     if most is None:
         return {}
-    if not weights.has_experts:
-        moved += [site for site in along if _brings(site) and not weights.holds(site.source)]
+    moved += [site for site in along if _brings(site) and not weights.holds(site.source)]
     saved = sum(map(_sent, moved)) - most
     if saved < _SHARE * sum(map(_sent, program.sites)):
         return {}
@@ -167,7 +170,7 @@ def _along(program: Program, axis: str, size: int) -> dict[Site, Hint]:
 
 def _is_along(site: Site, axis: str) -> bool:
     is_known = site.entry.axes == (axis,) and site.entry.runs is not None
-    return is_known and not site.in_shard_map and not site.is_unnamed
+    return is_known and not site.in_shard_map and _DIFFERENTIATED in site.op_name
 
 
 def _adds(site: Site) -> bool:
@@ -175,16 +178,21 @@ def _adds(site: Site) -> bool:
 
 
 def _brings(site: Site) -> bool:
-    """Return whether this brings an array of a differentiated function to other devices."""
-    return site.collective.kind in ("all-gather", "all-to-all") and "jvp(" in site.op_name
+    return site.collective.kind in ("all-gather", "all-to-all")
 
 
 class _Weights:
-    """The float parameters of a program that are split over a mesh axis, and their products."""
+    """The weights of a program that are split over a mesh axis, and their products.
+
+    They are the float parameters of which the program returns another value, or the gradient: an
+    array of the same shape.
+    """
 
     def __init__(self, program: Program, axis: str):
         self._program = program
         self._axis = axis
+        entry = program.module.entry
+        self._returned = {str(s) for s in entry.instructions[entry.root].shape.leaves()}
 
     def of(self, product: Node) -> Node | None:
         """Return the operand of a product that is a part of a weight; None if there is none."""
@@ -201,7 +209,8 @@ class _Weights:
             return False
         given = self._program.inputs[int(made_of.instruction.literal)]
         is_float = FLOATS.match(given.shape.element_type) is not None
-        return is_float and self._axis in (given.varying or ())
+        is_split = is_float and self._axis in (given.varying or ())
+        return is_split and str(given.shape) in self._returned
 
     def _origin(self, node: Node) -> Node | None:
         moved = made_by(node, _MOVES)
@@ -217,12 +226,6 @@ class _Weights:
         return (made_of.operands[0] if made_of and gathered else node).shape.bytes
 
     @property
-    def has_experts(self) -> bool:
-        """Return whether weights are multiplied in a batch of products, as those of experts are."""
-        batches = (n for n, _ in self._nodes() if n.opcode in _PRODUCTS and _has_batch(n))
-        return any(any(map(self.holds, node.operands[:2])) for node in batches)
-
-    @property
     def looked_up(self) -> str:
         """Return the line of the first lookup in one of them; empty if the text has none."""
         for node, _ in self._nodes():
@@ -234,19 +237,27 @@ class _Weights:
         """Return at most what a device sends over the axis in the batch's layout; None if unknown.
 
         For each product of a weight it gathers the weight, and for each one of the forward pass it
-        sums up a gradient, by an all-reduce at most.
+        sums up a gradient, by an all-reduce at most. What else of different rows meets isn't known.
         """
         most, longest = 0, 1
         for node, count in self._nodes():
-            is_product = node.opcode in _PRODUCTS and not _has_batch(node)
+            name = self._program.module.metadata(node.instruction).op_name
+            if name and _DIFFERENTIATED not in name:
+                continue
+            if _may_mix(node):
+                return None
+            is_product = node.opcode in _PRODUCTS
+            if is_product and _has_batch(node):
+                if any(map(self.holds, node.operands[:2])):
+                    return None  # experts, to which tokens of all rows are sent
+                continue
             if not is_product and node.opcode != "gather":
                 continue
-            name = self._program.module.metadata(node.instruction).op_name
             held = self.of(node) if is_product else node.operands[0]
             is_forward = "transpose(" not in name
             if held is None or not (is_product or self.holds(held)):
                 if is_product and is_forward:
-                    return None  # it may multiply a weight
+                    return None  # it may multiply a weight, or rows of the batch by others
                 continue
             if count is None:
                 return None
@@ -270,6 +281,13 @@ def _fused(program: Program) -> set[str]:
     computations = program.module.computations.values()
     fusions = (i for c in computations for i in c.instructions if i.opcode == "fusion")
     return {name for fusion in fusions for name in fusion.calls}
+
+
+def _may_mix(node: Node) -> bool:
+    """Return whether rows of the batch may meet in an operation that is no product."""
+    if node.opcode == "custom-call":  # XLA for TPU packs the indices of a lookup by one
+        return not all(given.shape.element_type in _TOKENS for given in node.operands)
+    return node.opcode in ("sort", "ragged-dot", "topk")
 
 
 def _has_batch(product: Node) -> bool:

@@ -28,7 +28,7 @@ def test_random_programs_are_right(share):
     outcomes = seeds.outcomes("sweeps.programs", len(tried), tried.start)
     said, is_well = programs.summary(outcomes)
     assert is_well and len(outcomes) == len(tried), said
-    assert sum(one["what"] == "right" for one in outcomes.values()) >= 0.8 * len(tried)
+    assert sum(one["what"] == "right" for one in outcomes.values()) >= len(tried) * 4 // 5
 
 
 def program(*steps, specs=((), (), ()), integer=("a",), mode="outside"):

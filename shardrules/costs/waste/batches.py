@@ -22,6 +22,7 @@ _LITTLE = 0.01  # of the program's bytes
 _SHARE = 0.05  # of the program's bytes: less is not worth a constraint
 _PRODUCTS = ("dot", "convolution")  # XLA for TPU writes a product as a convolution
 _MOVES = WHOLE | BARRIERS
+_MADE = _MOVES | {"convert"}  # XLA for CPU multiplies numbers of 16 bits as 32
 # In the names of what a differentiated function computes; an optimizer may multiply weights, too.
 _DIFFERENTIATED = "jvp("
 _TOKENS = ("s16", "u16", "s32", "u32", "s64", "u64")
@@ -145,7 +146,7 @@ def _whole_batch(program: Program) -> dict[Site, Hint]:
 def _along(program: Program, axis: str, size: int) -> dict[Site, Hint]:
     weights = _Weights(program, axis)
     along = [site for site in program.sites if _is_along(site, axis)]
-    moved = [site for site in along if _adds(site) and weights.of(site.made_by(_MOVES))]
+    moved = [site for site in along if _adds(site) and weights.of(site.made_by(_MADE))]
     # In the backward pass alone such a sum may be a gradient, of rows that the batch itself gives.
     is_proven = any(site.entry.phase == "forward" for site in moved)
     most = weights.at_most(size) if is_proven else None
@@ -200,17 +201,17 @@ class _Weights:
             return None
         return next((node for node in product.operands[:2] if self.holds(node)), None)
 
-    def holds(self, node: Node) -> bool:
-        """Return whether a value is a part of a parameter that is split over the axis."""
+    def holds(self, node: Node, split: bool = True) -> bool:
+        """Return whether a value is a part of a weight: one that the axis splits, or any."""
         made_of = self._origin(node)
         if made_of is not None and made_of.opcode in ("all-gather", "concatenate"):
-            return all(map(self.holds, made_of.operands))
+            return all(self.holds(operand, split) for operand in made_of.operands)
         if made_of is None or made_of.opcode != "parameter":
             return False
         given = self._program.inputs[int(made_of.instruction.literal)]
         is_float = FLOATS.match(given.shape.element_type) is not None
-        is_split = is_float and self._axis in (given.varying or ())
-        return is_split and str(given.shape) in self._returned
+        is_split = not split or self._axis in (given.varying or ())
+        return is_float and is_split and str(given.shape) in self._returned
 
     def _origin(self, node: Node) -> Node | None:
         moved = made_by(node, _MOVES)
@@ -224,6 +225,10 @@ class _Weights:
         made_of = self._origin(node)
         gathered = made_of is not None and made_of.opcode == "all-gather"
         return (made_of.operands[0] if made_of and gathered else node).shape.bytes
+
+    def _is_of_whole(self, product: Node) -> bool:
+        """Return whether a weight is multiplied that nothing splits over the axis."""
+        return any(self.holds(node, split=False) for node in product.operands[:2])
 
     @property
     def looked_up(self) -> str:
@@ -256,7 +261,7 @@ class _Weights:
             held = self.of(node) if is_product else node.operands[0]
             is_forward = "transpose(" not in name
             if held is None or not (is_product or self.holds(held)):
-                if is_product and is_forward:
+                if is_product and is_forward and not self._is_of_whole(node):
                     return None  # it may multiply a weight, or rows of the batch by others
                 continue
             if count is None:

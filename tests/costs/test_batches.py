@@ -19,7 +19,7 @@ SPECS = {
 }
 
 
-def step_of(mesh, constraint=None, scanned=True):
+def step_of(mesh, constraint=None, scanned=True, specs=SPECS):
     """The gradient of a small language model, whose tokens are looked up in a sharded table."""
 
     def layer(x, w):
@@ -38,7 +38,7 @@ def step_of(mesh, constraint=None, scanned=True):
         logits = jax.nn.log_softmax(x @ weights["table"].T)
         return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
 
-    kept = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    kept = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     return jax.jit(jax.value_and_grad(loss), out_shardings=(None, kept))
 
 
@@ -76,6 +76,18 @@ def test_a_lookup_in_a_table_that_is_sharded_along_its_features(platform, scanne
         shardings = jax.tree.map(lambda s: s.sharding, given(mesh))
         args = jax.device_put((weights, tokens), shardings)
         assert_equal(now.compiled(*args), then.compiled(*args))
+
+
+def test_a_batch_that_two_axes_split(cpu_mesh):
+    """The constraint keeps both, though the table takes only one of them."""
+    mesh = jax.sharding.Mesh(cpu_mesh.devices.reshape(2, 4), ("data", "fsdp"))
+    specs = {"table": P(None, "fsdp"), "w1": P(None, "fsdp"), "w2": P(None, None, "fsdp")}
+    args = given(mesh, tokens=P(("data", "fsdp")), specs=specs)
+    now = measured(step_of(mesh, specs=specs), args)
+    (first,) = (h for h in now.hints if h.kind == KIND and "with_sharding" in h.advice)
+    assert "mesh, P(('data', 'fsdp')))) if the batch is its first dimension" in first.advice
+    then = measured(step_of(mesh, P(("data", "fsdp")), specs=specs), args)
+    assert now.sent - then.sent >= now.promised([KIND])[0] > 0
 
 
 def test_a_batch_that_is_not_split_or_smaller_than_the_weights(cpu_mesh):

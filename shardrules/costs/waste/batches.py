@@ -9,7 +9,7 @@ What this saves is what is sent for activations, less at most what is sent in th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shardrules.costs import walk
 from shardrules.costs.waste import gathers
@@ -26,7 +26,6 @@ _MADE = _MOVES | {"convert"}  # XLA for CPU multiplies numbers of 16 bits as 32
 # In the names of what a differentiated function computes; an optimizer may multiply weights, too.
 _DIFFERENTIATED = "jvp("
 _TOKENS = ("s16", "u16", "s32", "u32", "s64", "u64")
-_IS_FIRST = "if the batch is its first dimension"
 
 
 def _sent(site: Site) -> int:
@@ -53,7 +52,7 @@ def _shared_out(moved: list[Site], saved: int, advice: str) -> dict[Site, Hint]:
 def _constraint(spec: str) -> str:
     return (
         "x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
-        f"P({spec}))) {_IS_FIRST}"
+        f"P({spec}))) if the batch is its first dimension"
     )
 
 
@@ -136,14 +135,19 @@ def _whole_batch(program: Program) -> dict[Site, Hint]:
     found: dict[Site, Hint] = {}
     if any(given.blockers for given in program.inputs):
         return found  # what is split over which axis isn't known
+    tokens = [given for given in program.inputs if given.shape.element_type in _TOKENS]
     for axis, size in program.mesh.items():
-        tokens = (g for g in program.inputs if g.shape.element_type in _TOKENS)
-        if size > 1 and any(axis in (given.varying or ()) for given in tokens):
-            found.update(_along(program, axis, size))
+        split = [given.varying for given in tokens if axis in (given.varying or ())]
+        if size > 1 and split:
+            found.update(_along(program, axis, max(split, key=len)))
     return found
 
 
-def _along(program: Program, axis: str, size: int) -> dict[Site, Hint]:
+def _along(program: Program, axis: str, split: Collection[str]) -> dict[Site, Hint]:
+    """Return a hint for each collective of an activation over one of the axes that split tokens."""
+    size = program.mesh[axis]
+    axes = tuple(name for name in program.mesh if name in split)
+    spec = repr(axes[0] if len(axes) == 1 else axes)
     weights = _Weights(program, axis)
     along = [site for site in program.sites if _is_along(site, axis)]
     moved = [site for site in along if _adds(site) and weights.of(site.made_by(_MADE))]
@@ -162,7 +166,7 @@ def _along(program: Program, axis: str, size: int) -> dict[Site, Hint]:
     advice = (
         f"the batch is split over {axis!r} when the program gets it, but XLA gave this up for the "
         f"layout of weights: each device computes activations of {size} devices. Constrain the "
-        f"activation to the batch's layout {place}: {_constraint(repr(axis))}. XLA then gathers "
+        f"activation to the batch's layout {place}: {_constraint(spec)}. XLA then gathers "
         f"weights instead, and a device sends at least {saved} B less in {len(moved)} collectives "
         "together"
     )

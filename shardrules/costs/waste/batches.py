@@ -137,7 +137,7 @@ def _whole_batch(program: Program) -> dict[Site, Hint]:
         return found  # what is split over which axis isn't known
     tokens = [given for given in program.inputs if given.shape.element_type in _TOKENS]
     for axis, size in program.mesh.items():
-        split = [given.varying for given in tokens if axis in (given.varying or ())]
+        split = [given.varying or () for given in tokens if axis in (given.varying or ())]
         if size > 1 and split:
             found.update(_along(program, axis, max(split, key=len)))
     return found

@@ -253,7 +253,7 @@ class _Weights:
             name = self._program.module.metadata(node.instruction).op_name
             if name and _DIFFERENTIATED not in name:
                 continue
-            if _may_mix(node):
+            if name and _may_mix(node):  # without a name, it is one of XLA's own
                 return None
             is_product = node.opcode in _PRODUCTS
             if is_product and _has_batch(node):

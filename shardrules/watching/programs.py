@@ -104,9 +104,9 @@ class WatchedProgram:
     @property
     def returned(self) -> list[str]:
         """Return the shape of each output on one device."""
-        entry = self._parsed()[0].entry
-        shape = entry.instructions[entry.root].shape
-        return [str(s) for s in ((shape,) if shape.elements is None else shape.elements)]
+        from shardrules import program
+
+        return program.output_shapes(self._parsed()[0])
 
     def argument(self, number: int) -> str:
         """Return a leaf's name: ``argument 7 (state['mu'])``, or ``argument 7`` if XLA has none."""

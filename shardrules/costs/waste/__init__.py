@@ -55,12 +55,8 @@ _MODULES = {
 KINDS = tuple(_MODULES)
 _OF: dict[str, Kind] = {kind: module.ROWS[kind] for kind, module in _MODULES.items()}
 _OF_LOOPS = ("repeated", "after the loop")
-_IN_PLACE = (
-    "reduce first",
-    "narrow first",
-    "whole batch",
-    "off the batch",
-)  # the collective stays, with fewer bytes
+# Of these the collective stays, with fewer bytes, or another one with its round trips replaces it.
+_IN_PLACE = ("reduce first", "narrow first", "whole batch", "off the batch")
 _LEAST = 64  # bytes sent: a hint that saves fewer, and no round trip, is not worth reading
 
 

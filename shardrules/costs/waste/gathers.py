@@ -174,7 +174,7 @@ def gathered_twice(site: Site) -> Hint | None:
             # A constraint changes the partitioner's other choices: in a step of FSDP, keeping one
             # of two weights in this way cost 30% more bytes (JAX 0.12, CPU).
             return None
-    if narrowed(site, origin_of(site.program, site.source)):
+    if _narrowed(site, origin_of(site.program, site.source)):
         return None  # an array that a policy keeps would be gathered in its wider type
     gathers = (s for s in site.program.remembered(_forward) if _is_again(site, s))
     first = next(gathers, None)
@@ -201,7 +201,7 @@ def gathered_twice(site: Site) -> Hint | None:
     return site.hint(advice)
 
 
-def narrowed(site: Site, made_of: tuple[Node, str] | None) -> bool:
+def _narrowed(site: Site, made_of: tuple[Node, str] | None) -> bool:
     """Return whether XLA, and not the program, converts an array to fewer bits to gather it."""
     # XLA for CPU rounds to 16 bits, but gathers the rounded numbers as 32 bits.
     if site.taken.bits >= 32:
@@ -278,7 +278,7 @@ def weight(site: Site) -> tuple[int, int] | None:
     counts = [run.count for run in runs if run is not None and run.count is not None]
     if not uses or len(counts) < len(uses):
         return None
-    return sum(counts), 32 // min(site.taken.bits, 32) if narrowed(site, made_of) else 1
+    return sum(counts), 32 // min(site.taken.bits, 32) if _narrowed(site, made_of) else 1
 
 
 def uses_of(site: Site) -> list[Use]:

@@ -31,6 +31,7 @@ from shardrules.unchecked.python_state import Kept
 from shardrules.unchecked.sites import (
     BY_TYPE,
     COMPUTES_ELSE,
+    OLDER,
     RULES_ELSE,
     UNSEEN,
     UNSTEADY,
@@ -198,13 +199,21 @@ class _Unchecked:
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
             made = told_apart(self.door, off.programs)
             key = self.site, made, *off.told, kept.beside_types, plain, self.state.registry.version
-            if key in self.hooks.decisions:
-                return self._note(key, self.hooks.decisions[key])
-            kind = kind_of(args)
-            call, *inner = self._compare(args, kind, scope.casts, off, kept)
+            known = self.hooks.decisions.get(key) or self._tried(args, scope, off, kept, key)
+            # Last: where the site stays as written, that call has to trace its functions itself.
+            if known.switched and self._holds_older(args, scope, off, kept):
+                return self._note((self.site, OLDER), self.site.decided(OLDER))
         except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
             why = f"{UNSEEN}: {first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
+        return self._note(key, known)
+
+    def _tried(
+        self, args: tuple[Any, ...], scope: Scope, off: retrace.Off, kept: Kept, key: Any
+    ) -> UncheckedSite:
+        """Return the decision from traces with the check on; note those of the sites inside."""
+        kind = kind_of(args)
+        call, *inner = self._compare(args, kind, scope.casts, off, kept)
         # Report the reason of the site that fails rather than "waits for" of another site.
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]
         why = min(reasons, key=lambda reason: reason.startswith("waits for"), default="")
@@ -214,7 +223,26 @@ class _Unchecked:
         before, after = (
             None if sums is None else retrace.sent_bytes(sums) for sums in (call.before, call.after)
         )
-        return self._note(key, self.site.decided(why, before, after, kind))
+        return self.site.decided(why, before, after, kind)
+
+    def _holds_older(
+        self, args: tuple[Any, ...], scope: Scope, off: retrace.Off, kept: Kept
+    ) -> bool:
+        """Return whether JAX would reuse what it traced earlier with other Python values."""
+        # Unlike ``_trace_off``, share JAX's caches with the calls that run as written. So trace what
+        # the program asks for and nothing else: under a derivative, JAX skips a custom_vjp's primal.
+        highest = max((each.order for each in off.derivatives), default=0)
+        order = min(scope.derivatives_count, highest)
+        asked = [each for each in off.derivatives if each.order == order]
+        programs: list[Any] = [(each.closed, each.chosen, order) for each in asked]
+        outside = scope.derivatives_count - order
+        with unseen(kept), self._enter(scope, scope.unchecked, derivatives_count=outside):
+            for known, *by in programs or [(off.called,)]:
+                now = retrace.traced(lambda *args: self._as_written(args), args, *by)
+                kept.put_back()
+                if not is_same(known, now):
+                    return True
+        return False
 
     # Tracing with the check off and on.
 
@@ -235,7 +263,7 @@ class _Unchecked:
         stack.enter_context(TransposeFrame())
         return stack
 
-    def _trace_off(self, args: tuple[Any, ...], kept: Kept) -> _Off:
+    def _trace_off(self, args: tuple[Any, ...], kept: Kept) -> retrace.Off:
         is_steady = True
 
         def trace(*by: Any) -> tuple[Any, Any]:
@@ -261,7 +289,7 @@ class _Unchecked:
                 tangent = retrace.Derivative(
                     derivatives[0].chosen, 0, *trace(derivatives[0].chosen)
                 )
-            off = _Off(called, changed, derivatives, why, is_steady, tangent, notes.computed)
+            off = retrace.Off(called, changed, derivatives, why, is_steady, tangent, notes.computed)
             off = off._replace(alike=self._rules().alike(off.programs))
             kept.put_back()
         return off
@@ -272,7 +300,7 @@ class _Unchecked:
 
         return self._has_step(closed, narrows)
 
-    def _is_unknown(self, off: _Off, args: tuple[Any, ...]) -> bool:
+    def _is_unknown(self, off: retrace.Off, args: tuple[Any, ...]) -> bool:
         """Return whether a derivative that can't be traced may differ with the check on."""
         from shardrules.hooks.cotangents.summed_shares import rounds
 
@@ -294,7 +322,7 @@ class _Unchecked:
 
         return bool(visited(opened(closed), visit, None))
 
-    def _by_arguments(self, off: _Off) -> Iterator[str]:
+    def _by_arguments(self, off: retrace.Off) -> Iterator[str]:
         """Yield why derivatives by fewer arguments may differ from the traced ones."""
         from shardrules.hooks.cotangents.summed_shares import why_by_arguments  # it imports jax
 
@@ -318,7 +346,7 @@ class _Unchecked:
         return CustomRules(self.door, (lambda bwd: bwd) if hooks is None else hooks.rule_of)
 
     def _compare(
-        self, args: tuple[Any, ...], kind: str, casts: str, off: _Off, kept: Kept
+        self, args: tuple[Any, ...], kind: str, casts: str, off: retrace.Off, kept: Kept
     ) -> list[UncheckedCall]:
         """Trace with the check on, forward and each derivative; compare with the check off."""
         from shardrules.hooks.cotangents.summed_shares import computes_as
@@ -411,7 +439,7 @@ class _Unchecked:
         ]
         return [call, *inner]
 
-    def _paired(self, off: _Off, on: _On, casts: str, kept: Kept) -> dict[Any, Any] | None:
+    def _paired(self, off: retrace.Off, on: _On, casts: str, kept: Kept) -> dict[Any, Any] | None:
         """Map each rule with the check on to its rule with it off; None if a pair differs."""
         if off.tangent is None or on.closed is None:
             return {}
@@ -465,35 +493,6 @@ class _Unchecked:
                 failed = error
         culprit = next((site for error, site in blamed if error is failed), None)
         return _On(closed, notes, bool(gradients), failed, culprit, met)
-
-
-class _Off(NamedTuple):
-    """The traces of a call with the check off."""
-
-    called: Any
-    changed: Any  # the Python state that tracing it changed
-    derivatives: list[retrace.Derivative]
-    undifferentiated: str
-    is_steady: bool  # whether a second trace changed the same state
-    tangent: retrace.Derivative | None  # None if the derivative runs no author's rule
-    computed: set[Any]  # what its bwds compute
-    alike: Any = ()  # which rules are left in each program: see ``CustomRules.alike``
-
-    @property
-    def told(self) -> tuple[object, ...]:
-        """Return ``alike``, whether the traces are steady, and which changed Python state."""
-        derivatives = (bool(derivative.changed) for derivative in self.derivatives)
-        return self.alike, self.is_steady, bool(self.changed), *derivatives
-
-    @property
-    def programs(self) -> list[ClosedJaxpr]:
-        """Return the program and its derivatives, which hold what bwds compute."""
-        return [self.called, *(derivative.closed for derivative in self.derivatives)]
-
-    def holds_refs(self, kind: type) -> bool:
-        """Return whether a program makes or uses refs outside of kernels."""
-        inside = (eqn for program in self.programs for eqn in equations(opened(program)))
-        return any(isinstance(v.aval, kind) for eqn in inside for v in (*eqn.invars, *eqn.outvars))
 
 
 class _On(NamedTuple):

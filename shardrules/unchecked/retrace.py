@@ -130,6 +130,35 @@ class Derivative(NamedTuple):
     is_last: bool = False  # whether no higher order was traced for these leaves
 
 
+class Off(NamedTuple):
+    """The traces of a call with the check off."""
+
+    called: Any
+    changed: Any  # the Python state that tracing it changed
+    derivatives: list[Derivative]
+    undifferentiated: str
+    is_steady: bool  # whether a second trace changed the same state
+    tangent: Derivative | None  # None if the derivative runs no author's rule
+    computed: set[Any]  # what its bwds compute
+    alike: Any = ()  # which rules are left in each program: see ``CustomRules.alike``
+
+    @property
+    def told(self) -> tuple[object, ...]:
+        """Return ``alike``, whether the traces are steady, and which changed Python state."""
+        derivatives = (bool(derivative.changed) for derivative in self.derivatives)
+        return self.alike, self.is_steady, bool(self.changed), *derivatives
+
+    @property
+    def programs(self) -> list[ClosedJaxpr]:
+        """Return the program and its derivatives, which hold what bwds compute."""
+        return [self.called, *(derivative.closed for derivative in self.derivatives)]
+
+    def holds_refs(self, kind: type) -> bool:
+        """Return whether a program makes or uses refs outside of kernels."""
+        inside = (eqn for program in self.programs for eqn in equations(opened(program)))
+        return any(isinstance(v.aval, kind) for eqn in inside for v in (*eqn.invars, *eqn.outvars))
+
+
 def derivatives(
     trace: Callable[[tuple[int, ...], int], tuple[Any, Any]],
     args: tuple[Any, ...],

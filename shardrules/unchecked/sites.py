@@ -19,6 +19,10 @@ UNSTEADY = (
     "it changes Python state by how often its functions are traced: JAX traces what is jitted, or "
     "the body of a loop, once, and may trace it more often with the check on"
 )
+OLDER = (
+    "JAX reuses an earlier trace of a jitted function or of a loop's body, made with other values "
+    "of Python variables: pass those as arguments"
+)
 BY_TYPE = (
     "its Python changes other state, or computes with other numbers, with the check on: by the "
     "type of a value that it reads, or by how often its functions are traced"

@@ -4,6 +4,7 @@ JAX traces what is jitted, and the body of a loop, once. With the check on it ma
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import os
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules.hooks import shard_map
+from shardrules.unchecked.sites import OLDER
 
 X = np.random.RandomState(0).rand(8, 6).astype(np.float32)
 W = np.random.RandomState(1).rand(6).astype(np.float32)
@@ -148,6 +150,42 @@ def test_a_cached_function_that_changes_state_is_called_by_no_other_look(cpu_mes
 
     order = ("forward", "fewer rows", "gradient")
     assert compared(cpu_mesh, make, order) == {COUNTS, "it can't be looked at"}
+
+
+# From a function that multiplies by a Python variable's number to a body.
+OF_A_VARIABLE = {**LEFT, **SWITCHED}
+CHANGES = (
+    (("forward", 1.0), ("gradient", 3.0), ("gradient", 1.0), ("forward", 3.0)),
+    (("gradient", 1.0), ("forward", 3.0), ("gradient", 3.0)),
+    (("gradient", 2.0), ("gradient", 2.0), ("second", 3.0), ("forward", 2.0)),
+)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda c: "-".join(asked for asked, _ in c))
+@pytest.mark.parametrize("kind", OF_A_VARIABLE)
+def test_a_variable_that_changes_is_read_when_jax_reads_it(cpu_mesh, kind, changes):
+    """JAX keeps its first trace of a jitted function, or of a loop's body, for each type."""
+
+    def results():
+        variable = {}
+        body = OF_A_VARIABLE[kind](lambda w: w * variable["scale"])
+        f = shard_map(body, cpu_mesh, (P("data"), P()), P("data"), check=False)
+        for asked, variable["scale"] in changes:
+            yield jax.tree_util.tree_map(np.asarray, ASKED[asked](lambda *args: f(*args)))
+
+    shardrules.install().uninstall(ops=True)
+    # JAX 0.12 takes a loop's bwd from its cache; with the hooks, one for each order of derivatives.
+    with shardrules.install() if kind == "bwd in a scan" else contextlib.nullcontext():
+        expected = [*results()]
+    with shardrules.install(unchecked="check") as handle:
+        checked = [*results()]
+    jax.tree_util.tree_map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), expected, checked
+    )
+    reasons = {site.reason for site in handle.unchecked()} - {""}
+    if kind != "bwd in a scan":
+        assert reasons == ({OLDER} if kind in LEFT else set())
 
 
 def test_what_is_filled_once_is_no_count(cpu_mesh):

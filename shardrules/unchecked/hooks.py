@@ -229,8 +229,8 @@ class _Unchecked:
         self, args: tuple[Any, ...], scope: Scope, off: retrace.Off, kept: Kept
     ) -> bool:
         """Return whether JAX would reuse what it traced earlier with other Python values."""
-        # Unlike ``_trace_off``, share JAX's caches with the calls that run as written. So trace what
-        # the program asks for and nothing else: under a derivative, JAX skips a custom_vjp's primal.
+        # Unlike ``_trace_off``, share JAX's caches with the calls that run as written. So trace
+        # only what the program asks for: under a derivative, JAX skips a custom_vjp's primal.
         highest = max((each.order for each in off.derivatives), default=0)
         order = min(scope.derivatives_count, highest)
         asked = [each for each in off.derivatives if each.order == order]

@@ -110,6 +110,68 @@ def test_gates_in_a_loop(cpu_mesh):
     assert said == totals[0] - totals[1] > 0 and {h.round_trips_before for h in found} == {4}
 
 
+# Parts of other sizes, as q, k and v of grouped-query attention: for two devices along "model".
+SIZES = (256, 128, 128)
+
+
+def of_groups(x, q, k, v):
+    """Return what is made of the parts, with as many columns as x has."""
+    q = jnp.tanh(q.reshape(256, 128, 2)) * k[..., None] + v[..., None]
+    return jnp.mean((x + q.reshape(256, 64, 4).sum(-1)) ** 2)
+
+
+def sliced(x, w):
+    return of_groups(x, *jnp.split(x @ w, np.cumsum(SIZES)[:2], -1))
+
+
+def by_devices(x, w):
+    y = jnp.einsum("bd,dnf->bnf", x, w)
+    parts = jnp.split(y, np.cumsum(SIZES)[:2] // 2, -1)
+    return of_groups(x, *(part.reshape(256, -1) for part in parts))
+
+
+def in_turn(w):
+    """Return the same columns with a dimension for two devices."""
+    parts = np.split(np.asarray(w), np.cumsum(SIZES)[:2], -1)
+    return np.concatenate([part.reshape(64, 2, -1) for part in parts], -1)
+
+
+def test_parts_of_other_sizes_by_a_dimension_for_the_devices(platform):
+    """A weight for each part would all-reduce the gradient of x three times."""
+    mesh = platform[1]
+    with jax.set_mesh(mesh):
+        f, g = (jax.jit(jax.grad(h, (0, 1))) for h in (sliced, by_devices))
+        one = structs(mesh, [X, ((64, 512), P(None, "model"))])
+        other = structs(mesh, [X, ((64, 2, 256), P(None, "model"))])
+        found = [h for h in hints(f, one) if h.kind == "split"]
+        totals = [testing.account(h, *args).total.wire_bytes for h, args in ((f, one), (g, other))]
+        assert "split" not in [h.kind for h in hints(g, other)]
+        if platform[0] == "cpu":
+            x, w = random_like(one)
+            now, then = f(x, w), g(x, jax.device_put(in_turn(w), other[1].sharding))
+            np.testing.assert_allclose(now[0], then[0], rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(in_turn(now[1]), then[1], rtol=2e-5, atol=1e-6)
+    assert sum(h.sent_before for h in found) == totals[0] - totals[1] > 0
+    assert "w of (d, 2, f) with P(None, 'model')" in found[0].advice
+
+
+def test_parts_whose_product_has_a_gradient_by_its_input(platform):
+    mesh = platform[1]
+
+    def both(products):
+        return jax.grad(lambda x, w: jnp.mean((x + products_of(products, x, w)) ** 2), (0, 1))
+
+    def products_of(products, x, w):
+        return of_three(products(x, w)).reshape(256, 64, -1).sum(-1)
+
+    with jax.set_mesh(mesh):
+        f, g = jax.jit(both(in_one(3))), jax.jit(both(apart(3)))
+        given = [structs(mesh, [X, w]) for w in weights(3)]
+        found = [h for h in hints(f, given[0]) if h.kind == "split"]
+        totals = [testing.account(h, *args).total.wire_bytes for h, args in zip((f, g), given)]
+    assert sum(h.sent_before for h in found) == totals[0] - totals[1] > 0
+
+
 # -- joined ---------------------------------------------------------------------------------------
 
 

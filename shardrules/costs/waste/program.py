@@ -291,6 +291,9 @@ class Site:
         # The axes in a line of code: 'data', or ('data', 'model').
         axes = entry.axes or self.split
         self.over = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis_name"
+        # How many devices share an array that is sharded over them, as in a line of code.
+        sizes = [program.mesh[axis] for axis in axes if axis in program.mesh]
+        self.devices = str(math.prod(sizes)) if axes and len(sizes) == len(axes) else "n"
         # For an array with a new first dimension for the shards; its others may be sharded, too.
         others = {axis for axis, size in program.mesh.items() if size > 1}.difference(axes)
         self.and_own = f"{self.over}, *spec" if others else self.over

@@ -105,9 +105,13 @@ def split(site: Site) -> Hint | None:
     return site.hint(
         f"it is split along a dimension that is sharded over {site.over}, in which some devices "
         "hold one part, and others another: XLA sends parts elsewhere to share out each of them "
-        "over all devices. Keep the parts apart: of a product x @ w, a weight for each part; or, "
-        "of k equal parts, a dimension of their own before the sharded one, w of (d, k, f) with "
-        f"P(None, None, {site.over}) instead of (d, k * f), as jnp.einsum('bd,dkf->kbf', x, w); "
+        "over all devices. Keep the parts apart: of a product x @ w of k equal parts, by a "
+        f"dimension of their own before the sharded one, w of (d, k, f) with P(None, None, "
+        f"{site.over}) instead of (d, k * f), as jnp.einsum('bd,dkf->kbf', x, w); of other parts, "
+        f"by one for the {site.devices} devices, w of (d, {site.devices}, f) with P(None, "
+        f"{site.over}), as jnp.einsum('bd,dnf->bnf', x, w), its last dimension split and each part "
+        "reshaped to (b, -1) (by a weight for each part, the gradient of x may be all-reduced once "
+        "for each); "
         "of a batch, one row of each part in turn, x.reshape(-1, k, *x.shape[1:])[:, 0]; and "
         f"{site.entry.wire_bytes} B become 0 B"
     )
@@ -258,8 +262,8 @@ ROWS = {
         ),
         in_shard_map="does not occur: a split there is of a device's own part",
         under_jit=(
-            "a weight for each part, or a dimension for the parts before the sharded one: w of "
-            "(d, k, f) by P(None, None, axis)"
+            "a dimension for equal parts before the sharded one, w of (d, k, f) by P(None, None, "
+            "axis); for other parts one for the n devices, w of (d, n, f) by P(None, axis)"
         ),
     ),
     "counted": Kind(

@@ -116,8 +116,8 @@ class Content:
         for kind, n in collections.Counter(output.kind for output in self.unequal).items():
             verb = "differ" if kind == "differs" and n > 1 else kind
             counts.append(f"{counted(n, 'output')} {verb}")
-        of_collectives = collections.Counter(finding.kind for finding in self.findings)
-        return ", ".join(counts + [f"{n} {kind}" for kind, n in of_collectives.items()])
+        kinds = collections.Counter(finding.kind for finding in self.findings)
+        return ", ".join(counts + [f"{n} {kind}" for kind, n in kinds.items()])
 
     @property
     def cheaper(self) -> str:
@@ -399,8 +399,8 @@ class Content:
 
     def _joined(self, groups: Iterable[Group]) -> list[tuple[Group, ...]]:
         """Return groups joined by the change that removes them, the costliest first everywhere."""
-        joined = grouping.connected(sorted(groups, key=self._rank), items.changes)
-        return sorted(joined, key=lambda same: self._rank(flat(same)))
+        ranked = sorted(groups, key=lambda one: (items.has_no_advice(one), self._rank(one)))
+        return sorted(grouping.connected(ranked, items.changes), key=lambda n: self._rank(flat(n)))
 
     def _ranked(self, title: str, groups: Iterable[Group]) -> Block:
         """Return a list of groups, the costliest first; one line has all below 1% together."""

@@ -56,7 +56,8 @@ def changes(group: Group) -> list[object]:
 
     Unproven collectives share the advice that lets shardrules judge them. Parts of a combined
     collective share the collective, which goes with its last part. Collectives of one line share
-    their advice, apart from the bytes. Any other group has a key of its own.
+    their advice, apart from the bytes. Collectives that go with another one share that. Any other
+    group has a key of its own.
     """
     first = group[0]
     if first.kind == "unproven":
@@ -66,9 +67,26 @@ def changes(group: Group) -> list[object]:
     if first.kind in _GO_TOGETHER:
         collectives = [one.verdict.collective for one in group]
         return [(collective.computation, collective.name) for collective in collectives]
+    if (to := _goes_with(first)) is not None:
+        return [_name(to)]
     if not first.entry.source:
         return [id(group)]
     return [(first.kind, first.entry.place, words(first.advice))]
+
+
+def has_no_advice(group: Group) -> bool:
+    """Return whether a group goes with a collective of another one, whose hint has the advice."""
+    to = _goes_with(group[0])
+    return to is not None and _name(to) not in [_name(one.verdict.collective) for one in group]
+
+
+def _goes_with(one: Finding | Hint) -> hlo.Collective | None:
+    hint = one.hint if isinstance(one, Finding) else one
+    return None if hint is None else hint.goes_with
+
+
+def _name(collective: hlo.Collective) -> tuple[str, str, int]:
+    return collective.computation, collective.name, collective.operand
 
 
 def words(advice: str) -> str:
@@ -121,7 +139,8 @@ def item(
         lines.append(("of", f"{gradients} into {into}" if into else ""))
         lines.append(("because", here(verdict.reason)))
         lines.append((RESTING, resting_on(verdict)))
-    same_way, *other_ways = alike((same, *others), lambda group: words(group[0].advice))
+    way = lambda group: words((first if has_no_advice(group) else group[0]).advice)  # noqa: E731
+    same_way, *other_ways = alike((same, *others), way)
     lines.append(("likewise", few([*dict.fromkeys(map(place, same_way[1:]))], LISTED)))
     todo = [here(first.advice)]
     todo += [f"{place(group)}: {here(group[0].advice)}" for group, *_ in other_ways]

@@ -8,6 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from costs.test_followed import Measured, assert_equal
+from shardrules import report, testing, units
+from shardrules.paths import here
 
 KIND = "whole batch"
 LAYERS, D, F, WORDS = 2, 64, 256, 512
@@ -76,6 +78,22 @@ def test_a_lookup_in_a_table_that_is_sharded_along_its_features(platform, scanne
         shardings = jax.tree.map(lambda s: s.sharding, given(mesh))
         args = jax.device_put((weights, tokens), shardings)
         assert_equal(now.compiled(*args), then.compiled(*args))
+
+
+def test_one_constraint_is_one_thing_to_do(cpu_mesh):
+    """The report joins the collectives that it removes, though each is at a line of its own."""
+    now = measured(step_of(cpu_mesh), given(cpu_mesh))
+    content = report.content(testing.judge(now.compiled))
+    (block,) = (block for block in content.changes if block.title == "Could be cheaper")
+    (one,) = (item for item in block.items if item.kind == KIND)
+    said = dict(one.lines)
+    assert "with_sharding_constraint" in said["to do:"] and "goes away" not in said["to do:"]
+    sent, others = now.promised([KIND])[0], sum(h.kind == KIND for h in now.hints) - 1
+    assert said["saves"].startswith(f"{units.size(sent)} (")
+    assert said["saves"].endswith(f", together with {others} others") and said["likewise"]
+    assert content.costliest == f"could be cheaper: {KIND} at {here(one.entry.place)}" + (
+        f" and {len(block.items) - 1} more" if block.items[1:] else ""
+    )
 
 
 def test_a_batch_that_two_axes_split(cpu_mesh):

@@ -45,6 +45,7 @@ def _shared_out(moved: list[Site], saved: int, advice: str) -> dict[Site, Hint]:
             trips_after=site.entry.runs,
             sent_after=stays,
             together=True,
+            goes_with=moved[0],
         )
     return found
 

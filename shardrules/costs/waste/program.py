@@ -76,6 +76,8 @@ class Hint:
     sent_before: int | None = None
     sent_after: int | None = None
     waited_for: bool = False  # nothing large in its computation can overlap with it
+    # The collective whose hint has the advice, if one change removes several; else None.
+    goes_with: hlo.Collective | None = None
 
     @property
     def verdict(self) -> hlo.Verdict:
@@ -404,10 +406,12 @@ class Site:
         trips_after: int | None = 0,
         sent_after: int | None = None,
         together: bool = False,
+        goes_with: Site | None = None,
     ) -> Hint:
         """Return a hint; its numbers after the change are over all runs, 0 if the collective goes.
 
-        ``together``: the collective's other parts share its round trips.
+        ``together``: the collective's other parts share its round trips. ``goes_with``: the site
+        whose hint has the advice.
         """
         entry = self.entry
         first = self.program.parts(self.instruction)[0] is self
@@ -425,6 +429,7 @@ class Site:
             self.in_all(entry.wire_bytes),
             sent_after,
             not self.program.remembered(_overlaps, self.computation.name, self.position),
+            None if goes_with is None else goes_with.collective,
         )
 
     def is_equal_input(self, node: Node) -> bool:

@@ -112,6 +112,7 @@ def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
                 bytes_after=site.in_all(part * site.entry.bytes // site.entry.wire_bytes),
                 trips_after=site.in_all(share),
                 sent_after=site.in_all(part),
+                goes_with=gathers[0],
             ),
         )
 

@@ -605,38 +605,44 @@ def test_a_batch_that_a_reshape_leaves_on_half_of_the_devices(cpu_mesh):
     assert "a carry sharded by P('data', *spec)" in found[0].advice
 
 
-def with_metrics(loss):
+def with_metrics(loss, stacked=False):
     """Accumulate gradients, the loss, and a count of examples, as training steps do."""
 
     def sums(w, xs):
         def body(carry, x):
             value, own = jax.value_and_grad(loss)(w, x)
             metrics = value, (x[:, 0] > 0).mean()
-            return jax.tree.map(jnp.add, carry, (own, metrics)), None
+            gradient, added = jax.tree.map(jnp.add, carry, (own, metrics))
+            return (gradient, (0.0, 0.0) if stacked else added), metrics
 
-        return lax.scan(body, (jnp.zeros_like(w), (0.0, 0.0)), xs)[0]
+        return lax.scan(body, (jnp.zeros_like(w), (0.0, 0.0)), xs)
 
     return sums
 
 
-def with_metrics_apart(w, xs):
-    def body(carry, x):
-        each = x.reshape(4, -1, x.shape[1])
-        value, own = jax.vmap(jax.value_and_grad(of_one), (None, 0))(w, each)
-        metrics = value.mean(), (x[:, 0] > 0).mean()
-        own = lax.with_sharding_constraint(own, D)
-        return jax.tree.map(jnp.add, carry, (own, metrics)), None
+def with_metrics_apart(stacked):
+    def sums(w, xs):
+        def body(carry, x):
+            each = x.reshape(4, -1, x.shape[1])
+            value, own = jax.vmap(jax.value_and_grad(of_one), (None, 0))(w, each)
+            metrics = value.mean(), (x[:, 0] > 0).mean()
+            own = lax.with_sharding_constraint(own, D)
+            gradient, added = jax.tree.map(jnp.add, carry, (own, metrics))
+            return (gradient, (0.0, 0.0) if stacked else added), metrics
 
-    start = lax.with_sharding_constraint(jnp.zeros((4, *w.shape)), D)
-    gradient, metrics = lax.scan(body, (start, (0.0, 0.0)), xs)[0]
-    return gradient.mean(0), metrics
+        start = lax.with_sharding_constraint(jnp.zeros((4, *w.shape)), D)
+        (gradient, added), metrics = lax.scan(body, (start, (0.0, 0.0)), xs)
+        return (gradient.mean(0), added), metrics
+
+    return sums
 
 
-def test_a_gradient_beside_metrics_that_each_trip_reduces(cpu_mesh):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_gradient_beside_metrics_that_each_trip_reduces(cpu_mesh, stacked):
     given = structs(cpu_mesh, [((128, 128), P()), MICROBATCHES])
     sent = 2 * 3 * 128 * 128 * 4 // 4
     with jax.set_mesh(cpu_mesh):
-        f, g = jax.jit(with_metrics(of_one)), jax.jit(with_metrics_apart)
+        f, g = jax.jit(with_metrics(of_one, stacked)), jax.jit(with_metrics_apart(stacked))
         follow(("cpu", cpu_mesh), f, g, given, "accumulated", (8 * sent, sent))
 
 
@@ -743,7 +749,7 @@ def coupled(loss):
     [
         *((f, {"accumulated", "after the loop"}) for f in (trained, clipped)),
         *((coupled(f), {"accumulated", "after the loop"}) for f in COUPLED),
-        *((with_metrics(f), {"accumulated"}) for f in COUPLED),
+        *((with_metrics(f, stacked), {"accumulated"}) for f in COUPLED for stacked in (0, 1)),
     ],
 )
 def test_gradients_that_each_trip_reads_or_that_need_all_examples(cpu_mesh, f, kinds):

@@ -87,15 +87,7 @@ def _are_apart(program: Program) -> bool:
     """Return whether no example needs another in a loop, as no trip reads a reduced value."""
     # A squared mean over the batch, a batch norm and a mask read their own reductions in the loop.
     reads = program.remembered(unread)
-    return all(
-        s.is_gradient or _only_adds_up(reads.get(s.key))
-        for s in program.sites
-        if s.needed and s.in_loop
-    )
-
-
-def _only_adds_up(result: Unread | None) -> bool:
-    return result is not None and result.ways == {"adds up"}
+    return all(s.is_gradient or s.key in reads for s in program.sites if s.needed and s.in_loop)
 
 
 def _after(site: Site, only: Collection[str] = ()) -> Hint | None:

@@ -1,5 +1,6 @@
 """What XLA's partitioner decided, in programs as people write them: found, followed, executed."""
 
+import functools
 import re
 
 import jax
@@ -543,13 +544,13 @@ def of_one(w, x):
     return (jnp.tanh(x @ w) ** 2).mean()
 
 
-def accumulated(w, xs):
-    return lax.scan(lambda g, x: (g + jax.grad(of_one)(w, x), None), jnp.zeros_like(w), xs)[0]
+def accumulated(w, xs, loss=of_one):
+    return lax.scan(lambda g, x: (g + jax.grad(loss)(w, x), None), jnp.zeros_like(w), xs)[0]
 
 
-def accumulated_apart(w, xs):
+def accumulated_apart(w, xs, loss=of_one):
     def body(g, x):
-        own = jax.vmap(jax.grad(of_one), (None, 0))(w, x.reshape(4, -1, x.shape[1]))
+        own = jax.vmap(jax.grad(loss), (None, 0))(w, x.reshape(4, -1, x.shape[1]))
         return g + lax.with_sharding_constraint(own, D), None
 
     start = lax.with_sharding_constraint(jnp.zeros((4, *w.shape)), D)
@@ -568,6 +569,48 @@ def test_a_gradient_that_each_trip_reduces(cpu_mesh):
     assert (found.round_trips_before, found.round_trips_after) == (8, 1)
     said = "a carry sharded by P('data', *spec), spec being w's own without 'data', and once after "
     assert said + "the loop take jnp.mean" in found.advice
+
+
+LAYERS = ((3, 128, 128), P())
+
+
+def of_layers(w, x):
+    return (lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] ** 2).mean()
+
+
+def of_layers_again(w, x):
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    return (lax.scan(lambda x, w: (layer(x, w), None), x, w)[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [of_layers, of_layers_again])
+def test_a_gradient_of_scanned_layers_that_each_trip_reduces(cpu_mesh, loss):
+    """The inner loop stacks the layers' gradients, which the outer one adds up."""
+    given = structs(cpu_mesh, [LAYERS, MICROBATCHES])
+    sent = 2 * 3 * 3 * 128 * 128 * 4 // 4
+    with jax.set_mesh(cpu_mesh):
+        f, g = (jax.jit(functools.partial(h, loss=loss)) for h in (accumulated, accumulated_apart))
+        (found,) = follow(("cpu", cpu_mesh), f, g, given, "accumulated", (8 * sent, sent))
+    assert (found.round_trips_before, found.round_trips_after) == (24, 1)
+
+
+def normed_layers(w, x):
+    """Each example's gradient needs the others, by a mean over the batch in each layer."""
+    return (lax.scan(lambda x, w: (jnp.tanh((x - x.mean(0)) @ w), None), x, w)[0] ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        functools.partial(accumulated, loss=normed_layers),
+        lambda w, xs: jax.grad(of_layers)(w, xs[0]),
+        lambda w, xs: lax.scan(lambda w, x: (w - jax.grad(of_layers)(w, x), None), w, xs)[0],
+    ],
+    ids=["normed", "one batch", "trained"],
+)
+def test_gradients_of_scanned_layers_that_stay(cpu_mesh, f):
+    given = structs(cpu_mesh, [LAYERS, MICROBATCHES])
+    assert "accumulated" not in {h.kind for h in hints(jax.jit(f), given)}
 
 
 def in_blocks(x):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.loop_flow import Unread, unread
@@ -80,7 +78,7 @@ def accumulated(site: Site) -> Hint | None:
         return None
     if site.program.mesh and site.entry.axes is None and not site.split:
         return None  # no spec says how the batch is sharded
-    return _after(site, {"adds up"})
+    return _after(site, is_added=True)
 
 
 def _are_apart(program: Program) -> bool:
@@ -90,7 +88,7 @@ def _are_apart(program: Program) -> bool:
     return all(s.is_gradient or s.key in reads for s in program.sites if s.needed and s.in_loop)
 
 
-def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
+def _after(site: Site, is_added: bool = False) -> Hint | None:
     if not site.in_loop or site.in_inner_shard_map:
         return None
     sites = site.program.parts(site.instruction)
@@ -98,8 +96,10 @@ def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
     own = results[sites.index(site)]
     if own is None or (site.entry.runs is None and "keeps the last of" in own.ways):
         return None  # if the loop makes no trip, the result is the carry's initial value
-    if only and own.ways != only:
+    # An inner loop, over layers, may stack what this one adds up.
+    if is_added and not {"adds up"} <= own.ways <= {"adds up", "stacks"}:
         return None
+    only_stacks = "stacks" in own.ways and not is_added
     size = site.entry.bytes
     outer = [r.around for r in results if r is not None]
     # A combined collective's round trips stay unless all of its parts leave the loop.
@@ -107,9 +107,9 @@ def _after(site: Site, only: Collection[str] = ()) -> Hint | None:
     times = max(map(site.runs_of, outer))
     after = None if own.copies is None else size * own.copies * site.runs_of(own.around)
     if whole:
-        if "stacks" in own.ways and sum(s.entry.bytes for s in sites) > SMALL:
+        if only_stacks and sum(s.entry.bytes for s in sites) > SMALL:
             return None
-    elif "stacks" in own.ways or not site.pays_alone(after):
+    elif only_stacks or not site.pays_alone(after):
         return None
     advice = _advice(site, own, after, times) + site.cast("before the loop")
     sent = None

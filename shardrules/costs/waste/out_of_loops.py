@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.loop_flow import Unread, unread
@@ -74,11 +76,25 @@ def after_loop(site: Site) -> Hint | None:
 
 def accumulated(site: Site) -> Hint | None:
     """Find the gradient that each microbatch reduces, and that the loop only adds up."""
-    if not site.is_gradient or not site.program.remembered(_are_apart):
-        return None
-    if site.program.mesh and site.entry.axes is None and not site.split:
-        return None  # no spec says how the batch is sharded
-    return _after(site, is_added=True)
+    return site.program.remembered(_accumulated).get(site)
+
+
+def _accumulated(program: Program) -> dict[Site, Hint]:
+    """Return hints on gradients; one change removes all those of a loop from it."""
+    found: dict[Site, Hint] = {}
+    if not program.remembered(_are_apart):
+        return found
+    reads = program.remembered(unread)
+    first: dict[str, Site] = {}  # the costliest gradient of each loop
+    for site in sorted(program.sites, key=lambda s: -(s.in_all(s.entry.wire_bytes) or 0)):
+        # Without a spec, it isn't known how the batch is sharded.
+        is_known = not program.mesh or site.entry.axes is not None or site.split
+        if not site.is_gradient or not is_known:
+            continue
+        if (hint := _after(site, is_added=True)) is not None:
+            costliest = first.setdefault(reads[site.key].around, site)
+            found[site] = dataclasses.replace(hint, goes_with=costliest.collective)
+    return found
 
 
 def _are_apart(program: Program) -> bool:

@@ -571,7 +571,7 @@ def test_a_gradient_that_each_trip_reduces(cpu_mesh):
     assert said + "the loop take jnp.mean" in found.advice
 
 
-LAYERS = ((3, 128, 128), P())
+STACK = ((3, 128, 128), P())
 
 
 def of_layers(w, x):
@@ -586,7 +586,7 @@ def of_layers_again(w, x):
 @pytest.mark.parametrize("loss", [of_layers, of_layers_again])
 def test_a_gradient_of_scanned_layers_that_each_trip_reduces(cpu_mesh, loss):
     """The inner loop stacks the layers' gradients, which the outer one adds up."""
-    given = structs(cpu_mesh, [LAYERS, MICROBATCHES])
+    given = structs(cpu_mesh, [STACK, MICROBATCHES])
     sent = 2 * 3 * 3 * 128 * 128 * 4 // 4
     with jax.set_mesh(cpu_mesh):
         f, g = (jax.jit(functools.partial(h, loss=loss)) for h in (accumulated, accumulated_apart))
@@ -609,7 +609,7 @@ def normed_layers(w, x):
     ids=["normed", "one batch", "trained"],
 )
 def test_gradients_of_scanned_layers_that_stay(cpu_mesh, f):
-    given = structs(cpu_mesh, [LAYERS, MICROBATCHES])
+    given = structs(cpu_mesh, [STACK, MICROBATCHES])
     assert "accumulated" not in {h.kind for h in hints(jax.jit(f), given)}
 
 

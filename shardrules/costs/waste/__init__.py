@@ -8,17 +8,17 @@ from shardrules import hlo
 from shardrules.costs import accounts, findings
 from shardrules.costs.waste import (
     batches,
+    beforehand,
     calls,
     each_call,
     gathers,
-    left_apart,
-    narrow_first,
     out_of_loops,
     reductions,
     reshapes,
     resharded,
     slices,
     undone,
+    written,
 )
 from shardrules.costs.waste.program import Fed, Hint, Kind, Program, Site
 
@@ -40,6 +40,7 @@ _MODULES = {
     "add first": reductions,
     "only a slice": slices,
     "resharded": resharded,
+    "written whole": written,
     "one part": slices,
     "reshape": reshapes,
     "split": reshapes,
@@ -47,10 +48,10 @@ _MODULES = {
     "undone": undone,
     "whole batch": batches,
     "gathered too": gathers,
-    "narrow first": narrow_first,
+    "narrow first": beforehand,
     "gathered twice": gathers,
     "off the batch": batches,
-    "left apart": left_apart,
+    "left apart": beforehand,
 }
 KINDS = tuple(_MODULES)
 _OF: dict[str, Kind] = {kind: module.ROWS[kind] for kind, module in _MODULES.items()}

@@ -1,0 +1,270 @@
+"""Finds parts of sharded arrays that are written at a fixed place, which XLA gathers whole.
+
+For ``x.at[1:-1].set(v)`` along a sharded dimension, XLA's partitioner gathers x and v on all
+devices, writes there, and each device keeps its own part. For a mask and a pad it exchanges the few
+rows that change their device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from shardrules.costs.waste.program import WHOLE, Hint, Kind, Program, Site
+from shardrules.costs.waste.slices import device_rows
+from shardrules.hlo.known import exact
+from shardrules.hlo.proof import phases
+from shardrules.hlo.reader.flow import Node, made_by
+
+_MOST = 256  # the most steps to follow back from what is written
+# How XLA takes what it gathered to the place where it is written, or adds it there first.
+# Behind other functions, a constraint of the program made the array whole.
+_TO_PLACE = WHOLE | {"slice", "pad"}
+_COMBINED = frozenset(["add", "multiply", "minimum", "maximum"])
+# From what JAX calls a write to the method of ``x.at[...]``, and to what it makes of x and v.
+_WRITES = {
+    "scatter": ("set", "v"),
+    "dynamic_update_slice": ("set", "v"),
+    "scatter_add": ("add", "x + v"),
+    "scatter_mul": ("multiply", "x * v"),
+    "scatter_min": ("min", "jnp.minimum(x, v)"),
+    "scatter_max": ("max", "jnp.maximum(x, v)"),
+}
+
+
+class _Write(NamedTuple):
+    """A part of a sharded array that is written at a fixed place, and what is gathered for it."""
+
+    node: Node  # the dynamic-update-slice
+    pads: tuple[tuple[int, int], ...]  # how much of each dimension is before and behind the part
+    part: tuple[int, ...]  # the sizes of what each device keeps of the array
+    gathers: list[Site]
+    of_values: bool  # whether the written values are gathered, too
+
+    def shards(self, dimension: int) -> int:
+        return self.node.shape.dimensions[dimension] // self.part[dimension]
+
+    @property
+    def borders(self) -> list[int]:
+        """Return the dimensions along which shards exchange rows if the part is padded instead."""
+        return [d for d, pad in enumerate(self.pads) if any(pad) and self.shards(d) > 1]
+
+    @property
+    def sent(self) -> int:
+        """Return at most what a device sends for the rows at its borders, and for a mask."""
+        sizes = self.node.shape.dimensions
+        kept = self.node.shape.bytes * math.prod(self.part) // math.prod(sizes)
+        return sum(2 * sum(self.pads[d]) * kept // self.part[d] for d in self.borders)
+
+    @property
+    def round_trips(self) -> int:
+        """Return how often rows are exchanged: to each side, and again for a mask."""
+        trips = 0
+        for d in self.borders:
+            count, (low, high) = self.shards(d), self.pads[d]
+            written = self.node.shape.dimensions[d] - low - high
+            moved = (count - 1) * (self.part[d] - -(-written // count))
+            trips += (low > 0) + (moved > low)
+        return trips * (1 + self.of_values)
+
+
+def written_whole(site: Site) -> Hint | None:
+    """Find the gathers for a part of a sharded array that is written at a fixed place."""
+    return site.program.remembered(_written).get(site)
+
+
+def _written(program: Program) -> dict[Site, Hint]:
+    found: dict[Site, Hint] = {}
+    homes = {s.computation.name for s in program.sites if _is_partitioners(s)}
+    for name in sorted(homes):
+        for node in program.flat(name).nodes:
+            if node.opcode not in ("dynamic-update-slice", "pad"):
+                continue
+            is_asked = _kind(program.module.metadata(node.instruction).op_name) in _WRITES
+            if is_asked and (write := _write(program, node)):
+                found.update(_hints_of(write))
+    return found
+
+
+def _is_partitioners(site: Site) -> bool:
+    by_jit = not site.in_shard_map and not site.is_unnamed
+    return site.collective.kind == "all-gather" and by_jit and site.needed
+
+
+def _is_for_write(site: Site) -> bool:
+    return _is_partitioners(site) and (site.is_named_by_array or _kind(site.op_name) in _WRITES)
+
+
+def _kind(op_name: str) -> str:
+    return phases.operation(op_name).replace("-", "_")
+
+
+def _hints_of(write: _Write) -> Iterator[tuple[Site, Hint]]:
+    first, *others = sorted(write.gathers, key=lambda site: -site.entry.wire_bytes)
+    before = sum(site.entry.wire_bytes for site in write.gathers)
+    if not write.borders or 2 * write.sent > before:
+        return
+    sizes = write.node.shape.dimensions
+    kind = _kind(first.program.module.metadata(write.node.instruction).op_name)
+    method, made = _WRITES[kind]
+    ends = [f"{low or ''}:{n - high if high else ''}" for (low, high), n in zip(write.pads, sizes)]
+    written = f"x.at[{', '.join(ends)}].{method}(v)"
+    if kind == "dynamic_update_slice":
+        written = f"jax.lax.dynamic_update_slice(x, v, {tuple(low for low, _ in write.pads)})"
+    # In other dimensions a device may have a part of the array.
+    part = tuple(n - sum(pad) if any(pad) else 1 for n, pad in zip(sizes, write.pads))
+    axes = itertools.chain(*(site.entry.axes or () for site in write.gathers))
+    over = " and ".join(map(repr, dict.fromkeys(axes))) or first.over
+    advice = (
+        f"{written} writes a part of an array x that is sharded over {over}: each device gathers "
+        f"all of x{' and of v' if write.of_values else ''}, and keeps its own part. With p = "
+        f"{[*write.pads]}, and v = jnp.pad(v, p) if v is an array, x = jnp.where(jnp.pad("
+        f"jnp.ones({part}, bool), p), {made}, x) is the same, and moves the few rows alone that "
+        f"change their device: at most {write.sent} B instead of {before} B"
+    )
+    yield (
+        first,
+        first.hint(
+            advice,
+            bytes_after=first.in_all(min(write.sent, first.entry.bytes)),
+            trips_after=first.in_all(write.round_trips),
+            sent_after=first.in_all(write.sent),
+            goes_with=first,
+        ),
+    )
+    for site in others:
+        yield site, site.hint(f"goes away with that at {first.where}", goes_with=first)
+
+
+def _write(program: Program, node: Node) -> _Write | None:
+    """Return what is gathered to write a part, if each device keeps its own part of the array."""
+    pads = _pads(program, node)
+    if pads is None:
+        return None
+    # Of an array of one number, XLA for CPU makes a pad of what is written into it.
+    base, values = node.operands[:2] if node.opcode != "pad" else (None, node.operands[0])
+    sizes, written = node.shape.dimensions, values.shape.dimensions
+    part = _kept(program, node)
+    if part is None:
+        return None
+    for d, pad in enumerate(pads):
+        # Padding sends rows to the next device alone only if what is written is nearly all.
+        if any(pad) and sum(pad) > -(-written[d] // (sizes[d] // part[d])):
+            return None
+    paths = _Paths(program, node)
+    of_base = [] if base is None else paths.gathers(base)
+    of_values = paths.gathers(values)
+    gathers = [*of_base, *of_values]
+    if not gathers or paths.are_elsewhere():
+        return None
+    if any(len(program.parts(s.instruction)) != _met(s, gathers) for s in gathers):
+        return None
+    return _Write(node, pads, part, gathers, bool(of_values))
+
+
+def _pads(program: Program, node: Node) -> tuple[tuple[int, int], ...] | None:
+    """Return what is before and behind a part in each dimension; None if the program decides."""
+    if node.opcode == "pad":
+        each = re.findall(r"[\d_-]+", node.instruction.attribute("padding") or "")
+        pads = [tuple(map(int, pad.split("_"))) for pad in each]
+        is_plain = all(min(pad) >= 0 and not any(pad[2:]) for pad in pads)
+        return tuple((pad[0], pad[1]) for pad in pads) if is_plain else None
+    base, values, *index = node.operands
+    found: list[tuple[int, int]] = []
+    for place, n, w in zip(index, base.shape.dimensions, values.shape.dimensions):
+        rows = device_rows(program, place)
+        starts = None if rows is None else exact.clamped_index(rows, n - w)
+        if starts is None or len(places := {*np.unique(starts).tolist()}) != 1:
+            return None
+        (low,) = places
+        found.append((low, n - w - low))
+    return tuple(found)
+
+
+def _met(site: Site, gathers: list[Site]) -> int:
+    """Return how many parts of a combined collective are among these."""
+    return sum(other.instruction is site.instruction for other in gathers)
+
+
+def _kept(program: Program, node: Node) -> tuple[int, ...] | None:
+    """Return the sizes of the part of an array that each device keeps as its own; else None."""
+    uses = program.uses(node, 0, WHOLE)
+    parts = {use.user.shape.dimensions for use in uses if use.user.opcode == "dynamic-slice"}
+    sizes = node.shape.dimensions
+    if len(parts) != 1 or len(part := parts.pop()) != len(sizes):
+        return None
+    for user, taken in uses:
+        if user.opcode != "dynamic-slice" or taken in user.operands[1:]:
+            return None
+        for d, (size, own) in enumerate(zip(sizes, part)):
+            rows = device_rows(program, user.operands[1 + d]) if size != own else None
+            own_places = None if rows is None else {*np.unique(rows).tolist()}
+            if size != own and own_places != {*range(0, size, own)}:
+                return None
+    return part
+
+
+class _Paths:
+    """What leads from gathers to the place where a part is written."""
+
+    def __init__(self, program: Program, end: Node):
+        self._program = program
+        self._end = end
+        self._seen = {end}
+        self._met: set[Node] = set()  # the gathers' nodes
+
+    def gathers(self, operand: Node) -> list[Site]:
+        """Return the gathers that make an operand and that weren't returned before."""
+        sites: list[Site] = []
+        stack = [operand]
+        while stack and len(self._seen) < _MOST:
+            node = stack.pop()
+            if node in self._seen:
+                continue
+            made = made_by(node, {"get-tuple-element", "all-gather-done"})
+            parts = [] if made.fused else self._program.parts(made.instruction)
+            if parts and all(map(_is_for_write, parts)):
+                # Of a combined gather follow the element that is read.
+                part = parts[node.index] if 0 <= node.index < len(parts) > 1 else parts[0]
+                sites.append(part)
+                self._met.add(made)
+                while node is not made:
+                    self._seen.add(node)
+                    node = node.operands[0]
+                self._seen.add(made)
+                stack.append(made.operands[part.operand])
+            elif node.opcode in _TO_PLACE or (node is operand and node.opcode in _COMBINED):
+                self._seen.add(node)
+                stack += node.operands
+        return sites if not stack else []
+
+    def are_elsewhere(self) -> bool:
+        """Return whether anything else reads what the gathers bring."""
+        forward = [*self._met]
+        while forward:
+            for taker in forward.pop().takers:
+                if taker not in self._seen:
+                    return True
+                if taker is not self._end and taker not in self._met:
+                    forward.append(taker)
+        return False
+
+
+ROWS = {
+    "written whole": Kind(
+        written_whole,
+        looks_like=(
+            "all-gathers of a sharded array, and of what is written, for `x.at[1:-1].set(v)` or "
+            "`jax.lax.dynamic_update_slice` at a fixed place, as of a boundary"
+        ),
+        in_shard_map="does not occur: a device writes its own part",
+        under_jit=(
+            "`jnp.where` with a mask, and `jnp.pad` of what is written; for .add, x + jnp.pad"
+        ),
+    )
+}

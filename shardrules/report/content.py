@@ -16,10 +16,9 @@ from shardrules.costs.advice import named
 from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
-from shardrules.costs.waste.program import CONSTRAINED, Fed
+from shardrules.costs.waste.program import Fed
 from shardrules.costs.worth import Ledger, Switched, Worth
 from shardrules.errors import few
-from shardrules.hlo.proof import phases
 from shardrules.paths import here
 from shardrules.report import grouping, items
 from shardrules.report.grouping import Row, alike, spread
@@ -36,6 +35,7 @@ _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text; the compiled program may move and "
     "avoid other bytes (pass the file that ends in after_optimizations.txt)"
 )
+_LITTLE, _LARGE = 0.01, 0.25  # shares of the bytes that are hardly worth a word, or always
 # Kinds that are never folded, with ranks: the first is a bug, the other needs a decision.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
 
@@ -128,7 +128,11 @@ class Content:
         entry = first[0].entry
         where = f" at {here(entry.place)}" if entry.source else f", {items.place(first)}"
         more = f" and {len(others)} more" if others else ""
-        return f"could be cheaper: {first[0].kind}{where}{more}"
+        # What costs a quarter is named too if all hints together change little.
+        little = self.avoidable.bytes < _LITTLE * self.ledger.total.bytes
+        known = {hint.entry.number for hint in self.hints}
+        most = grouping.most(self.rows, self.ledger, _LARGE, known) if little else ""
+        return f"could be cheaper: {first[0].kind}{where}{more}{most and '; '}{most}"
 
     @property
     def costliest(self) -> str:
@@ -146,17 +150,8 @@ class Content:
         if not self.rows:
             return "no findings"
         parts = ["all needed"] if {e.verdict for e in self.account} == {"needed"} else []
-        costs = [_sum(map(self.ledger.cost, row.numbers)).bytes for row in self.rows]
-        sent, entry = max(costs), self.rows[costs.index(max(costs))].first
-        if sent and entry.judged is not None:
-            made = phases.operation(name := entry.judged.collective.op_name)
-            # A name without a path is an argument's name.
-            asked = phases.is_written(name) or made in CONSTRAINED or "/" not in name
-            what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
-            by = "" if self.timings is None else " of the bytes"  # rows are sorted by time
-            by += "" if asked else f", by XLA's partitioner for {made}"
-            parts.append(f"the most: {what}, {percent(sent, self.ledger.total.bytes)}{by}")
-        return "; ".join(parts) or "no findings"
+        most = grouping.most(self.rows, self.ledger)
+        return "; ".join(filter(None, (*parts, most))) or "no findings"
 
     # -- what it is worth --------------------------------------------------------------------
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from shardrules.costs import accounts
 from shardrules.costs.timings import Timing
+from shardrules.costs.waste.program import CONSTRAINED
+from shardrules.costs.worth import Ledger
+from shardrules.hlo.proof import phases
 from shardrules.units import milliseconds, percent, size
 
 T = TypeVar("T")
@@ -133,3 +136,27 @@ def rows(account: accounts.Account) -> tuple[Row, ...]:
         return dataclasses.replace(entry, reason="", groups="", loop_depth=0)
 
     return tuple(map(Row, alike(account.entries, shown)))
+
+
+def most(
+    rows: Sequence[Row], ledger: Ledger, least: float = 0.0, known: Collection[int] = ()
+) -> str:
+    """Return which row costs most, its share, and XLA's partitioner if no line asks for it.
+
+    Return "" if nothing is sent, if the row costs less than ``least`` of the program's bytes, or if
+    it has collectives whose numbers are ``known``.
+    """
+    costs = [sum(ledger.cost(number).bytes for number in row.numbers) for row in rows]
+    sent, row = max(costs), rows[costs.index(max(costs))]
+    entry = row.first
+    if not {*row.numbers}.isdisjoint(known):
+        return ""
+    if not sent or entry.judged is None or sent < least * ledger.total.bytes:
+        return ""
+    made = phases.operation(name := entry.judged.collective.op_name)
+    # A name without a path is an argument's name.
+    is_asked = phases.is_written(name) or made in CONSTRAINED or "/" not in name
+    what = entry.what if entry.axes else f"{entry.phase} {entry.kind}"
+    by = "" if ledger.measured is None else " of the bytes"  # rows are sorted by time
+    by += "" if is_asked else f", by XLA's partitioner for {made}"
+    return f"the most: {what}, {percent(sent, ledger.total.bytes)}{by}"

@@ -53,6 +53,19 @@ def test_what_could_be_cheaper_is_named_in_place_of_no_findings(cpu_mesh):
         assert "could be cheaper" in text and text.count("no findings") == 0
 
 
+def test_what_costs_most_is_named_beside_a_hint_that_saves_little(cpu_mesh):
+    """States at places that the program computes are gathered; a mean of each trip is stacked."""
+
+    def body(x, t):
+        x = x[(jnp.arange(64) + t) % 64]
+        return x, x.mean()
+
+    f = jax.jit(lambda x: lax.scan(body, x, jnp.arange(8)))
+    content, end = told(f, cpu_mesh, ((64, 128), P("data")))
+    assert end.startswith("the most: forward all-") and end.endswith("partitioner for gather")
+    assert content.cheaper.startswith("could be cheaper: after the loop at ")
+
+
 def test_most_of_the_bytes_for_which_no_line_asks(cpu_mesh):
     f = jax.jit(jax.grad(lambda w, x: ((x @ w) ** 2).mean()))
     args = ((128, 128), P()), ((64, 128), P("data"))

@@ -37,6 +37,9 @@ _WRITES = {
 }
 
 
+_INDICES = "ijklmnop"
+
+
 class _Write(NamedTuple):
     """A part of a sharded array that is written at a fixed place, and what is gathered for it."""
 
@@ -56,21 +59,37 @@ class _Write(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Return at most what a device sends for the rows at its borders, and for a mask."""
+        """Return at most what a device sends to pad what is written: rows at its borders."""
         sizes = self.node.shape.dimensions
         kept = self.node.shape.bytes * math.prod(self.part) // math.prod(sizes)
-        return sum(2 * sum(self.pads[d]) * kept // self.part[d] for d in self.borders)
+        each = (2 * sum(self.pads[d]) * kept // self.part[d] for d in self.borders)
+        return sum(each) if self.of_values else 0
 
     @property
     def round_trips(self) -> int:
-        """Return how often rows are exchanged: to each side, and again for a mask."""
+        """Return how often rows are sent to the next device, on each side."""
         trips = 0
-        for d in self.borders:
+        for d in self.borders if self.of_values else ():
             count, (low, high) = self.shards(d), self.pads[d]
             written = self.node.shape.dimensions[d] - low - high
             moved = (count - 1) * (self.part[d] - -(-written // count))
             trips += (low > 0) + (moved > low)
-        return trips * (1 + self.of_values)
+        return trips
+
+    @property
+    def mask(self) -> tuple[list[str], list[str]]:
+        """Return indices into the array, and where they are in the part."""
+        indices: list[str] = []
+        inside: list[str] = []
+        sizes = self.node.shape.dimensions
+        for d, ((low, high), size) in enumerate(zip(self.pads, sizes)):
+            if low or high:
+                behind = f"[:, {', '.join(['None'] * (len(sizes) - 1 - d))}]"
+                i = _INDICES[len(indices)]
+                indices.append(f"{i} = jnp.arange({size}){behind if d < len(sizes) - 1 else ''}")
+                inside += [f"({i} >= {low})"] if low else []
+                inside += [f"({i} < {size - high})"] if high else []
+        return indices, inside
 
 
 def written_whole(site: Site) -> Hint | None:
@@ -116,16 +135,16 @@ def _hints_of(write: _Write) -> Iterator[tuple[Site, Hint]]:
     written = f"x.at[{', '.join(ends)}].{method}(v)"
     if kind == "dynamic_update_slice":
         written = f"jax.lax.dynamic_update_slice(x, v, {tuple(low for low, _ in write.pads)})"
-    # In other dimensions a device may have a part of the array.
-    part = tuple(n - sum(pad) if any(pad) else 1 for n, pad in zip(sizes, write.pads))
     axes = itertools.chain(*(site.entry.axes or () for site in write.gathers))
     over = " and ".join(map(repr, dict.fromkeys(axes))) or first.over
+    indices, inside = write.mask
+    few = ", and moves the few rows alone that change their device" if write.of_values else ""
     advice = (
         f"{written} writes a part of an array x that is sharded over {over}: each device gathers "
-        f"all of x{' and of v' if write.of_values else ''}, and keeps its own part. With p = "
-        f"{[*write.pads]}, and v = jnp.pad(v, p) if v is an array, x = jnp.where(jnp.pad("
-        f"jnp.ones({part}, bool), p), {made}, x) is the same, and moves the few rows alone that "
-        f"change their device: at most {write.sent} B instead of {before} B"
+        f"all of x{' and of v' if write.of_values else ''}, and keeps its own part. With "
+        f"{' and '.join(indices)}, and v = jnp.pad(v, {[*write.pads]}) if v is an array, x = "
+        f"jnp.where({' & '.join(inside)}, {made}, x) is the same{few}: at most {write.sent} B "
+        f"instead of {before} B"
     )
     yield (
         first,
@@ -152,10 +171,6 @@ def _write(program: Program, node: Node) -> _Write | None:
     part = _kept(program, node)
     if part is None:
         return None
-    for d, pad in enumerate(pads):
-        # Padding sends rows to the next device alone only if what is written is nearly all.
-        if any(pad) and sum(pad) > -(-written[d] // (sizes[d] // part[d])):
-            return None
     paths = _Paths(program, node)
     of_base = [] if base is None else paths.gathers(base)
     of_values = paths.gathers(values)
@@ -164,6 +179,10 @@ def _write(program: Program, node: Node) -> _Write | None:
         return None
     if any(len(program.parts(s.instruction)) != _met(s, gathers) for s in gathers):
         return None
+    for d, pad in enumerate(pads if of_values else ()):
+        # Padding sends rows to the next device alone only if what is written is nearly all.
+        if any(pad) and sum(pad) > -(-written[d] // (sizes[d] // part[d])):
+            return None
     return _Write(node, pads, part, gathers, bool(of_values))
 
 
@@ -263,8 +282,6 @@ ROWS = {
             "`jax.lax.dynamic_update_slice` at a fixed place, as of a boundary"
         ),
         in_shard_map="does not occur: a device writes its own part",
-        under_jit=(
-            "`jnp.where` with a mask, and `jnp.pad` of what is written; for .add, x + jnp.pad"
-        ),
+        under_jit=("`jnp.where` with a mask of indices, and `jnp.pad` of what is written"),
     )
 }

@@ -65,7 +65,8 @@ class Reads:
 
     def _count(self, array: Any) -> None:
         shape = ",".join(map(str, array.shape))
-        self._runs.read(array)
+        if not self._runs.read(array):
+            return  # read one step late, which keeps no device waiting
         counts = self._runs.counts()
         key = user_line(), f"{array.dtype}[{shape}]"
         line = self._lines.setdefault(key, _LineReads(counts, counts))
@@ -86,8 +87,10 @@ class Reads:
         return {
             line: f"{line} read an array ({what}) on the host {read.times} times, after each run "
             "of a program, which waits for all devices: keep the arrays and read them after the "
-            "loop, or read only every so many steps; where the loop itself needs the value, put "
-            f"the loop into the program by jax.lax.while_loop {_IN_A_TEST}"
+            "loop, or each one once the next step is started, or only every so many steps; where "
+            "the loop itself needs the value, compute what follows from it in the program, as a "
+            "learning rate, or put the loop into the program by jax.lax.while_loop "
+            f"{_IN_A_TEST}"
             for (line, what), read in self._often(True)
         }
 

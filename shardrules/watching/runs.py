@@ -7,7 +7,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardrules.door import compiled, watching
 from shardrules.door.places import owns
@@ -38,6 +38,19 @@ class RunRecord:
             self.took[maker, result, self._kept.index(argument)] += 1
 
 
+class _Made(NamedTuple):
+    """Which run made an array."""
+
+    by: RunRecord
+    result: int
+    run: int  # its number; 1 is the first
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether this step of the script has been started again since."""
+        return self.by.is_step and self.by.runs > self.run
+
+
 class Runs:
     """Follows programs over several devices, and the script's own programs on one device.
 
@@ -52,7 +65,7 @@ class Runs:
         self._reads = 0
         self._resting: list[Callable[[], None]] = []  # functions that follow a program again
         self._host = RunRecord()
-        self._made: dict[int, tuple[weakref.ref[Any], RunRecord, int]] = {}
+        self._made: dict[int, tuple[weakref.ref[Any], _Made]] = {}
 
     def follow(
         self, executable: Any, definition: str, record: RunRecord | None = None
@@ -85,7 +98,7 @@ class Runs:
 
         def ran(arguments: Sequence[Any], results: Sequence[Any]) -> None:
             nonlocal unread, reads
-            record.runs += 1
+            self._ended(record, results)
             unread, reads = unread + 1 if reads == self._reads else 1, self._reads
             if unread >= _UNREAD and stop():
                 self._resting.append(lambda: self._count(kept, record))
@@ -97,15 +110,20 @@ class Runs:
         """Return how often each step's executable ran, in the order in which they were followed."""
         return [record.runs for record in self.records if record.is_step]
 
-    def read(self, array: Any) -> None:
-        """Record that the host reads an array."""
-        self._take(self._host, array, 0)
+    def read(self, array: Any) -> bool:
+        """Record that the host reads an array; return whether the devices have no next run yet.
+
+        They have one if the program that made the array was started again since: the host waits
+        then for an earlier run than the one that the devices are at.
+        """
+        made = self._take(self._host, array, 0)
         self._reads += 1
         if self._resting:
             resting, self._resting = self._resting, []
             for follow in resting:
                 follow()
             _forget_fast_paths()
+        return made is None or not made.is_late
 
     def fed(self, same: Collection[RunRecord]) -> dict[tuple[int, int], tuple[int, int]]:
         """Return runs and first runs of a program, by a result and the parameter that it becomes.
@@ -125,18 +143,24 @@ class Runs:
         first = {place: runs - count for place, count in fed.items()}
         return {place: (runs, n) for place, n in first.items() if n > 0 and used[place[0]] <= n}
 
-    def _take(self, record: RunRecord, array: Any, argument: int) -> None:
-        ref, maker, result = self._made.get(id(array), (None, None, 0))
-        if ref is not None and maker is not None and ref() is array:
-            record.take(maker, result, argument)
+    def _take(self, record: RunRecord, array: Any, argument: int) -> _Made | None:
+        ref, made = self._made.get(id(array), (None, None))
+        if ref is None or made is None or ref() is not array:
+            return None
+        record.take(made.by, made.result, argument)
+        return made
 
     def _ran(self, record: RunRecord, arguments: Sequence[Any], results: Sequence[Any]) -> None:
         for number, array in enumerate(arguments):
             self._take(record, array, number)
+        self._ended(record, results)
+
+    def _ended(self, record: RunRecord, results: Sequence[Any]) -> None:
         record.runs += 1
         for number, array in enumerate(results):
             key = id(array)
-            self._made[key] = (weakref.ref(array, self._forgets(key)), record, number)
+            made = _Made(record, number, record.runs)
+            self._made[key] = (weakref.ref(array, self._forgets(key)), made)
 
     def _forgets(self, key: int) -> Any:
         def forget(ref: Any) -> None:

@@ -344,7 +344,19 @@ def microbatched(step, w):
         float(update(w))
 
 
-@pytest.mark.parametrize("loop", [sometimes, seldom, afterwards, sliced, microbatched])
+def one_step_late(step, w):
+    """Each read waits for a step behind which the next one is queued already."""
+    late = None
+    for _ in range(12):
+        w, value = step(w)
+        if late is not None:
+            float(late)
+        late = value
+
+
+@pytest.mark.parametrize(
+    "loop", [sometimes, seldom, afterwards, sliced, microbatched, one_step_late]
+)
 def test_lines_that_read_less_often_or_when_no_step_runs(cpu_mesh, loop):
     assert read_in(cpu_mesh, loop) == ({}, [])
     assert read_in(None, loop) == ({}, [])

@@ -28,7 +28,7 @@ def find(site: Site) -> Hint | None:
         "each call only adds its result to an argument that it returns, and the next call "
         f"takes that sum, so {runs} calls build up {sums}. {_change(site)}, and reduce once after "
         f"the loop, where the total is used: {after} instead of {runs}. Each device keeps a whole "
-        "gradient until then (equal up to rounding)",
+        "sum until then (equal up to rounding)",
         bytes_after=-(-size * first // runs),
         sent_after=-(-sent * first // runs),
         trips_after=0,
@@ -41,11 +41,12 @@ def _change(site: Site) -> str:
             f"Keep each device's own sum, of shape (1, ...) there: total + g[None] without the "
             f"psum, with P({site.and_own}) for the total in in_specs and out_specs{site.own_spec}"
         )
+    f = "f = jax.grad(loss)" if site.entry.phase == "backward" else "f(w, x)"
     return (
-        "Keep each shard's own sum: for n shards of the batch add jax.vmap(jax.grad(loss), "
-        f"(None, 0))(w, x.reshape(n, -1, *x.shape[1:])) to a total of shape (n, ...) that is "
-        f"sharded by P({site.and_own}){site.own_spec}, take the mean over the shards for a loss "
-        "that is a mean over the batch"
+        "Keep each shard's own sum: for n shards of the batch add jax.vmap(f, (None, 0))(w, "
+        f"x.reshape(n, -1, *x.shape[1:])), {f} being what is added now, to a total of shape "
+        f"(n, ...) that is sharded by P({site.and_own}){site.own_spec}, take the mean over the "
+        "shards where f is a mean over the batch"
     )
 
 

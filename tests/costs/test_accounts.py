@@ -637,3 +637,25 @@ def test_one_report_makes_one_account(monkeypatch):
     assert report.plain(content) and report.as_json(content)
     assert [level for _, level in made] == ["compiled"]
     assert all(e.judged is v for e, v in zip(content.account, judgement.verdicts, strict=True))
+
+
+def stacked(x, w):
+    """Statistics of each layer, averaged once behind the scan."""
+
+    def body(h, layer):
+        h = jnp.tanh(h @ layer)
+        return h, (h * h).mean(0)
+
+    h, stats = jax.lax.scan(body, x, w)
+    return h, 2 * jax.lax.pmean(stats / 3, "data")
+
+
+@pytest.mark.one_lane
+def test_a_sum_of_what_a_loop_stacks_is_one_collective(cpu_mesh):
+    """The proof knows the first trip's part apart from the others', which changes no verdict."""
+    specs = dict(in_specs=(P("data"), P()), out_specs=(P("data"), P()))
+    f = jax.jit(jax.shard_map(stacked, mesh=cpu_mesh, **specs))
+    args = programs.structs(cpu_mesh, ((8, 16), P("data")), ((5, 16, 16), P()))
+    assert str(testing.account(f, *args)) == "forward all-reduce(data): 1, 320 B"
+    (verdict,) = testing.judge(f, *args).verdicts
+    assert (verdict.verdict, verdict.range) == ("needed", None)

@@ -23,6 +23,8 @@ _SAME = frozenset("bitcast reshape copy get-tuple-element".split())
 _FORMS = _SAME | frozenset("parameter slice transpose".split())
 _SLICE = re.compile(r"\{\[(\d{1,18}):(\d{1,18})\]\}")
 _NEAR = 64  # instructions to visit for a name
+# What makes one array of several, or of several parts.
+_PACKS = frozenset("concatenate dynamic-update-slice pad".split())
 
 # An instruction's name and bytes.
 _Weighed = tuple[hm.Metadata, int]
@@ -133,6 +135,23 @@ class PartNames:
                 self._packed[whole] = _ranges(self._concatenated(whole))
             made_of = _overlapping(self._packed[whole], *elements)
         return self._around(made_of or [whole], takers)
+
+    def is_stacked(self, position: int, operand: int) -> bool:
+        """Return whether a loop made an operand, and nothing behind it packs other arrays in.
+
+        The proof may know the part of the loop's first trip apart from those of the other trips.
+        """
+        queue, is_a_loops = [self._instructions[position].operands[operand]], False
+        for place in queue:  # the list grows meanwhile
+            instruction = self._instructions[place]
+            if instruction.opcode == "while":
+                is_a_loops = True
+                continue
+            within = (self._module.opcodes[name] for name in instruction.calls)
+            if not _PACKS.isdisjoint({instruction.opcode}.union(*within)) or len(queue) > _NEAR:
+                return False
+            queue += [o for o in instruction.operands if o not in queue]
+        return is_a_loops
 
     def _around(self, made_of: Sequence[int], takers: Sequence[int]) -> tuple[str, hm.Metadata]:
         """Return phase and source of the nearest named instructions, operands before users."""

@@ -224,6 +224,13 @@ class _Judge:
                     made = self._internal(made, computation, position, self.states[state_id])
                 verdicts.append(made)
                 start = stop
+            if len(cuts) > 1 and self.names(computation.name).is_stacked(position, number):
+                value = self.proof.values.collapse(value)
+                whole = self._verdict(
+                    Collective(**fields), judged, value, record.guard, None, reached
+                )
+                if {made.verdict for made in verdicts[-len(cuts) :]} == {whole.verdict}:
+                    verdicts[-len(cuts) :] = [whole]
         return verdicts
 
     def _cuts(self, value: Value, channel: hc.Channel, shape: hm.Shape) -> list[tuple[int, int]]:

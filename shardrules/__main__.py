@@ -63,7 +63,7 @@ def _meant(given: str, message: str) -> str:
         wrong, known = [given], list(COMMANDS)
     near = []
     for word in wrong:
-        near += difflib.get_close_matches(word, known, 1, 0.75)
+        near += difflib.get_close_matches(word, known, 1, 0.75 if given in COMMANDS else 0.65)
     return f"; did you mean {' and '.join(near)}?" if near else ""
 
 

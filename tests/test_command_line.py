@@ -711,6 +711,7 @@ def test_main_is_callable(capsys):
     "given, meant",
     [
         (["repot", "x.hlo"], "did you mean report?"),
+        (["rnu", "x.py"], "did you mean run?"),
         (["verify", "x.hlo", "--fromat=json"], "did you mean --format?"),
         (["verify", "x.hlo", "--zzz"], ""),
         (["zzz"], ""),

@@ -161,8 +161,9 @@ def test_a_script_that_fails_by_itself_is_not_tried(tmp_path):
 
 def test_a_script_that_fails_before_any_shard_map_is_not_called_without(tmp_path):
     (tmp_path / "train.py").write_text("import jax, nothing_there\n")
-    done = run(tmp_path, "-m", "shardrules", "migrate", "train.py")
+    done = run(tmp_path, "-m", "shardrules", "migrate", "--diff=on.patch", "train.py")
     assert done.returncode == 1 and "until the script failed (ModuleNotFoundError" in done.stderr
+    assert "on.patch is empty: no shard_map was seen before the script failed" in done.stderr
 
 
 def test_a_flag_behind_the_script_is_pointed_out(tmp_path):

@@ -91,7 +91,9 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
         patch = edit(rows)
         flags.write(migration.diff(patch), arguments.diff, of_text=False)
         if arguments.diff != "-":
-            said.append(_applied(patch, arguments.diff, len(rows), runs))
+            no_site = "no shard_map was seen before the script failed"
+            no_site = no_site if before.failure else "no check is off"
+            said.append(_applied(patch, arguments.diff, len(rows), runs, no_site))
         if patch.left:
             text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in patch.left)])
     elif any(row.verdict in (SWITCH, UNTRIED) for row in rows):
@@ -102,7 +104,7 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
     return 0 if all(row.verdict in accepted for row in rows) else 1
 
 
-def _applied(patch: Edits, file: str, sites: int, runs: int) -> str:
+def _applied(patch: Edits, file: str, sites: int, runs: int, no_site: str) -> str:
     """Say how to apply a patch, or why it is empty, given the number of sites and of runs."""
     count = counted(len(patch.sites) or sites, "shard_map")
     if patch.sites:
@@ -111,7 +113,7 @@ def _applied(patch: Edits, file: str, sites: int, runs: int) -> str:
             f"`patch -p1 < {file}`"
         )
     if not sites:
-        return f"{file} is empty: no check is off"
+        return f"{file} is empty: {no_site}"
     compared = (
         f"{counted(runs, 'run')} with a patch failed, sent more or returned something else"
         if runs

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -405,6 +406,20 @@ def test_what_can_t_be_read_is_kept_as_it_is(tmp_path):
 
     command._keep([Program()], tmp_path)
     assert (tmp_path / "0001.jit_step.hlo").read_text() == Program.text
+
+
+def test_programs_that_an_earlier_run_kept_are_pointed_out(tmp_path, capsys):
+    """Where a change leaves out a program, the earlier run's would be judged beside this one's."""
+
+    def program(name):
+        return types.SimpleNamespace(name=name, annotated_text=lambda: f"HloModule {name}")
+
+    command._keep([program("jit_f"), program("jit_step")], tmp_path)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "mine.hlo").write_text("HloModule mine")
+    command._keep([program("jit_step")], tmp_path)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "still holds 2 programs of an earlier run: 0001.jit_f.hlo, 0002.jit_step.hlo" in said
 
 
 KERNELS = """

@@ -32,6 +32,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING
 
+from shardrules import units
 from shardrules.commands import closing, flags, rules, script
 from shardrules.errors import HloError, ShardrulesError
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from shardrules.watching.reads import Reads
 
 _IN_WORDS = "text", "github"  # formats that people read, among other output in a log
+_KEPT = re.compile(r"\d{4,}\..*\.hlo")  # files that --keep wrote
+_SHOWN = 3  # the most of an earlier run's files that are named
 _MANY = 20  # without a terminal, report progress for more programs than this
 
 
@@ -221,6 +224,7 @@ class _RunReport:
 
 
 def _keep(seen: Watched, folder: pathlib.Path) -> None:
+    written = set()
     for number, program in enumerate(seen, 1):
         name = re.sub(r"[^\w.-]", "_", program.name)[:100]
         with contextlib.suppress(ShardrulesError):  # the report lists it
@@ -228,7 +232,14 @@ def _keep(seen: Watched, folder: pathlib.Path) -> None:
                 text = program.annotated_text()
             except HloError:  # keep unreadable text for a bug report
                 text = program.text
-            (folder / f"{number:04}.{name}.hlo").write_text(text, encoding="utf-8")
+            file = f"{number:04}.{name}.hlo"
+            (folder / file).write_text(text, encoding="utf-8")
+            written.add(file)
+    there = {path.name for path in folder.iterdir() if _KEPT.fullmatch(path.name)}
+    if older := sorted(there - written):
+        names = ", ".join([*older[:_SHOWN], *["..."] * (len(older) > _SHOWN)])
+        count = units.counted(len(older), "program")
+        flags.say(f"{folder.name} still holds {count} of an earlier run: {names}")
 
 
 def _judged(seen: Watched) -> Several:

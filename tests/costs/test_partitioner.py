@@ -778,6 +778,16 @@ def clipped(w, xs):
     return lax.scan(body, jnp.zeros_like(w), xs)[0]
 
 
+def with_norms(w, xs):
+    """The norm of each microbatch's gradient is returned, too."""
+
+    def body(g, x):
+        own = jax.grad(of_one)(w, x)
+        return g + own, jnp.sqrt((own * own).sum())
+
+    return lax.scan(body, jnp.zeros_like(w), xs)
+
+
 def coupled(loss):
     """Accumulate the gradients of a loss to which no example contributes by itself."""
 
@@ -798,6 +808,11 @@ def coupled(loss):
 def test_gradients_that_each_trip_reads_or_that_need_all_examples(cpu_mesh, f, kinds):
     given = structs(cpu_mesh, [((128, 128), P()), MICROBATCHES])
     assert not kinds & {h.kind for h in hints(jax.jit(f), given)}
+
+
+def test_gradients_of_which_each_trip_returns_the_norm(cpu_mesh):
+    given = structs(cpu_mesh, [((32, 32), P()), ((4, 64, 32), P(None, "data"))])
+    assert hints(jax.jit(with_norms), given) == []
 
 
 @pytest.mark.tpu

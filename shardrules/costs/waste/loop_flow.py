@@ -76,6 +76,7 @@ class Unread(NamedTuple):
     copies: int | None
     # What the loops do with it: ``stacks``, ``adds up`` and ``keeps the last of``.
     ways: frozenset[str]
+    one_each: bool = True  # no loop does two of these with it
 
 
 def unread(program: Program) -> dict[_Source, Unread]:
@@ -109,7 +110,8 @@ def unread(program: Program) -> dict[_Source, Unread]:
             if "written" in ways:
                 copies = None if trips is None or copies is None else copies * trips
             named = before.ways | {_WAYS[way] for way in ways}
-            found[source] = Unread(loop.home.name, copies, named)
+            one_each = before.one_each and len(ways) == 1
+            found[source] = Unread(loop.home.name, copies, named, one_each)
     return found
 
 

@@ -112,8 +112,9 @@ def _after(site: Site, is_added: bool = False) -> Hint | None:
     own = results[sites.index(site)]
     if own is None or (site.entry.runs is None and "keeps the last of" in own.ways):
         return None  # if the loop makes no trip, the result is the carry's initial value
-    # An inner loop, over layers, may stack what this one adds up.
-    if is_added and not {"adds up"} <= own.ways <= {"adds up", "stacks"}:
+    # An inner loop, over layers, may stack what this one adds up. What this one stacks beside the
+    # sum, as a norm of each gradient, needs each of them whole.
+    if is_added and not ({"adds up"} <= own.ways <= {"adds up", "stacks"} and own.one_each):
         return None
     only_stacks = "stacks" in own.ways and not is_added
     size = site.entry.bytes

@@ -138,13 +138,14 @@ def _hints_of(write: _Write) -> Iterator[tuple[Site, Hint]]:
     axes = itertools.chain(*(site.entry.axes or () for site in write.gathers))
     over = " and ".join(map(repr, dict.fromkeys(axes))) or first.over
     indices, inside = write.mask
-    few = ", and moves the few rows alone that change their device" if write.of_values else ""
+    after = ": 0 B"
+    if write.of_values:
+        after = f", and moves the few rows alone that change their device: at most {write.sent} B"
     advice = (
         f"{written} writes a part of an array x that is sharded over {over}: each device gathers "
         f"all of x{' and of v' if write.of_values else ''}, and keeps its own part. With "
         f"{' and '.join(indices)}, and v = jnp.pad(v, {[*write.pads]}) if v is an array, x = "
-        f"jnp.where({' & '.join(inside)}, {made}, x) is the same{few}: at most {write.sent} B "
-        f"instead of {before} B"
+        f"jnp.where({' & '.join(inside)}, {made}, x) is the same{after} instead of {before} B"
     )
     yield (
         first,

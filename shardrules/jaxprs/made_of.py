@@ -56,7 +56,8 @@ class _Around(NamedTuple):
 
     def of(self, atom: Any) -> Any:
         if hasattr(atom, "val"):
-            return _constant(atom.val, self.large)
+            # NumPy reads a literal that is a Python number as a float64 or an int64.
+            return _converted(_constant(atom.val, self.large), atom)
         return self.makes.get(atom, "constant")
 
 
@@ -125,7 +126,7 @@ def _made_of(
             if name == "convert_element_type" and operands == ["input"]:
                 around.makes.update(zip(eqn.outvars, operands))  # converts a number that was cast
                 return
-        if name in CASTS or id(eqn) in passed:
+        if name in CASTS or id(eqn) in passed or _keeps_dtype(eqn):
             around.makes.update(zip(eqn.outvars, operands))
             return
         if name == "convert_element_type" and isinstance(operands[0], _Elements):
@@ -271,6 +272,17 @@ def _digest(value: Any) -> object:
     if value.nbytes > _MOST_BYTES:
         return id(value)
     return hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).digest()
+
+
+def _keeps_dtype(eqn: Eqn) -> bool:
+    """Return whether an equation converts a value to the dtype that it has.
+
+    JAX does so in a loop whose carry starts as a Python number. With the check on, the number may
+    have been converted before, with its cast.
+    """
+    if name_of(eqn) != "convert_element_type" or eqn.params.get("sharding") is not None:
+        return False
+    return bool(eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype)
 
 
 def _converted(value: Any, to: Any) -> Any:

@@ -200,6 +200,33 @@ SWITCHED = {
         P("data"),
         (X, W),
     ),
+    "a carry that starts as a Python number": (
+        lambda x, w: jax.lax.scan(lambda c, row: (c + (row * w[0]).sum(), None), 0.0, x)[0][None],
+        (P("data"), P()),
+        P("data"),
+        (X, W),
+    ),
+    "a carry that is filled with a Python number": (
+        lambda x, w: jax.lax.scan(
+            lambda c, row: (jnp.maximum(c, row * w[0]), None), jnp.full(X.shape[1], -1e9), x
+        )[0][None],
+        (P("data"), P()),
+        P("data"),
+        (X, W),
+    ),
+    "a loop's number": (
+        lambda x: (
+            x
+            * jax.lax.while_loop(
+                lambda c: c[0] < 3,
+                lambda c: (c[0] + 1, c[1] + jax.lax.stop_gradient(x).sum()),
+                (0, 0.0),
+            )[1]
+        ),
+        P("data"),
+        P("data"),
+        (X,),
+    ),
     "remat": (jax.checkpoint(lambda x: jnp.sin(double(x))), P("data"), P("data"), (X,)),
     "jit": (jax.jit(lambda x: jnp.sin(double(x))), P("data"), P("data"), (X,)),
     "cond": (

@@ -285,7 +285,9 @@ def constants(closed: ClosedJaxpr) -> Constants:
     import numpy as np
 
     inside = list(equations(opened(closed)))
-    atoms = itertools.chain.from_iterable(eqn.invars for eqn in inside)
+    # A number that a branch returns as it is stands in no equation until the check casts it.
+    returned = (jaxpr.outvars for eqn in inside for jaxpr in inner_jaxprs(eqn.params))
+    atoms = itertools.chain(*(eqn.invars for eqn in inside), *returned)
     arrays = (np.asarray(atom.val) for atom in atoms if hasattr(atom, "val"))
     scalars = (
         (a.item(), str(a.dtype)) for a in arrays if a.shape == () and a.dtype.kind in "biufcV"

@@ -235,6 +235,12 @@ SWITCHED = {
         P("data"),
         (X,),
     ),
+    "branches that return numbers": (
+        lambda x: x * jax.lax.cond(x.sum() > 0, lambda: 0.5, lambda: 3.0),
+        P("data"),
+        P("data"),
+        (X,),
+    ),
     "gathered": (
         lambda x: jax.lax.all_gather(x, "model", tiled=True),
         P("model"),

@@ -229,20 +229,12 @@ class _Unchecked:
         self, args: tuple[Any, ...], scope: Scope, off: retrace.Off, kept: Kept
     ) -> bool:
         """Return whether JAX would reuse what it traced earlier with other Python values."""
-        # Unlike ``_trace_off``, share JAX's caches with the calls that run as written. So trace
-        # only what the program asks for: under a derivative, JAX skips a custom_vjp's primal.
-        highest = max((each.order for each in off.derivatives), default=0)
-        order = min(scope.derivatives_count, highest)
-        asked = [each for each in off.derivatives if each.order == order]
-        programs: list[Any] = [(each.closed, each.chosen, order) for each in asked]
-        outside = scope.derivatives_count - order
-        with unseen(kept), self._enter(scope, scope.unchecked, derivatives_count=outside):
-            for known, *by in programs or [(off.called,)]:
-                now = retrace.traced(lambda *args: self._as_written(args), args, *by)
-                kept.put_back()
-                if not is_same(known, now):
-                    return True
-        return False
+        # Under a derivative, custom rules run instead of the functions that this would trace.
+        if scope.derivatives_count and self._has_rules(off.called):
+            return False
+        with unseen(kept):  # unlike ``_trace_off``, share JAX's caches with calls as written
+            now = retrace.traced(lambda *args: self._as_written(args), args)
+            return not is_same(off.called, now)
 
     # Tracing with the check off and on.
 

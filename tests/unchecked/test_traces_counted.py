@@ -4,7 +4,6 @@ JAX traces what is jitted, and the body of a loop, once. With the check on it ma
 """
 
 import collections
-import contextlib
 import functools
 import itertools
 import os
@@ -153,7 +152,8 @@ def test_a_cached_function_that_changes_state_is_called_by_no_other_look(cpu_mes
 
 
 # From a function that multiplies by a Python variable's number to a body.
-OF_A_VARIABLE = {**LEFT, **SWITCHED}
+READ_ONCE = "jit", "scan", "branch", "remat"
+OF_A_VARIABLE = {**{kind: LEFT[kind] for kind in READ_ONCE}, **SWITCHED}
 CHANGES = (
     (("forward", 1.0), ("gradient", 3.0), ("gradient", 1.0), ("forward", 3.0)),
     (("gradient", 1.0), ("forward", 3.0), ("gradient", 3.0)),
@@ -175,17 +175,14 @@ def test_a_variable_that_changes_is_read_when_jax_reads_it(cpu_mesh, kind, chang
             yield jax.tree_util.tree_map(np.asarray, ASKED[asked](lambda *args: f(*args)))
 
     shardrules.install().uninstall(ops=True)
-    # JAX 0.12 takes a loop's bwd from its cache; with the hooks, one for each order of derivatives.
-    with shardrules.install() if kind == "bwd in a scan" else contextlib.nullcontext():
-        expected = [*results()]
+    expected = [*results()]
     with shardrules.install(unchecked="check") as handle:
         checked = [*results()]
     jax.tree_util.tree_map(
         lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), expected, checked
     )
-    reasons = {site.reason for site in handle.unchecked()} - {""}
-    if kind != "bwd in a scan":
-        assert reasons == ({OLDER} if kind in LEFT else set())
+    reasons = {site.reason for site in handle.unchecked()}
+    assert reasons == ({"", OLDER} if kind in READ_ONCE else {""})
 
 
 def test_what_is_filled_once_is_no_count(cpu_mesh):

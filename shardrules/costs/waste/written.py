@@ -59,22 +59,29 @@ class _Write(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Return at most what a device sends to pad what is written: rows at its borders."""
-        sizes = self.node.shape.dimensions
-        kept = self.node.shape.bytes * math.prod(self.part) // math.prod(sizes)
-        each = (2 * sum(self.pads[d]) * kept // self.part[d] for d in self.borders)
-        return sum(each) if self.of_values else 0
+        """Return at most what a device sends: rows at its borders, to pad what is written."""
+        sizes, count = self.node.shape.dimensions, math.prod(self.part)
+        kept = self.node.shape.bytes * count // math.prod(sizes)
+        rows = sum(2 * sum(self.pads[d]) * kept // self.part[d] for d in self.borders)
+        # XLA for TPU makes a mask of several dimensions by permutes of rows (JAX 0.10.2 and 0.12).
+        mask = sum(2 * count // self.part[d] for d in self.borders) if self.is_joined else 0
+        return mask + (rows if self.of_values else 0)
+
+    @property
+    def is_joined(self) -> bool:
+        """Return whether the mask is of several dimensions that are sharded."""
+        return len(self.borders) > 1
 
     @property
     def round_trips(self) -> int:
-        """Return how often rows are sent to the next device, on each side."""
-        trips = 0
-        for d in self.borders if self.of_values else ():
+        """Return at most how often rows are sent to a neighbour: on each side, and at corners."""
+        trips, borders = 0, self.borders if self.of_values else []
+        for d in borders:
             count, (low, high) = self.shards(d), self.pads[d]
             written = self.node.shape.dimensions[d] - low - high
             moved = (count - 1) * (self.part[d] - -(-written // count))
             trips += (low > 0) + (moved > low)
-        return trips
+        return trips * len(borders) + 2 * len(self.borders) * self.is_joined
 
     @property
     def mask(self) -> tuple[list[str], list[str]]:
@@ -138,7 +145,7 @@ def _hints_of(write: _Write) -> Iterator[tuple[Site, Hint]]:
     axes = itertools.chain(*(site.entry.axes or () for site in write.gathers))
     over = " and ".join(map(repr, dict.fromkeys(axes))) or first.over
     indices, inside = write.mask
-    after = ": 0 B"
+    after = f": at most {write.sent} B" if write.sent else ": 0 B"
     if write.of_values:
         after = f", and moves the few rows alone that change their device: at most {write.sent} B"
     advice = (

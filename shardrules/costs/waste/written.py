@@ -35,9 +35,7 @@ _WRITES = {
     "scatter_min": ("min", "jnp.minimum(x, v)"),
     "scatter_max": ("max", "jnp.maximum(x, v)"),
 }
-
-
-_INDICES = "ijklmnop"
+_INDICES = "ijklmnop"  # names for the indices into an array's dimensions
 
 
 class _Write(NamedTuple):
@@ -151,8 +149,9 @@ def _hints_of(write: _Write) -> Iterator[tuple[Site, Hint]]:
     advice = (
         f"{written} writes a part of an array x that is sharded over {over}: each device gathers "
         f"all of x{' and of v' if write.of_values else ''}, and keeps its own part. With "
-        f"{' and '.join(indices)}, and v = jnp.pad(v, {[*write.pads]}) if v is an array, x = "
-        f"jnp.where({' & '.join(inside)}, {made}, x) is the same{after} instead of {before} B"
+        f"{' and '.join(indices)}, and v = jnp.pad(v.astype(x.dtype), {[*write.pads]}) if v is an "
+        f"array, x = jnp.where({' & '.join(inside)}, {made}, x) is the same{after} instead of "
+        f"{before} B"
     )
     yield (
         first,

@@ -94,6 +94,20 @@ def test_a_weight_is_summed_once(body, cpu_mesh):
         assert summed_bytes(cheapest) == summed_bytes(late)
 
 
+@pytest.mark.parametrize("reduce", (lax.psum, lax.pmean), ids=lambda reduce: reduce.__name__)
+def test_a_reduction_over_an_axis_along_which_the_value_is_equal(reduce, cpu_mesh):
+    """JAX 0.8.2 to 0.12 reject it, although over such axes alone it casts by itself."""
+
+    def body(w, x):
+        most = lax.pmax(lax.stop_gradient(x @ w).max(), ("data", "model"))
+        return most + reduce(jnp.sin(x @ w).sum(), ("data", "model"))
+
+    unchecked = gradient(body, cpu_mesh, "late", False)
+    for casts in ("late", "cheapest"):
+        checked = gradient(body, cpu_mesh, casts)
+        np.testing.assert_allclose(checked(W, X), unchecked(W, X), rtol=1e-4, atol=1e-6)
+
+
 @versions.where(versions.types_values)
 def test_a_saved_pullback_takes_its_own_types(cpu_mesh):
     """A cast that moved before it made its cotangents vary over axes that it was not taken with."""

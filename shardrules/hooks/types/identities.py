@@ -127,15 +127,17 @@ class RedundantCastHooks(Hooks):
 
     def _from(self, aval: Aval, axes: tuple[Any, ...], name: str) -> str:
         """Return the state over the axes that are still to be cast."""
-        if self.acts and name == "jax.lax.pcast":
+        if self.acts:
             varying = self.door.axis_type(aval).varying
             left = tuple(a for a in axes if a not in varying)
             if left and len(left) < len(axes):
+                # JAX rejects values that vary over some of the axes only.
                 state = self.door.pcast_from(aval, left, name)
-                # JAX rejects the cast over all axes, so cast over those that are left.
-                return str(
-                    state if state == "invarying" else self.door.pcast_from(aval, axes, name)
-                )
+                if state == "invarying" and name == "jax.lax.pcast":
+                    return state  # cast over those that are left
+                auto = self.door.auto_pcast
+                if state == "invarying" and (auto is None or auto.value):
+                    return "varying"  # a reduction then casts by itself, as over invariant axes
         return str(self.door.pcast_from(aval, axes, name))
 
     def _stay(self, leaf: Any, axes: tuple[Any, ...]) -> Any:

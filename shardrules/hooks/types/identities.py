@@ -132,7 +132,7 @@ class RedundantCastHooks(Hooks):
             left = tuple(a for a in axes if a not in varying)
             if left and len(left) < len(axes):
                 # JAX rejects values that vary over some of the axes only.
-                state = self.door.pcast_from(aval, left, name)
+                state = str(self.door.pcast_from(aval, left, name))
                 if state == "invarying" and name == "jax.lax.pcast":
                     return state  # cast over those that are left
                 auto = self.door.auto_pcast

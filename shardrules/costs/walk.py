@@ -129,7 +129,7 @@ def line_within(
             if n in seen:
                 continue
             seen.add(n)
-            frames = module.metadata(instructions[n]).frames
+            frames = phases.lines(module, computation, module.metadata(instructions[n]))
             calls = own[0] in frames[1:] or (of_result and gathers)
             if frames and calls and frames[0] not in own:
                 return str(frames[0])

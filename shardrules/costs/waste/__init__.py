@@ -10,12 +10,12 @@ from shardrules.costs.waste import (
     batches,
     beforehand,
     calls,
-    each_call,
     gathers,
     out_of_loops,
     reductions,
     reshapes,
     resharded,
+    row_loops,
     slices,
     undone,
     written,
@@ -26,10 +26,11 @@ __all__ = ["KINDS", "Hint", "dearer", "hints", "table"]
 
 # From each kind to its module. A collective gets the hint of the first kind that finds one.
 _MODULES = {
+    "looped over": row_loops,
     "repeated": out_of_loops,
     "after the loop": out_of_loops,
     "accumulated": out_of_loops,
-    "each call": each_call,
+    "each call": out_of_loops,
     "asked each trip": out_of_loops,
     "called whole": calls,
     "transformed whole": calls,

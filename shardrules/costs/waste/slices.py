@@ -83,43 +83,51 @@ def _part(site: Site, use: Use) -> _Part | None:
     return _Part(sizes, dimension, size, tuple(map(int, places)), of, taken)
 
 
-def device_rows(program: Program, node: Node, depth: int = 0) -> np.ndarray | None:
+def device_rows(program: Program, node: Node) -> np.ndarray | None:
     """Return an integer's value on each device, also if loops pass it on; None if unknown."""
-    # Remember each value, since a chain of n sums a + a has 2 ** n paths.
-    known = program.remembered(_known_rows)
-    if node not in known:
-        known[node] = _device_rows(program, node, depth)
-    return known[node]
+    return program.remembered(Rows).of(node)
 
 
-def _known_rows(_: Program) -> dict[Node, np.ndarray | None]:
-    return {}
+class Rows:
+    """The values of integers, with a row for each device, or for each trip of a loop."""
 
+    def __init__(self, program: Program, counters: dict[Node, np.ndarray] | None = None):
+        """Read the rows of a loop's trips, given those of its counters; without, the devices'."""
+        self._program = program
+        self._of_devices = counters is None
+        # Remember each value, since a chain of n sums a + a has 2 ** n paths.
+        self._known: dict[Node, np.ndarray | None] = {**(counters or {})}
 
-def _device_rows(program: Program, node: Node, depth: int) -> np.ndarray | None:
-    if depth > 64:
-        return None
-    if node.opcode == "constant":
-        return exact.literal(node.instruction.literal, node.shape)
-    if node.opcode in ("partition-id", "replica-id"):
-        ids = np.arange(program.device_count, dtype=np.uint32)
-        partition = node.opcode == "partition-id"
-        return ids % program.partitions if partition else ids // program.partitions
-    if node.opcode == "get-tuple-element":
-        before = program.before_loop(node)
-        return None if before is None else device_rows(program, before, depth + 1)
-    if node.opcode in factors.COPIES:  # on TPU a table of places is copied to faster memory
-        return device_rows(program, node.operands[0], depth + 1)
-    if node.opcode not in exact.OPCODES or not node.operands:
-        return None
-    given = []
-    for operand in node.operands:
-        rows = device_rows(program, operand, depth + 1)
-        if rows is None:
+    def of(self, node: Node, depth: int = 0) -> np.ndarray | None:
+        if node not in self._known:
+            self._known[node] = self._read(node, depth) if depth <= 64 else None
+        return self._known[node]
+
+    def _read(self, node: Node, depth: int) -> np.ndarray | None:
+        if node.opcode == "constant":
+            return exact.literal(node.instruction.literal, node.shape)
+        if node.opcode in ("partition-id", "replica-id") and self._of_devices:
+            ids = np.arange(self._program.device_count, dtype=np.uint32)
+            count = self._program.partitions
+            return ids % count if node.opcode == "partition-id" else ids // count
+        if node.opcode == "iota" and len(node.shape.dimensions) == 1:
+            kind = exact.dtype(node.shape)
+            return None if kind is None else np.arange(node.shape.element_count, dtype=kind)[None]
+        if node.opcode == "get-tuple-element":
+            before = self._program.before_loop(node)
+            return None if before is None else self.of(before, depth + 1)
+        if node.opcode in factors.COPIES:  # on TPU a table of places is copied to faster memory
+            return self.of(node.operands[0], depth + 1)
+        if node.opcode not in exact.OPCODES or not node.operands:
             return None
-        given.append(rows)
-    shapes = [operand.shape for operand in node.operands]
-    return exact.evaluate(node.instruction, given, shapes)
+        given = []
+        for operand in node.operands:
+            rows = self.of(operand, depth + 1)
+            if rows is None:
+                return None
+            given.append(rows)
+        shapes = [operand.shape for operand in node.operands]
+        return exact.evaluate(node.instruction, given, shapes)
 
 
 # -- a slice of a sum -----------------------------------------------------------------------------

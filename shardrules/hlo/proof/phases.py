@@ -75,15 +75,33 @@ _OF_A_SCAN = re.compile(r".*/while/body/(?:[^/()]+/)*jit\(dynamic_(?:update_)?in
 
 
 def lines(
-    module: hm.Module, computation: hm.Computation, metadata: hm.Metadata
+    module: hm.Module,
+    computation: hm.Computation,
+    metadata: hm.Metadata,
+    position: int | None = None,
 ) -> tuple[hm.Frame, ...]:
-    """Return the source lines of an instruction; for a scan's own operations, its loop's lines."""
-    if metadata.frames and _OF_A_SCAN.fullmatch(metadata.op_name):
-        for caller in module.computations.values():
-            for instruction, calls in caller.calls():
-                if instruction.opcode == "while" and computation.name in calls:
-                    return module.metadata(instruction).frames or metadata.frames
-    return metadata.frames
+    """Return the source lines of an instruction; for a scan's own operations, its loop's lines.
+
+    ``position``: the instruction's, which XLA may have moved to before the loop.
+    """
+    if not metadata.frames or not _OF_A_SCAN.fullmatch(metadata.op_name):
+        return metadata.frames
+    for caller in module.computations.values():
+        for instruction, calls in caller.calls():
+            if instruction.opcode == "while" and computation.name in calls:
+                return module.metadata(instruction).frames or metadata.frames
+    loops = () if position is None else _next_loops(computation, position)
+    found = [module.metadata(loop).frames for loop in loops]
+    return found[0] if len({frames[:1] for frames in found}) == 1 else metadata.frames
+
+
+def _next_loops(computation: hm.Computation, position: int) -> list[hm.Instruction]:
+    """Return the loops that take what an instruction makes, also behind other instructions."""
+    instructions, users, queue = computation.instructions, computation.users(), [position]
+    for place in queue:  # the list grows meanwhile
+        if instructions[place].opcode != "while" and len(queue) < _NEAR:
+            queue += [user for user in users[place] if user not in queue]
+    return [instructions[place] for place in queue if instructions[place].opcode == "while"]
 
 
 def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:

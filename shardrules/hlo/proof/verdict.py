@@ -311,7 +311,7 @@ class _Judge:
             "loop_depth": run.depth,
             "trip_count": run.count,
             "op_name": metadata.op_name,
-            "frames": phases.lines(self.module, computation, metadata),
+            "frames": phases.lines(self.module, computation, metadata, position),
             "at_most": run.at_most,
             "each": run.each,
             "dimension": channel.dimension,
@@ -346,7 +346,7 @@ class _Judge:
         names = self.names(fields["computation"])
         phase, metadata = names.part(position, fields["operand"], elements)
         home = self.module.computations[fields["computation"]]
-        lines = phases.lines(self.module, home, metadata) or fields["frames"]
+        lines = phases.lines(self.module, home, metadata, position) or fields["frames"]
         own = {"phase": phase, "frames": lines}
         if metadata.op_name:
             return own | {"op_name": metadata.op_name}

@@ -1,7 +1,8 @@
 """The flow of values through a computation whose fusions are dissolved.
 
-A fusion is replaced by its instructions, separately at each call, and an element of a tuple is the
-value that was put into the tuple. A computation's flow is made on demand, and kept.
+A fusion is replaced by its instructions, separately at each call, a call of nothing but a loop by
+that loop, and an element of a tuple is the value that was put into the tuple. A computation's flow
+is made on demand, and kept.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ def made_by(node: Node, through: frozenset[str] | set[str]) -> Node:
     while node.opcode in through and node.operands:
         node = node.operands[0]
     return node
+
+
+def called_loop(module: hm.Module, call: hm.Instruction) -> hm.Instruction | None:
+    """Return the loop that is all that a call runs, as XLA for CPU wraps small ones (JAX 0.12)."""
+    if call.opcode != "call" or len(call.calls) != 1:
+        return None
+    inside = module.computations[call.calls[0]].instructions
+    return inside[1] if [i.opcode for i in inside] == ["parameter", "while"] else None
 
 
 class Node:
@@ -111,6 +120,8 @@ class Flat:
             elif i.opcode in _FUSIONS and len(i.calls) == 1 and depth < _DEPTH:
                 called = self._module.computations[i.calls[0]]
                 node = self._dissolved(called, operands, depth + 1)[called.root]
+            elif (loop := called_loop(self._module, i)) is not None:
+                node = self._new(loop, operands, fused)
             elif i.opcode == "fusion-done" and not operands[0].opcode.startswith("fusion"):
                 node = operands[0]
             elif i.opcode == "get-tuple-element":

@@ -741,6 +741,16 @@ def test_the_format_follows_the_suffix_of_the_file(tmp_path, monkeypatch, file, 
     assert (tmp_path / file).read_text().startswith(starts)
 
 
+def test_a_misspelt_suffix_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.hlo").write_text(clean_module())
+    assert command_line.main(["verify", "a.hlo", "--output", "r.hmtl"]) == 2
+    assert "did you mean .html?" in capsys.readouterr().err and not (tmp_path / "r.hmtl").exists()
+    for given in (["r.hmtl", "--format", "text"], ["r.log"]):
+        assert command_line.main(["verify", "a.hlo", "--output", *given]) == 0
+        assert (tmp_path / given[0]).read_text().startswith("a.hlo: ")
+
+
 def test_a_suffix_that_a_command_does_not_write_is_refused(tmp_path, capsys):
     assert command_line.main(["profile", str(tmp_path), "--output", str(tmp_path / "r.html")]) == 2
     assert "looks like html, but this command writes text, json" in capsys.readouterr().err

@@ -7,6 +7,7 @@ variables that they read at import.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import pathlib
 import sys
@@ -67,8 +68,16 @@ def format_of(choices: Any, help: str) -> dict[str, Any]:
 def settle_format(arguments: argparse.Namespace, choices: Sequence[str]) -> None:
     """Let the suffix of --output decide where --format is not given."""
     file = getattr(arguments, "output", None)
-    wanted = _SUFFIXES.get(os.path.splitext(file or "")[1].lower())
-    if wanted is None or "format" in vars(arguments).get("given", ()):
+    suffix = os.path.splitext(file or "")[1].lower()
+    wanted = _SUFFIXES.get(suffix)
+    if "format" in vars(arguments).get("given", ()):
+        return
+    if wanted is None:
+        if near := difflib.get_close_matches(suffix, _SUFFIXES, 1, 0.75):
+            raise ShardrulesError(
+                f"--output {file}: did you mean {near[0]}? To write text to a file of that name, "
+                "give --format text"
+            )
         return
     if wanted not in choices:
         raise ShardrulesError(

@@ -235,6 +235,18 @@ def read_elsewhere(x, w):
     return lax.map(lambda r: r @ w, x), x
 
 
+def the_last_alone(x, w):
+    return lax.scan(lambda c, r: (jnp.tanh(r @ w), None), jnp.zeros(16), x)[0]
+
+
+def printed(x, w):
+    def each(r):
+        jax.debug.print("{}", r[0], ordered=False)
+        return r @ w
+
+    return lax.map(each, x)
+
+
 def large_sums(x, w):
     return lax.scan(lambda c, r: (c + r[:, None] * r, None), jnp.zeros((WIDTH, WIDTH)), x)[0]
 
@@ -243,7 +255,7 @@ def large_sums(x, w):
     "program",
     [
         *(largest, recurrent, averaged, with_the_next, read_in_another_order),
-        *(the_first_alone, half, read_elsewhere),
+        *(the_first_alone, half, read_elsewhere, the_last_alone),
     ],
     ids=lambda program: program.__name__,
 )
@@ -256,6 +268,11 @@ def test_loops_that_need_all_rows(platform, program):
 def test_a_sum_that_is_larger_than_the_rows(cpu_mesh):
     """XLA for TPU and GPU gathers the rows again on each trip, which costs more."""
     now = measured(cpu_mesh, large_sums)
+    assert now.sent and KIND not in now.kinds
+
+
+def test_what_each_trip_prints(cpu_mesh):
+    now = measured(cpu_mesh, printed)
     assert now.sent and KIND not in now.kinds
 
 

@@ -26,6 +26,7 @@ _MOST_TRIPS = 2**14  # of which the places that they read are compared
 _NEAR = 64  # the most values to follow
 _EACH = WHOLE | BARRIERS | UNARY | {"all-gather-done"}
 _ELEMENTWISE = _EACH | frozenset("add subtract multiply divide maximum minimum select".split())
+_EFFECTS = frozenset("infeed outfeed send recv rng rng-get-and-update-state".split())
 _PASSES = WHOLE | BARRIERS | {"convert"}
 
 # For each trip of a loop the device, by its number in a group, whose rows it reads or writes.
@@ -170,6 +171,8 @@ def _loop(program: Program, body: str, read: dict[Site, dict[str, _Owners]]) -> 
     gathers = {site.instruction.start for site in read}
     within = (s.instruction.start for s in program.sites if s.computation.name in inside)
     trips = _trips(program, loop)
+    if any(_has_effect(program, name) for name in inside):
+        return None
     if not trips or not gathers.issuperset(within) or flat.root.opcode != "tuple":
         return None
     counters = dict(_counters(program, loop, trips))
@@ -180,6 +183,8 @@ def _loop(program: Program, body: str, read: dict[Site, dict[str, _Owners]]) -> 
         return None
     for k, end in enumerate(flat.end.operands):
         element = flat.parameter.elements.get(k)
+        if element is None and k in loop.elements:
+            return None  # the last trip's result
         if element is None or element in counters or program.unchanged(element):
             continue
         written: set[_Owners | None] = set()
@@ -212,6 +217,16 @@ def _called(program: Program, name: str) -> set[str]:
     computation = program.module.computations[name]
     calls = (computation.instructions[place].calls for place in computation.calling)
     return {*itertools.chain(*calls)}
+
+
+def _has_effect(program: Program, name: str) -> bool:
+    """Return whether a computation does anything besides its result, such as to print."""
+    opcodes = program.module.opcodes[name]
+    instructions = program.module.computations[name].instructions
+    return not _EFFECTS.isdisjoint(opcodes) or (
+        "custom-call" in opcodes
+        and any(i.attribute("custom_call_has_side_effect") == "true" for i in instructions)
+    )
 
 
 def _passes(program: Program, counters: dict[Node, np.ndarray], node: Node, user: Node) -> bool:

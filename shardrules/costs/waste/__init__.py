@@ -44,6 +44,7 @@ _MODULES = {
     "written whole": written,
     "one part": slices,
     "reshape": reshapes,
+    "joined": reshapes,
     "split": reshapes,
     "counted": reshapes,
     "undone": undone,

@@ -6,8 +6,12 @@ other, and the places that a sort takes along.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from shardrules.costs import accounts
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.program import FUNCTIONS, WHOLE, Hint, Kind, Program, Site
+from shardrules.hlo.proof import phases
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _MOVES = WHOLE | BARRIERS | {"slice", "concatenate", "all-to-all-done", "collective-permute-done"}
@@ -175,6 +179,90 @@ def reordered(site: Site) -> Hint | None:
     return find(site) or concatenated(site)
 
 
+# -- a few rows joined to many --------------------------------------------------------------------
+
+_NAMES = "abcdef"  # of the arrays that are joined
+
+
+def joined(site: Site) -> Hint | None:
+    """Find the exchanges by which XLA joins a few rows, as of an edge, to an array of many."""
+    return site.program.remembered(_at_edges).get(site)
+
+
+def _at_edges(program: Program) -> dict[Site, Hint]:
+    lines: dict[str, list[Site]] = {}
+    for site in filter(_is_concatenate, program.sites):
+        if site.entry.source and site.needed and site.whole:
+            lines.setdefault(site.entry.source, []).append(site)
+    found: dict[Site, Hint] = {}
+    for source, sites in lines.items():
+        if source not in program.remembered(_joined):
+            found.update(_padded(program, sites))
+    return found
+
+
+def _padded(program: Program, sites: list[Site]) -> Iterator[tuple[Site, Hint]]:
+    """Yield hints to pad each array to the size of the whole, and choose by the row."""
+    first, *others = sorted(sites, key=lambda site: -site.entry.wire_bytes)
+    # XLA brings the arrays to a layout in which no device has parts of a row of the whole.
+    nodes = program.flat(first.computation.name).nodes
+    joins = [join for node in nodes if (join := _join(first, node)) is not None]
+    if not joins or len({site.over for site in sites}) > 1:
+        return
+    d, rows, whole = max(joins, key=lambda join: sum(join[1]))
+    sizes, count = whole.shape.dimensions, first.collective.group_size
+    few = sum(rows) - max(rows)
+    # A pad sends rows to the next device alone if what is joined fits into one device's part.
+    if not 1 < len(rows) <= len(_NAMES) or sum(rows) % count or few * count > sum(rows):
+        return
+    row = whole.shape.bytes * count // sum(rows)
+    moved = [accounts.wire_bytes("all-reduce", n * row, count) for n in rows if n < max(rows)]
+    sent = sum(moved) + 2 * few * row
+    runs = first.entry.runs or 1
+    before = sum(site.entry.wire_bytes for site in sites)
+    if len(moved) != len(rows) - 1 or 2 * sent > before:
+        return
+    index = f"[:, {', '.join(['None'] * (len(sizes) - 1 - d))}]" if d < len(sizes) - 1 else ""
+    written, start = "", 0
+    for n, name in zip(rows, _NAMES):
+        pads = [(0, 0)] * len(sizes)
+        pads[d] = (start, sum(rows) - start - n)
+        start += n
+        part = f"jnp.pad({name}, {pads})"
+        written += part if start == sum(rows) else f"jnp.where(i < {start}, {part}, "
+    along = f"[{', '.join(_NAMES[: len(rows)])}], of {', '.join(map(str, rows))} rows,"
+    advice = (
+        f"to put {along} one behind the other along a dimension that is sharded over "
+        f"{first.over}, XLA sends nearly all rows to other devices, and back. With i = "
+        f"jnp.arange({sum(rows)}){index}, {written}{')' * (len(rows) - 1)} is the same, and "
+        f"{before * runs} B become at most {sent * runs} B"
+    )
+    yield (
+        first,
+        first.hint(
+            advice,
+            bytes_after=first.in_all(min(sent, first.entry.bytes)),
+            trips_after=first.in_all(2 * len(moved) + 2),
+            sent_after=first.in_all(sent),
+            goes_with=first,
+        ),
+    )
+    for site in others:
+        yield site, site.hint(f"goes away with that at {first.where}", goes_with=first)
+
+
+def _join(site: Site, node: Node) -> tuple[int, list[int], Node] | None:
+    """Return the dimension along which an array is joined in a site's line, and its parts' rows."""
+    axis = (node.instruction.attribute("dimensions") or "").strip("{}")
+    metadata = site.program.module.metadata(node.instruction)
+    is_of_line = metadata.frames[:1] == site.collective.frames[:1]
+    if node.opcode != "concatenate" or not axis.isdecimal() or not is_of_line:
+        return None
+    rows = [operand.shape.dimensions[int(axis)] for operand in node.operands]
+    is_asked = phases.operation(metadata.op_name) == "concatenate" and len({*rows}) > 1
+    return (int(axis), rows, node) if is_asked else None
+
+
 # -- places that are counted and sent -------------------------------------------------------------
 
 _COUNTED = FUNCTIONS | {"constant", "partition-id", "dynamic-slice"}
@@ -253,6 +341,15 @@ ROWS = {
             "x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), jnp.stack([a, b], 1).reshape(-1, "
             "*a.shape[1:]): each device keeps its rows"
         ),
+    ),
+    "joined": Kind(
+        joined,
+        looks_like=(
+            "on CPU and GPU, all-to-alls to concatenate a few rows and many, as `jnp.gradient` and "
+            "the edges of a grid do, along a sharded dimension"
+        ),
+        in_shard_map="does not occur: a device joins its own rows",
+        under_jit="`jnp.pad` of each array to the size of all, and `jnp.where` by the row's number",
     ),
     "split": Kind(
         split,

@@ -164,23 +164,21 @@ class Program:
     def loops(self) -> dict[str, Node]:
         """Return the loops by their bodies' names, without bodies that two loops share."""
         loops_of: dict[str, list[Node]] = {}
-        for name, computation in self.module.computations.items():
-            for position, (caller, _) in zip(computation.calling, computation.calls()):
-                loop = flow.called_loop(self.module, caller)
-                if caller.opcode == "while" and name not in self._wrapped_loops:
-                    loop = computation.instructions[position]
+        wrapped: set[str] = set()  # computations that are nothing but a loop
+        # Callers first, whose flow has a wrapped loop in the place of its call.
+        for name, computation in reversed(self.module.computations.items()):
+            for position in computation.calling:
+                caller = computation.instructions[position]
+                loop = caller if caller.opcode == "while" and name not in wrapped else None
+                if caller.opcode == "call":
+                    loop = flow.called_loop(self.module, caller)
+                    wrapped.update(caller.calls if loop is not None else ())
                 if loop is None:
                     continue
                 condition, body = loops.parts(self.module, loop)
                 if len(condition.parameters) == len(body.parameters) == 1:
                     loops_of.setdefault(body.name, []).append(self.flat(name).at[position])
         return {name: these[0] for name, these in loops_of.items() if len(these) == 1}
-
-    @functools.cached_property
-    def _wrapped_loops(self) -> set[str]:
-        """Return the computations that are nothing but a loop, which their callers' flow holds."""
-        calls = itertools.chain(*(c.calls() for c in self.module.computations.values()))
-        return {i.calls[0] for i, _ in calls if flow.called_loop(self.module, i) is not None}
 
     def start(self, loop: Node) -> list[Node]:
         """Return the initial elements of a loop's carry; none if the text doesn't show them."""

@@ -50,7 +50,13 @@ def looped_over(site: Site) -> Hint | None:
 
 def _found(program: Program) -> dict[Site, Hint]:
     """Return hints by gathers; one change removes those for the loops of one source line."""
-    gathers = {site: _reading(site) for site in program.sites if _is_by_partitioner(site)}
+    gathers = {
+        site: owners
+        for site in program.sites
+        if _is_by_partitioner(site) and (owners := _reading(site))
+    }
+    if not gathers:
+        return {}
     bodies_of: dict[str, list[str]] = {}  # by source lines: also those of the backward pass
     for body, loop in program.loops.items():
         line = walk.source(program.module, [loop.instruction]) or body

@@ -32,8 +32,11 @@ def made_by(node: Node, through: frozenset[str] | set[str]) -> Node:
 
 
 def called_loop(module: hm.Module, call: hm.Instruction) -> hm.Instruction | None:
-    """Return the loop that is all that a call runs, as XLA for CPU wraps small ones (JAX 0.12)."""
-    if call.opcode != "call" or len(call.calls) != 1:
+    """Return the loop that is all that a call runs, or None.
+
+    XLA for CPU wraps small loops so since JAX 0.12.
+    """
+    if len(call.calls) != 1:
         return None
     inside = module.computations[call.calls[0]].instructions
     return inside[1] if [i.opcode for i in inside] == ["parameter", "while"] else None
@@ -120,7 +123,7 @@ class Flat:
             elif i.opcode in _FUSIONS and len(i.calls) == 1 and depth < _DEPTH:
                 called = self._module.computations[i.calls[0]]
                 node = self._dissolved(called, operands, depth + 1)[called.root]
-            elif (loop := called_loop(self._module, i)) is not None:
+            elif i.opcode == "call" and (loop := called_loop(self._module, i)) is not None:
                 node = self._new(loop, operands, fused)
             elif i.opcode == "fusion-done" and not operands[0].opcode.startswith("fusion"):
                 node = operands[0]

@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core import versions
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from costs.test_followed import Measured, assert_equal
 
-# On JAX 0.12 what is sent has the name of what made it, not of what sends it.
-pytestmark = [pytest.mark.one_lane, versions.where(versions.names_gathers_by_use)]
+pytestmark = pytest.mark.one_lane
 
 KIND = "joined"
 N = 256

@@ -6,6 +6,7 @@ other, and the places that a sort takes along.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from shardrules.costs import accounts
@@ -211,11 +212,16 @@ def _padded(program: Program, sites: list[Site]) -> Iterator[tuple[Site, Hint]]:
         return
     d, rows, whole = max(joins, key=lambda join: sum(join[1]))
     sizes, count = whole.shape.dimensions, first.collective.group_size
-    few = sum(rows) - max(rows)
+    row = whole.shape.bytes * count // sum(rows)
+    all_rows = first.entry.bytes * count // row  # what is sent back
+    if sum(rows) != all_rows:  # on JAX 0.12 the rows before and those behind are joined apart
+        pairs = itertools.permutations((of for axis, of, _ in joins if axis == d), 2)
+        both = (one + other[1:] for one, other in pairs if one[-1] == other[0])
+        rows = next((of for of in both if sum(of) == all_rows), [])
+    few = sum(rows) - max(rows, default=0)
     # A pad sends rows to the next device alone if what is joined fits into one device's part.
     if not 1 < len(rows) <= len(_NAMES) or sum(rows) % count or few * count > sum(rows):
         return
-    row = whole.shape.bytes * count // sum(rows)
     moved = [accounts.wire_bytes("all-reduce", n * row, count) for n in rows if n < max(rows)]
     sent = sum(moved) + 2 * few * row
     runs = first.entry.runs or 1

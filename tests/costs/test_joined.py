@@ -96,6 +96,35 @@ def test_a_gradient_of_rows(cpu_mesh):
     assert_equal(now.compiled(values), then.compiled(values))
 
 
+def test_a_line_that_joins_along_both_dimensions(cpu_mesh):
+    now = measured(lambda x: jnp.hypot(*jnp.gradient(x)), cpu_mesh, P("data", "model"))
+    first = [h for h in now.hints if h.kind == KIND and "goes away" not in h.advice]
+    assert sorted(h.entry.axes for h in first) == [("data",), ("model",)]
+
+    def both(x):
+        rows = followed(next(h for h in first if h.entry.axes == ("data",)).advice)
+        columns = followed(next(h for h in first if h.entry.axes == ("model",)).advice)
+        down = rows([x[1:2] - x[:1], 0.5 * centred(x), x[-1:] - x[-2:-1]], 0)
+        beside = [x[:, 1:2] - x[:, :1], 0.5 * centred(x.T).T, x[:, -1:] - x[:, -2:-1]]
+        return jnp.hypot(down, columns(beside, 1))
+
+    then = measured(both, cpu_mesh, P("data", "model"))
+    assert now.sent - then.sent >= now.promised([KIND])[0] > 0.5 * now.sent
+    values = np.random.default_rng(0).normal(size=(N, N)).astype(np.float32)
+    values = jax.device_put(values, NamedSharding(cpu_mesh, P("data", "model")))
+    assert_equal(now.compiled(values), then.compiled(values))
+
+
+def test_two_in_one_line(cpu_mesh):
+    def twice(join):
+        return lambda x: join([x[:1], centred(x), x[-1:]], 0) * join([x[:1], -centred(x), x[:1]], 0)
+
+    now = measured(twice(jnp.concatenate), cpu_mesh, P("data"))
+    then = measured(twice(followed(advice(now))), cpu_mesh, P("data"))
+    sent, trips = now.promised([KIND])
+    assert now.sent - then.sent >= sent > 0.5 * now.sent and now.trips - then.trips >= trips
+
+
 @pytest.mark.parametrize(
     "f",
     [

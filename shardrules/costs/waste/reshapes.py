@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from shardrules.costs import accounts
+from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.program import FUNCTIONS, WHOLE, Hint, Kind, Program, Site
 from shardrules.hlo.proof import phases
@@ -191,12 +191,12 @@ def joined(site: Site) -> Hint | None:
 
 
 def _at_edges(program: Program) -> dict[Site, Hint]:
-    lines: dict[str, list[Site]] = {}
+    lines: dict[tuple[str, str], list[Site]] = {}
     for site in filter(_is_concatenate, program.sites):
         if site.entry.source and site.needed and site.whole:
-            lines.setdefault(site.entry.source, []).append(site)
+            lines.setdefault((site.entry.source, site.over), []).append(site)
     found: dict[Site, Hint] = {}
-    for source, sites in lines.items():
+    for (source, _), sites in lines.items():
         if source not in program.remembered(_joined):
             found.update(_padded(program, sites))
     return found
@@ -208,7 +208,10 @@ def _padded(program: Program, sites: list[Site]) -> Iterator[tuple[Site, Hint]]:
     # XLA brings the arrays to a layout in which no device has parts of a row of the whole.
     nodes = program.flat(first.computation.name).nodes
     joins = [join for node in nodes if (join := _join(first, node)) is not None]
-    if not joins or len({site.over for site in sites}) > 1:
+    # One line may join along several dimensions: take what these bring.
+    ends = {site.node for site in sites}
+    joins = [join for join in joins if ends & walk.reached([join[2]], _moved_from)]
+    if not joins:
         return
     d, rows, whole = max(joins, key=lambda join: sum(join[1]))
     sizes, count = whole.shape.dimensions, first.collective.group_size
@@ -223,7 +226,9 @@ def _padded(program: Program, sites: list[Site]) -> Iterator[tuple[Site, Hint]]:
     if not 1 < len(rows) <= len(_NAMES) or sum(rows) % count or few * count > sum(rows):
         return
     moved = [accounts.wire_bytes("all-reduce", n * row, count) for n in rows if n < max(rows)]
-    sent = sum(moved) + 2 * few * row
+    # Many rows are sent there, and all of them back: a line may join twice.
+    times = -(-sum(site.entry.bytes == first.entry.bytes for site in sites) // 2)
+    sent = times * (sum(moved) + 2 * few * row)
     runs = first.entry.runs or 1
     before = sum(site.entry.wire_bytes for site in sites)
     if len(moved) != len(rows) - 1 or 2 * sent > before:
@@ -248,13 +253,17 @@ def _padded(program: Program, sites: list[Site]) -> Iterator[tuple[Site, Hint]]:
         first.hint(
             advice,
             bytes_after=first.in_all(min(sent, first.entry.bytes)),
-            trips_after=first.in_all(2 * len(moved) + 2),
+            trips_after=first.in_all(times * (2 * len(moved) + 2)),
             sent_after=first.in_all(sent),
             goes_with=first,
         ),
     )
     for site in others:
         yield site, site.hint(f"goes away with that at {first.where}", goes_with=first)
+
+
+def _moved_from(node: Node) -> list[Node]:
+    return node.operands if node.opcode in _MOVES | {"get-tuple-element"} else []
 
 
 def _join(site: Site, node: Node) -> tuple[int, list[int], Node] | None:

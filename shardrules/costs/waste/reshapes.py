@@ -210,7 +210,7 @@ def _padded(program: Program, sites: list[Site]) -> Iterator[tuple[Site, Hint]]:
     joins = [join for node in nodes if (join := _join(first, node)) is not None]
     # One line may join along several dimensions: take what these bring.
     ends = {site.node for site in sites}
-    joins = [join for join in joins if ends & walk.reached([join[2]], _moved_from)]
+    joins = [join for join in joins if ends & _behind(join[2])]
     if not joins:
         return
     d, rows, whole = max(joins, key=lambda join: sum(join[1]))
@@ -262,8 +262,11 @@ def _padded(program: Program, sites: list[Site]) -> Iterator[tuple[Site, Hint]]:
         yield site, site.hint(f"goes away with that at {first.where}", goes_with=first)
 
 
-def _moved_from(node: Node) -> list[Node]:
-    return node.operands if node.opcode in _MOVES | {"get-tuple-element"} else []
+def _behind(node: Node) -> set[Node]:
+    """Return what a value is moved from, and all between."""
+    return walk.reached(
+        [node], lambda n: n.operands if n.opcode in _MOVES | {"get-tuple-element"} else []
+    )
 
 
 def _join(site: Site, node: Node) -> tuple[int, list[int], Node] | None:

@@ -411,6 +411,27 @@ def test_an_fft_that_each_device_computes_whole(cpu_mesh, before, after, count):
         np.testing.assert_allclose(f(*arrays), g(*arrays), rtol=1e-3, atol=1e-3)
 
 
+def one(fft):
+    return lambda x: lax.with_sharding_constraint(fft(x), D)
+
+
+@pytest.mark.parametrize("name", ["fft", "ifft"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_fft_of_one_dimension(cpu_mesh, name, axis):
+    given = [jax.ShapeDtypeStruct((64, 64), jnp.complex64, sharding=NamedSharding(cpu_mesh, D))]
+    fft = getattr(jnp.fft, name)
+    with jax.set_mesh(cpu_mesh):
+        f = jax.jit(one(lambda x: fft(x, axis=axis)))
+        (found,) = hints(f, given)
+        said = re.search(r"jax\.shard_map\(lambda x: jnp.*?out_specs=.*?\) with", found.advice)[0]
+        names = {"jax": jax, "jnp": jnp, "P": P, "mesh": cpu_mesh, "axes": "data"}
+        g = jax.jit(one(eval(said.removesuffix(" with"), names)))
+        totals = [testing.account(p, *given).total.wire_bytes for p in (f, g)]
+        assert totals[0] - totals[1] >= found.sent_before - found.sent_after > 0
+        (x,) = random_like(structs(cpu_mesh, [((64, 64), D)]))
+        np.testing.assert_allclose(f(x + 1j * x), g(x + 1j * x), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "f",
     [

@@ -177,3 +177,10 @@ def test_what_gains_nothing(cpu_mesh, f, spec):
         if spec is None:
             f = jax.shard_map(f, in_specs=D, out_specs=P(), check_vma=False)
         assert not [h for h in hints(jax.jit(f), given) if h.kind == "transformed whole"]
+
+
+def test_an_array_that_is_reshaped_between_its_gathers(cpu_mesh):
+    """As beam search does, over the beams and the words of each; the report raised IndexError."""
+    given = structs(cpu_mesh, [((16, 4, 512), P("data", None, "model"))])
+    with jax.set_mesh(cpu_mesh):
+        assert hints(jax.jit(lambda x: lax.top_k(x.reshape(16, -1), 4)), given) == []

@@ -180,11 +180,8 @@ def of_a_transform(site: Site) -> Hint | None:
         return None
     advice = (
         "XLA does not partition this FFT: each device computes all of it, and keeps 1/"
-        f"{size}. Transform one dimension at a time while another one is sharded: of a matrix, "
-        "jax.shard_map(lambda x: jnp.fft.fft(x, axis=1), mesh=mesh, in_specs=P(axes), "
-        f"out_specs=P(axes)) with {site.over} for axes, jax.lax.with_sharding_constraint to "
-        "P(None, axes), and there the same along axis 0; a device then sends at most "
-        f"{sent} B, there and back, instead of {entry.wire_bytes} B (equal up to rounding)"
+        f"{size}. {_apart(site, transform)}; a device then sends at most {sent} B, there and "
+        f"back, instead of {entry.wire_bytes} B (equal up to rounding)"
     )
     return site.hint(
         advice,
@@ -192,6 +189,28 @@ def of_a_transform(site: Site) -> Hint | None:
         trips_after=site.in_all(2),
         sent_after=site.in_all(sent),
     )
+
+
+def _apart(site: Site, transform: Node) -> str:
+    """Return how each device transforms its own part of an array."""
+    kind = transform.instruction.attribute("fft_type") or ""
+    several = "," in (transform.instruction.attribute("fft_length") or "")
+    mapped = f"jax.shard_map(lambda x: jnp.fft.{kind.lower()}(x, axis=%d), mesh=mesh, in_specs=%s, "
+    mapped += f"out_specs=%s) with {site.over} for axes"
+    first, second = mapped % (0, "P(None, axes)", "P(None, axes)"), mapped % (1, *["P(axes)"] * 2)
+    if several:
+        return (
+            f"Transform one dimension at a time while another one is sharded: of a matrix, {second}"
+            ", jax.lax.with_sharding_constraint to P(None, axes), and there the same along axis 0"
+        )
+    whole = factors.of(site.result.dimensions if site.result else ())
+    of = factors.followed(whole, transform.operands[0])
+    if of and [factor.origin for factor in of[-1]] == [int(site.collective.dimension)]:
+        return (
+            "Transform that dimension while another one is sharded: of a matrix along axis 0, "
+            f"{first}, and jax.lax.with_sharding_constraint of the result to P(axes)"
+        )
+    return f"Let each device transform its own rows: of a matrix along axis 1, {second}"
 
 
 # -- the largest of each row ----------------------------------------------------------------------
@@ -214,6 +233,8 @@ def of_the_largest(site: Site) -> Hint | None:
         return None
     gathers = [site, *_before(site), *_behind(site)]
     spec = [""] * len(site.result.dimensions)
+    if any(g.result is None or len(g.result.dimensions) != len(spec) for g in gathers):
+        return None  # the array has another shape where it is gathered along another dimension
     for gather in gathers:
         spec[int(gather.collective.dimension)] = gather.over
     is_rows = int(site.collective.dimension) < len(spec) - 1

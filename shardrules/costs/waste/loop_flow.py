@@ -22,6 +22,7 @@ from shardrules.costs.waste.program import (
     is_constant,
     is_unfilled,
 )
+from shardrules.costs.waste.slices import device_rows
 from shardrules.hlo.proof.collectives import OPCODES
 from shardrules.hlo.reader.flow import BARRIERS, Flat, Node
 
@@ -242,6 +243,12 @@ class _Trip:
             if isinstance(base, _Carried) and not _sources([update, *places]):
                 return base  # something else is written into another trip's place
             return _PLAIN
+        if node.opcode == "dynamic-slice" and isinstance(operands[0], _LoopResult):
+            # Each device keeps its own part of a result, the same one on each trip.
+            is_own = all(
+                device_rows(self.program, place) is not None for place in node.operands[1:]
+            )
+            return _LoopResult(operands[0].sources, operands[0].linear) if is_own else _PLAIN
         if carried:
             return _in_carry(node, operands, carried[0]) if len(carried) == 1 else _PLAIN
         if node.opcode not in FUNCTIONS or any(

@@ -131,7 +131,8 @@ def _after(site: Site, is_added: bool = False) -> Hint | None:
     size = site.entry.bytes
     outer = [r.around for r in results if r is not None]
     # A combined collective's round trips stay unless all of its parts leave the loop.
-    whole = len(outer) == len(sites)
+    leaves = all(s.is_written or (is_added and s.is_gradient) for s in sites)
+    whole = len(outer) == len(sites) and leaves
     times = max(map(site.runs_of, outer))
     after = None if own.copies is None else size * own.copies * site.runs_of(own.around)
     if whole:
@@ -168,6 +169,11 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
             "XLA's partitioner makes it from a reduction over a sharded dimension: in the "
             f"body, {WITHIN_SHARDS}, and reduce over that after the loop"
         )
+        if len(site.entry.axes or ()) > 1:
+            change += (
+                "; where these axes split two dimensions, give each its own: x.reshape(n, -1, m, "
+                "x.shape[1] // m, *x.shape[2:]) over all but n and m"
+            )
     if site.is_gradient:
         change = site.own_gradients("a carry", "after the loop")
     if site.split:

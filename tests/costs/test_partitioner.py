@@ -422,6 +422,9 @@ def test_an_fft_of_one_dimension(cpu_mesh, name, axis):
     fft = getattr(jnp.fft, name)
     with jax.set_mesh(cpu_mesh):
         f = jax.jit(one(lambda x: fft(x, axis=axis)))
+        if testing.account(f, *given).total.wire_bytes == 0:  # XLA splits rows on JAX 0.12
+            assert axis == 1 and hints(f, given) == []
+            return
         (found,) = hints(f, given)
         said = re.search(r"jax\.shard_map\(lambda x: jnp.*?out_specs=.*?\) with", found.advice)[0]
         names = {"jax": jax, "jnp": jnp, "P": P, "mesh": cpu_mesh, "axes": "data"}

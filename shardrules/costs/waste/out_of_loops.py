@@ -169,9 +169,9 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
             "XLA's partitioner makes it from a reduction over a sharded dimension: in the "
             f"body, {WITHIN_SHARDS}, and reduce over that after the loop"
         )
-        if len(site.entry.axes or ()) > 1:
+        if len({s.over for s in site.program.sites if s.entry.source == site.entry.source}) > 1:
             change += (
-                "; where these axes split two dimensions, give each its own: x.reshape(n, -1, m, "
+                "; where two dimensions are sharded, give each its own: x.reshape(n, -1, m, "
                 "x.shape[1] // m, *x.shape[2:]) over all but n and m"
             )
     if site.is_gradient:

@@ -123,6 +123,27 @@ def of_averages(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
     )
 
 
+def of_transposes(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
+    """Return what goes with a reduction that a body differentiates itself."""
+    collective = verdict.collective
+    if collective.kind != "all-reduce" or collective.phase != "forward" or not collective.source:
+        return ""
+    if verdict.verdict not in ("redundant", "overwide"):
+        return ""
+    for other in judgement.verdicts:
+        backward = other.collective
+        if other.verdict not in ("needed", "overwide"):
+            continue
+        is_same = (backward.source, backward.axes) == (collective.source, collective.axes)
+        if is_same and backward.kind == "all-reduce" and _OWN_GRADIENT.fullmatch(backward.op_name):
+            return (
+                "keep it if the body takes a gradient through it: its transpose, the backward "
+                "all-reduce of the same line, sums cotangents that differ, and would go with it. "
+                "Otherwise "
+            )
+    return ""
+
+
 class Multiplied:
     """Tells by how much a program's gradients may be too large.
 

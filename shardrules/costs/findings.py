@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardrules import hlo
 from shardrules.costs import accounts, missing, outputs
-from shardrules.costs.advice import Multiplied, advice, of_averages, too_large
+from shardrules.costs.advice import Multiplied, advice, of_averages, of_transposes, too_large
 from shardrules.costs.advice import named as with_script
 from shardrules.errors import ShardrulesError
 
@@ -79,7 +79,8 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
             )
         times = multiplied.times(verdict)
         change = change or (too_large(verdict, times) if times > 1 else advice(verdict))
-        change = of_averages(verdict, judgement) + change
+        about = of_transposes(verdict, judgement) or of_averages(verdict, judgement)
+        change = about + change
         gradient_of = missing.gradient_of(judgement, verdict) if kind in _SUMS else ()
         found.append(Finding(kind, entry, change, gradient_of=gradient_of, times=times))
     return found

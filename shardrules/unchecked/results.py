@@ -172,8 +172,9 @@ def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
         return ""
     return (
         f". This may be rounding alone: what it takes differs by {max(shares):.1g} of its largest "
-        "value at most. shardrules.testing.assert_same_unchecked(loss, *arguments) compares value "
-        "and gradients of the function itself; if it passes, switch the check on by hand"
+        "value at most. shardrules.testing.assert_same_unchecked(loss, *arguments, "
+        "forced=True) compares value and gradients of the function itself; if it passes, switch "
+        "the check on by hand"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from shardrules.arguments import checked
 from shardrules.door.jaxprs import is_float, opened
-from shardrules.errors import ShardrulesError
+from shardrules.errors import ShardrulesError, first_line
 from shardrules.hooks.install import held, install
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import State
@@ -23,7 +24,9 @@ from shardrules.unchecked.sites import UncheckedSite, costliest
 
 
 @checked
-def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedSite, ...]:
+def assert_same_unchecked(
+    f: Callable[..., Any], *args: Any, forced: bool = False
+) -> tuple[UncheckedSite, ...]:
     """Assert that ``install(unchecked="check")`` changes no value and no gradient of a program.
 
     Runs the program under jit, as written and with the checks on that shardrules switches on, and
@@ -32,9 +35,12 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
     Args:
       f: a function of arrays.
       *args: what it is called with; none is donated.
+      forced: compare with every check on, also where ``install(unchecked="check")`` leaves it off;
+        use this before you switch a check on by hand.
 
     Returns:
-      The decision about each shard_map whose check is off.
+      The decision about each shard_map whose check is off; nothing if ``forced``. Without
+      ``forced``, a UserWarning says so if all of them are left as written.
 
     Raises:
       ShardrulesError: if something differs, naming it and by how much; or if nothing was compared,
@@ -44,16 +50,19 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
       >>> sites = testing.assert_same_unchecked(loss, params, batch)
     """
     with _as_written() as state:
-        plain = _results(f, args)
+        plain, why_plain = _results(f, args)
     notes = Notes()
-    with install(unchecked="check"), state.enter(dataclasses.replace(state.scope, notes=notes)):
-        switched = _results(f, args)
+    with install(unchecked="check"):
+        changes: dict[str, Any] = {"unchecked": "on"} if forced else {"notes": notes}
+        with state.enter(dataclasses.replace(state.scope, **changes)):
+            switched, why_switched = _results(f, args)
+            unseen = _unchecked_count(f, args) if forced or not notes.unchecked else 0
     gradients = (plain["gradient"], switched["gradient"])
     failed = [g for g in gradients if isinstance(g, str)]
     if len(failed) == 1:
         raise ShardrulesError(
-            f"the gradient raises {failed[0]} only with the check of unchecked shard_maps "
-            f"{'on' if gradients[1] in failed else 'off'}",
+            "the gradient raises an error only with the check of unchecked shard_maps "
+            f"{'on' if gradients[1] in failed else 'off'}: {why_plain or why_switched}",
             name="gradient",
         )
     for (path, a), b in zip(
@@ -71,15 +80,22 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
                 f"{name} is not the same with the check of unchecked shard_maps on: {different}",
                 name=name,
             )
-    if not notes.unchecked and (made := _unchecked_count(f, args)):
+    if unseen:
         raise ShardrulesError(
-            f"nothing was compared: {made} shard_map{'s' * (made > 1)} with the check off in "
+            f"nothing was compared: {unseen} shard_map{'s' * (unseen > 1)} with the check off in "
             "the program, made before shardrules could see it; make them (jax.shard_map(...), "
             "and the jit around it) inside of the function that is passed, or after "
             "shardrules.install(). A jax.pmap is never compared",
-            count=made,
+            count=unseen,
         )
-    return costliest(notes.unchecked)
+    sites = costliest(notes.unchecked)
+    if sites and not any(site.switched for site in sites):
+        warnings.warn(
+            'nothing was compared: install(unchecked="check") leaves each shard_map as written '
+            f"({sites[0].reason}); forced=True compares with their checks on",
+            stacklevel=3,
+        )
+    return sites
 
 
 def _unchecked_count(f: Callable[..., Any], args: tuple[Any, ...]) -> int:
@@ -95,14 +111,15 @@ def _as_written() -> Iterator[State]:
         yield state
 
 
-def _results(f: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the values, and the gradients of the sum of their sines or JAX's type of error."""
-    outcome = {"value": jax.jit(lambda *args: f(*args))(*args)}
+def _results(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[dict[str, Any], str]:
+    """Return values and gradients of the sum of their sines; or JAX's type of error, and why."""
+    outcome, why = {"value": jax.jit(lambda *args: f(*args))(*args)}, ""
     try:
         outcome["gradient"] = _gradients(f, args)
     except Exception as error:  # its type is compared  # noqa: BLE001
         outcome["gradient"] = type(error).__name__
-    return outcome
+        why = first_line(error)
+    return outcome, why
 
 
 def _gradients(f: Callable[..., Any], args: tuple[Any, ...], ulps: int = 0) -> list[Any]:

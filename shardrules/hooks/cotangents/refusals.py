@@ -203,8 +203,10 @@ class Refusals:
     def of_others(self, ct: Cotangent, axes: frozenset[str], by: str) -> CotangentError:
         """Return the error for a sum that holds the cotangents of other devices' values."""
         names = quoted(axes)
-        copies = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
-        keeps = f"; to keep copies equal, say so by a cast:\n    return ({copies},)"
+        keeps = (
+            "; to keep copies equal, say so by a cast of ct as the bwd reduces it now:\n"
+            f"    return (shardrules.vary(ct, {names}),)"
+        )
         return self._error(
             "of_others",
             ct,

@@ -308,8 +308,8 @@ def hashable(rule: Any) -> Any:
 _TAKEN = (
     "a custom rule takes a gradient itself (jax.vjp, jax.grad), which is summed over {} with the "
     "check on, and isn't proven to be returned as it is. Compare the gradients by "
-    "shardrules.testing.assert_same_unchecked(loss, *arguments); where they are the same, switch "
-    "the check on by hand"
+    "shardrules.testing.assert_same_unchecked(loss, *arguments, forced=True); where they are "
+    "the same, switch the check on by hand"
 )
 
 

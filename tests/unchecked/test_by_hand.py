@@ -1,0 +1,161 @@
+"""What to compare before a check is switched on by hand, and what migrate says to write first."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+from shardrules import testing
+from shardrules.costs import findings
+from shardrules.errors import ShardrulesError
+from shardrules.unchecked import migration
+
+AXIS = "data"
+W = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+
+
+def op_of(function, bwd):
+    op = jax.custom_vjp(function)
+    op.defvjp(lambda x, w: (function(x, w), (x, w)), bwd)
+    return op
+
+
+def product(x, w):
+    return x @ w
+
+
+def reducing(reduce):
+    """A product whose bwd reduces the gradient of the weight, which is the same on all devices."""
+    return op_of(product, lambda r, g: (g @ r[1].T, reduce(r[0].T @ g)))
+
+
+def summed_forward(reduce):
+    """An all-reduce after a product, and a bwd that takes the cotangent of it as it likes."""
+    forward = lambda x, w: lax.psum(x @ w, "model")  # noqa: E731
+    return op_of(forward, lambda r, g: (reduce(g) @ r[1].T, r[0].T @ reduce(g)))
+
+
+def loss_of(op, mesh, specs=(P(), P(AXIS))):
+    def local(w, x):
+        return lax.pmean((op(x, w) ** 2).mean(), AXIS)
+
+    def loss(w, x):
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(w, x)
+
+    return loss
+
+
+def site_of(loss):
+    with shardrules.install(unchecked="check") as handle:
+        before = len(handle.unchecked())
+        jax.jit(jax.grad(loss))(W, X)
+        return handle.unchecked()[before:][0]
+
+
+BWDS = {
+    "pmean": lambda g: lax.pmean(g, AXIS),
+    "psum": lambda g: lax.psum(g, AXIS),
+    "largest": lambda g: lax.pmax(g, AXIS),
+}
+
+
+@pytest.mark.parametrize("name", BWDS)
+def test_what_a_bwd_sums_itself_is_another_gradient_with_the_check_on(name, cpu_mesh):
+    """It is linear, and the comparison that was advised compared the program with itself."""
+    loss = loss_of(reducing(BWDS[name]), cpu_mesh)
+    with pytest.warns(UserWarning, match="nothing was compared: .* forced=True compares with"):
+        (site,) = testing.assert_same_unchecked(loss, W, X)
+    assert not site.switched and any(text in site.reason for text in migration._SUMMED)
+    with pytest.raises(ShardrulesError, match="not the same with the check") as caught:
+        testing.assert_same_unchecked(loss, W, X, forced=True)
+    assert caught.value.name == "gradient[0]"
+    # As migrate says: the bwd returns each device's own share.
+    own = loss_of(reducing(lambda g: g), cpu_mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        testing.assert_same_unchecked(own, W, X, forced=True)
+        (site,) = testing.assert_same_unchecked(own, W, X)
+    assert site.switched
+    whole = jax.grad(lambda w: ((X @ w) ** 2).mean())(W)
+    with shardrules.install(unchecked="check"):
+        np.testing.assert_allclose(jax.jit(jax.grad(own))(W, X), whole, 1e-4)
+
+
+def test_a_forward_that_reduces(cpu_mesh):
+    """Megatron's g: with the check off, its gradient was half of one device's."""
+    specs = P("model"), P(AXIS, "model")
+    loss = loss_of(summed_forward(lambda g: g), cpu_mesh, specs)
+    whole = jax.grad(lambda w: ((X @ w) ** 2).mean())(W)
+    off = jax.jit(jax.grad(loss))(W, X)
+    np.testing.assert_allclose(off, whole / 2, 1e-4)
+    with pytest.warns(UserWarning, match="nothing was compared"):
+        (site,) = testing.assert_same_unchecked(loss, W, X)
+    assert any(text in site.reason for text in migration._SUMMED)
+    with pytest.raises(ShardrulesError, match="not the same with the check"):
+        testing.assert_same_unchecked(loss, W, X, forced=True)
+
+
+def test_a_linear_bwd_that_is_not_proven_so(cpu_mesh):
+    """What is compared passes, and then the check may be switched on by hand."""
+
+    def bwd(r, g):
+        ordered = lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * 1.0), (0, g))[1]
+        return ordered @ r[1].T, r[0].T @ (jnp.sort(ordered, 0) * 0 + ordered)
+
+    loss = loss_of(op_of(product, bwd), cpu_mesh)
+    testing.assert_same_unchecked(loss, W, X, forced=True)
+
+
+def test_an_error_of_the_gradient_is_said(cpu_mesh):
+    """With the check on the bwd below is refused; the message was the error's type alone."""
+
+    def refused(g):
+        if "data" in str(jax.typeof(g)):
+            raise TypeError("only for arrays that are equal")
+        return g
+
+    loss = loss_of(reducing(refused), cpu_mesh)
+    with pytest.raises(ShardrulesError, match="with the check .* on: TypeError: only for arrays"):
+        testing.assert_same_unchecked(loss, W, X, forced=True)
+
+
+def test_what_was_made_before_is_not_compared(cpu_mesh):
+    made = loss_of(product, cpu_mesh)
+    mapped = jax.shard_map(
+        lambda w, x: lax.pmean((x @ w).mean(), AXIS),
+        mesh=cpu_mesh,
+        in_specs=(P(), P(AXIS)),
+        out_specs=P(),
+        check_vma=False,
+    )
+    testing.assert_same_unchecked(made, W, X, forced=True)
+    with pytest.raises(ShardrulesError, match="nothing was compared: 1 shard_map with the check"):
+        testing.assert_same_unchecked(lambda w, x: mapped(w, x), W, X, forced=True)
+
+
+def test_what_goes_with_a_reduction_that_a_body_differentiates(cpu_mesh):
+    """Dropped to the letter, the mean of equal values in a body's own loss changed its gradient."""
+
+    def local(w, x, u):
+        loss = lambda w, u: jnp.sum(jnp.sin(lax.pmean(jnp.tanh(x @ w), "model") @ u))  # noqa: E731
+        gw, gu = jax.grad(loss, (0, 1))(w, u)
+        return lax.pmean(gw, AXIS), lax.pmean(gu, AXIS)
+
+    columns = P(None, "model")
+    f = jax.shard_map(
+        local,
+        mesh=cpu_mesh,
+        in_specs=(P(), P(AXIS), columns),
+        out_specs=(P(), columns),
+        check_vma=False,
+    )
+    compiled = jax.jit(f).lower(np.eye(8, dtype=np.float32), X, W).compile()
+    found = findings.find(testing.judge(compiled))
+    forward = [one for one in found if one.entry.phase == "forward"]
+    assert forward and all(one.advice.startswith("keep it if the body") for one in forward)

@@ -31,6 +31,7 @@ from shardrules.unchecked.sites import (
     UncheckedCall,
     UncheckedSite,
     costliest,
+    of_cotangents,
 )
 from shardrules.units import counted, size
 
@@ -63,24 +64,6 @@ _GRADIENTS_REMAIN = (
     "it on by hand, with shardrules.install() where the program starts, and compare the values "
     "of a step before and after",
 )
-_WHOLE_COTANGENTS = (
-    "  with the check on, a bwd or a transpose gets the cotangent summed over the devices "
-    "instead of one device's share. If it is linear in the cotangent (twice as much in gives "
-    "twice as much out), the gradient is the same: switch it on by hand, with "
-    "shardrules.install() where the program starts, if "
-    "shardrules.testing.assert_same_unchecked(loss, *arguments, forced=True) passes. If not, as "
-    "where it clips, leave the check off, or call it with shardrules.vary(x, *axes), which keeps "
-    "each device's share"
-)
-_SUMS_ITSELF = (
-    "  with the check on, JAX itself sums the gradient of what is equal along an axis, and a sum "
-    "or mean in the bwd as well makes it too large or too small: let the bwd return each device's "
-    "own share, without its psum, pmean or pmax (and where the forward pass reduces, the cotangent "
-    "as it arrives); then switch the check on by hand, with shardrules.install() where the program "
-    "starts, and compare the gradients of a step with those before and with one device's, since "
-    "with the check off they may be wrong"
-)
-_SUMMED = ("returns a gradient that is summed over", "makes results equal over")
 _COMPUTES_ELSE = (
     "  (write it so that the type of a value decides nothing; or compare the values and gradients "
     "by shardrules.testing.assert_same_unchecked(loss, *arguments, forced=True), and where they "
@@ -250,10 +233,7 @@ def _details(row: SiteRow) -> list[str]:
         )
     lines += [_COMPUTES_ELSE] if reasons.keys() & {COMPUTES_ELSE, RULES_ELSE} else []
     of_values = (UNSTEADY, BY_TYPE, COMPUTES_ELSE, RULES_ELSE, TAKES_GRADIENT)
-    of_cotangents = [reason for reason in reasons if not reason.startswith(of_values)]
-    sums = [reason for reason in of_cotangents if any(text in reason for text in _SUMMED)]
-    lines += [_SUMS_ITSELF] if sums else []
-    lines += [_WHOLE_COTANGENTS] if len(of_cotangents) > len(sums) else []
+    lines += of_cotangents(reason for reason in reasons if not reason.startswith(of_values))
     for why in dict.fromkeys(c.undifferentiated for c in calls if c.undifferentiated):
         lines.append(f"  its gradient was not compared: {why}")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []

@@ -196,3 +196,28 @@ def kind_of(args: tuple[Any, ...]) -> str:
 
 def missing_of(notes: Any) -> tuple[Missing, ...]:
     return tuple(dict.fromkeys(Missing(call.name, lines) for call, _, lines in notes.unknown))
+
+
+_WHOLE_COTANGENTS = (
+    "  with the check on, a bwd or a transpose gets the cotangent summed over the devices "
+    "instead of one device's share. If it is linear in the cotangent (twice as much in gives "
+    "twice as much out), the gradient is the same: switch it on by hand, with "
+    "shardrules.install() where the program starts, if "
+    "shardrules.testing.assert_same_unchecked(loss, *arguments, forced=True) passes. If not, as "
+    "where it clips, leave the check off, or call it with shardrules.vary(x, *axes), which keeps "
+    "each device's share"
+)
+_SUMS_ITSELF = (
+    "  with the check on, JAX itself sums the gradient of what is equal along an axis: let the bwd "
+    "return each device's own share, without its psum, pmean or pmax (and the cotangent as it "
+    "arrives where the forward pass reduces); then switch the check on by hand, with "
+    "shardrules.install() where the program starts, and compare a step's gradients with those "
+    "before and with one device's, since with the check off they may be wrong"
+)
+SUMMED = ("returns a gradient that is summed over", "makes results equal over")
+
+
+def of_cotangents(reasons: Iterable[str]) -> list[str]:
+    """Return what to do where the gradients that pass a bwd or a transpose may change."""
+    sums = [any(text in reason for text in SUMMED) for reason in reasons]
+    return [_SUMS_ITSELF] * any(sums) + [_WHOLE_COTANGENTS] * (not all(sums))

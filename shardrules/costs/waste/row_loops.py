@@ -33,7 +33,7 @@ _PASSES = WHOLE | BARRIERS | {"convert"}
 _Owners = tuple[int, ...]
 
 
-class _Loop(NamedTuple):
+class _RowLoop(NamedTuple):
     """A loop whose trips need no other trip, and each the rows of one device alone."""
 
     node: Node
@@ -170,7 +170,7 @@ def _counters(program: Program, loop: Node, trips: int) -> Iterator[tuple[Node, 
 # -- whether a trip needs another -----------------------------------------------------------------
 
 
-def _loop(program: Program, body: str, read: dict[Site, dict[str, _Owners]]) -> _Loop | None:
+def _loop(program: Program, body: str, read: dict[Site, dict[str, _Owners]]) -> _RowLoop | None:
     """Return a loop if no trip needs another trip, or another device than for what is gathered."""
     loop, flat = program.loops[body], program.flat(body)
     inside = walk.reached([body], lambda name: _called(program, name))
@@ -184,7 +184,7 @@ def _loop(program: Program, body: str, read: dict[Site, dict[str, _Owners]]) -> 
     counters = dict(_counters(program, loop, trips))
     owners = {of[body] for of in read.values() if body in of}
     counts = {site.collective.group_size for site in read}
-    made = _Loop(loop, trips, [], [], _reads_number(counters))
+    made = _RowLoop(loop, trips, [], [], _reads_number(counters))
     if flat.parameter.users or len(owners) > 1 or len(counts) > 1:
         return None
     for k, end in enumerate(flat.end.operands):
@@ -259,7 +259,7 @@ def _reads_number(counters: dict[Node, np.ndarray]) -> bool:
 
 
 def _hints(
-    program: Program, line: str, loops: list[_Loop], sites: list[Site]
+    program: Program, line: str, loops: list[_RowLoop], sites: list[Site]
 ) -> Iterator[tuple[Site, Hint]]:
     first, *others = sorted(sites, key=lambda site: -(site.in_all(site.entry.wire_bytes) or 0))
     count, trips = first.collective.group_size, loops[0].trips
@@ -314,11 +314,13 @@ def _hints(
         yield site, site.hint(f"goes away with that at {first.where}", goes_with=first)
 
 
-def _phase(program: Program, loop: _Loop) -> str:
+def _phase(program: Program, loop: _RowLoop) -> str:
     return phases.phase_of(program.module.metadata(loop.node.instruction).op_name)
 
 
-def _read_later(program: Program, loop: _Loop, element: Node, loops: list[_Loop]) -> list[int]:
+def _read_later(
+    program: Program, loop: _RowLoop, element: Node, loops: list[_RowLoop]
+) -> list[int]:
     """Return at most what a device sends for each reader of a loop's stacked results."""
     left = [loop.node.elements[k] for k in (element.index,) if k in loop.node.elements]
     count = program.device_count
@@ -335,7 +337,7 @@ def _read_later(program: Program, loop: _Loop, element: Node, loops: list[_Loop]
     return sent
 
 
-def _stays_sharded(user: Node, loops: list[_Loop]) -> bool:
+def _stays_sharded(user: Node, loops: list[_RowLoop]) -> bool:
     """Return whether a result is only returned, or read by loops that are changed, too."""
     if user.opcode == "tuple":
         nodes = [loop.node for loop in loops]

@@ -193,24 +193,30 @@ def of_a_transform(site: Site) -> Hint | None:
 
 def _apart(site: Site, transform: Node) -> str:
     """Return how each device transforms its own part of an array."""
-    kind = transform.instruction.attribute("fft_type") or ""
-    several = "," in (transform.instruction.attribute("fft_length") or "")
-    mapped = f"jax.shard_map(lambda x: jnp.fft.{kind.lower()}(x, axis=%d), mesh=mesh, in_specs=%s, "
-    mapped += f"out_specs=%s) with {site.over} for axes"
-    first, second = mapped % (0, "P(None, axes)", "P(None, axes)"), mapped % (1, *["P(axes)"] * 2)
-    if several:
+    kind = (transform.instruction.attribute("fft_type") or "").lower()
+
+    def mapped(axis: int, spec: str) -> str:
         return (
-            f"Transform one dimension at a time while another one is sharded: of a matrix, {second}"
-            ", jax.lax.with_sharding_constraint to P(None, axes), and there the same along axis 0"
+            f"jax.shard_map(lambda x: jnp.fft.{kind}(x, axis={axis}), mesh=mesh, in_specs={spec}, "
+            f"out_specs={spec}) with {site.over} for axes"
+        )
+
+    if "," in (transform.instruction.attribute("fft_length") or ""):
+        return (
+            "Transform one dimension at a time while another one is sharded: of a matrix, "
+            f"{mapped(1, 'P(axes)')}, jax.lax.with_sharding_constraint to P(None, axes), and "
+            "there the same along axis 0"
         )
     whole = factors.of(site.result.dimensions if site.result else ())
     of = factors.followed(whole, transform.operands[0])
-    if of and [factor.origin for factor in of[-1]] == [int(site.collective.dimension)]:
-        return (
-            "Transform that dimension while another one is sharded: of a matrix along axis 0, "
-            f"{first}, and jax.lax.with_sharding_constraint of the result to P(axes)"
-        )
-    return f"Let each device transform its own rows: of a matrix along axis 1, {second}"
+    if of and site.collective.dimension not in [str(factor.origin) for factor in of[-1]]:
+        own = mapped(1, "P(axes)")
+        return f"Let each device transform its own rows: of a matrix along axis 1, {own}"
+    return (
+        "Transform that dimension while another one is sharded: of a matrix along axis 0, "
+        f"{mapped(0, 'P(None, axes)')}, and jax.lax.with_sharding_constraint of the result to "
+        "P(axes)"
+    )
 
 
 # -- the largest of each row ----------------------------------------------------------------------

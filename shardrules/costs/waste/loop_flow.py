@@ -80,6 +80,14 @@ class Unread(NamedTuple):
     one_each: bool = True  # no loop does two of these with it
 
 
+def trips_of(program: Program, loop: Node) -> int | None:
+    """Return a loop's trips in one run of what contains it; None if they aren't known."""
+    own, outer = (program.runs.get(n) for n in (loop.instruction.calls[1], loop.home.name))
+    if own is None or own.count is None or outer is None or not outer.count:
+        return None
+    return own.count // outer.count
+
+
 def unread(program: Program) -> dict[_Source, Unread]:
     """Return the results that no trip reads, each with the outermost loop that it can leave."""
     # Inner loops come first. A result that can leave an inner loop is a result in the outer one,
@@ -100,10 +108,7 @@ def unread(program: Program) -> dict[_Source, Unread]:
         if not outcome:
             continue
         outcomes[name] = outcome
-        outer, own = (program.runs.get(n) for n in (loop.home.name, name))
-        trips = None
-        if own and outer and own.count is not None and outer.count:
-            trips = own.count // outer.count
+        trips = trips_of(program, loop)
         for source in _held(outcome):
             ways = {how for how, sources in outcome.values() if source in sources}
             before = found.get(source, Unread(name, 1, frozenset()))

@@ -16,6 +16,7 @@ import numpy as np
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste import factors
+from shardrules.costs.waste.loop_flow import trips_of
 from shardrules.costs.waste.program import UNARY, WHOLE, Hint, Kind, Program, Site, Use, is_constant
 from shardrules.costs.waste.slices import Rows
 from shardrules.hlo.known import exact
@@ -40,7 +41,7 @@ class _RowLoop(NamedTuple):
     trips: int
     added: list[Node]  # the elements of its carry to which each trip adds
     stacked: list[Node]  # those into which each trip writes its own rows
-    reads_number: bool  # whether a trip computes with its number, besides reading and writing there
+    reads_number: bool  # whether a trip computes with its number
 
 
 def looped_over(site: Site) -> Hint | None:
@@ -120,7 +121,7 @@ def _owners(program: Program, whole: Node, part: Node, index: Node, count: int) 
     ``count``: the number of devices that share the whole array, in order.
     """
     loop, d = program.loops.get(index.home.name), _cut(whole, part)
-    trips = None if loop is None else _trips(program, loop)
+    trips = None if loop is None else trips_of(program, loop)
     if loop is None or d is None or not trips or trips % count or trips > _MOST_TRIPS:
         return None
     size, own = whole.shape.dimensions[d], part.shape.dimensions[d]
@@ -129,14 +130,6 @@ def _owners(program: Program, whole: Node, part: Node, index: Node, count: int) 
     if starts is None or {*starts.tolist()} != {*range(0, trips * own, own)} or trips * own != size:
         return None
     return tuple((starts * count // size).tolist())
-
-
-def _trips(program: Program, loop: Node) -> int | None:
-    run = program.runs.get(loop.instruction.calls[1])
-    around = program.runs.get(loop.home.name)
-    if run is None or around is None or not run.count or not around.count:
-        return None
-    return run.count // around.count
 
 
 def _followed(program: Program, site: Site, taken: Node) -> factors.Factors | None:
@@ -176,7 +169,7 @@ def _loop(program: Program, body: str, read: dict[Site, dict[str, _Owners]]) -> 
     inside = walk.reached([body], lambda name: _called(program, name))
     gathers = {site.instruction.start for site in read}
     within = (s.instruction.start for s in program.sites if s.computation.name in inside)
-    trips = _trips(program, loop)
+    trips = trips_of(program, loop)
     if any(_has_effect(program, name) for name in inside):
         return None
     if not trips or not gathers.issuperset(within) or flat.root.opcode != "tuple":
@@ -245,6 +238,7 @@ def _passes(program: Program, counters: dict[Node, np.ndarray], node: Node, user
 
 
 def _reads_number(counters: dict[Node, np.ndarray]) -> bool:
+    """Return whether a trip computes with its number, besides reading and writing there."""
     left = [*counters]
     for node in left:  # the list grows meanwhile
         for user in node.users:

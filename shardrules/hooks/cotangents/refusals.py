@@ -204,8 +204,8 @@ class Refusals:
         """Return the error for a sum that holds the cotangents of other devices' values."""
         names = quoted(axes)
         keeps = (
-            "; to keep copies equal, say so by a cast of ct as the bwd reduces it now:\n"
-            f"    return (shardrules.vary(ct, {names}),)"
+            "; to keep copies equal, as with the check off, say so by a cast of what it returns "
+            f"now:\n    return (shardrules.vary(reduced_ct, {names}),)"
         )
         return self._error(
             "of_others",

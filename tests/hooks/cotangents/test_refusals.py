@@ -66,8 +66,8 @@ OF_OTHERS = """\
 it reduces over {'data'} (by psum), for a primal that varies over {'data'} and that the forward \
 does not move there: the other devices' cotangents belong to other values, and JAX itself sums \
 those of a value that was cast. Return this device's:
-    return (ct,); to keep copies equal, say so by a cast of ct as the bwd reduces it now:
-    return (shardrules.vary(ct, 'data'),)"""
+    return (ct,); to keep copies equal, as with the check off, say so by a cast of what it returns now:
+    return (shardrules.vary(reduced_ct, 'data'),)"""
 LOST = """\
 is typed invariant over {'data'}, but it depends on sort, whose operands vary over them and whose \
 result JAX types as invariant. Cast its result: shardrules.vary(x, 'data')."""

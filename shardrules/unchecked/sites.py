@@ -214,10 +214,24 @@ _SUMS_ITSELF = (
     "shardrules.install() where the program starts, and compare a step's gradients with those "
     "before and with one device's, since with the check off they may be wrong"
 )
+_OWN_TERM = (
+    "  with the check off, shard_map sums that gradient over the devices; with the check on it "
+    "counts once. To keep the sum, pass shardrules.vary(w, *axes) for that argument w, with the "
+    "axes named above, where the function is called; then switch the check on by hand, with "
+    "shardrules.install() where the program starts. To count it once, switch it on as it is"
+)
+OWN_TERM = "a gradient that doesn't depend on its cotangent"
 SUMMED = ("returns a gradient that is summed over", "makes results equal over")
 
 
 def of_cotangents(reasons: Iterable[str]) -> list[str]:
     """Return what to do where the gradients that pass a bwd or a transpose may change."""
-    sums = [any(text in reason for text in SUMMED) for reason in reasons]
-    return [_SUMS_ITSELF] * any(sums) + [_WHOLE_COTANGENTS] * (not all(sums))
+    advice = [
+        _OWN_TERM
+        if OWN_TERM in reason
+        else _SUMS_ITSELF
+        if any(text in reason for text in SUMMED)
+        else _WHOLE_COTANGENTS
+        for reason in reasons
+    ]
+    return [text for text in (_OWN_TERM, _SUMS_ITSELF, _WHOLE_COTANGENTS) if text in advice]

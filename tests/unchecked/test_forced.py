@@ -16,6 +16,7 @@ from shardrules.errors import ShardrulesError
 from shardrules.unchecked import sites
 
 AXIS = "data"
+AXES = ("data", "model")
 W = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
 
@@ -99,6 +100,35 @@ def test_a_forward_that_reduces(cpu_mesh):
     assert any(text in site.reason for text in sites.SUMMED)
     with pytest.raises(ShardrulesError, match="not the same with the check"):
         testing.assert_same_unchecked(loss, W, X, forced=True)
+
+
+def test_a_gradient_of_its_own_for_an_equal_argument(cpu_mesh):
+    """The reason said that it was summed, and the advice that its psum should go; it has none."""
+    mixed = op_of(lambda y, w: y * 1.0, lambda r, g: (g, 0.1 * r[1]))
+
+    def loss_of_own(check, *axes):
+        def local(w, x):
+            of = shardrules.vary(w, *axes) if axes else w
+            return lax.pmean((mixed(x @ w, of) ** 2).mean(), AXES)
+
+        def loss(w, x):
+            specs = P(), P(AXES)
+            f = jax.shard_map(local, mesh=cpu_mesh, in_specs=specs, out_specs=P(), check_vma=check)
+            return f(w, x)
+
+        return loss
+
+    loss = loss_of_own(False)
+    site = site_of(loss)
+    assert "returns at output[1], for an argument that is equal over 'data', 'model'" in site.reason
+    (advice,) = sites.of_cotangents([site.reason])
+    assert "To keep the sum, pass shardrules.vary(w, *axes) for that argument" in advice
+    off = jax.jit(jax.grad(loss))(W, X)
+    with shardrules.install():
+        kept = jax.jit(jax.grad(loss_of_own(True, *AXES)))(W, X)
+        once = jax.jit(jax.grad(loss_of_own(True)))(W, X)
+    np.testing.assert_allclose(kept, off, 1e-4)
+    np.testing.assert_allclose(off - once, 0.7 * W, 1e-3, 1e-5)  # eight devices' terms, or one
 
 
 def test_a_linear_bwd_that_is_not_proven_so(cpu_mesh):

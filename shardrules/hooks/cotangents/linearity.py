@@ -46,6 +46,19 @@ _SHOWING = frozenset(
 # How deeply nested fwds and rules are read.
 _MOST_RULES = 4
 
+# Primitives of which no result is linear in any operand that depends on the inputs.
+CURVED = frozenset(
+    "abs acos acosh argmax argmin asin asinh atan atan2 atanh cbrt ceil clamp cos cosh "
+    "cumlogsumexp cummax cummin cumprod digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
+    "integer_pow is_finite le lgamma log log1p logistic lt max min ne pow reduce_max reduce_min "
+    "reduce_prod rem round rsqrt sign sin sinh sort sqrt square tan tanh".split()
+)
+
+# Primitives that are linear in both operands together, or in one if the other one is fixed.
+AFFINE = frozenset("add add_any sub".split())
+_PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())
+_STEPS = CURVED | AFFINE | _PRODUCTS
+
 Precision = tuple[int, int]  # bits of the mantissa and of the exponent
 
 
@@ -106,6 +119,10 @@ class LinearityProof(NamedTuple):
     rounds: bool  # whether a value that depends on the inputs is less precise than both ends
     is_narrow: bool  # whether a value that depends on the inputs has a narrow range
     shows: bool = False  # whether the host or a foreign call sees a value that depends on them
+    # The names of JAX's primitives that make something of a linear value that isn't linear or is
+    # affine. Empty if nothing does, or if the only such steps can't be read.
+    steps: tuple[str, ...] = ()
+    depends: bool = True  # whether an output depends on the inputs at all
 
 
 def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> LinearityProof:
@@ -144,6 +161,8 @@ def linearity(jaxpr: Jaxpr, inputs: Sequence[Any], kernels: bool = False) -> Lin
         rounds,
         any(map(is_narrow, fold.precisions)),
         fold.shows,
+        tuple(sorted(fold.steps)),
+        not _KNOWN.issuperset(results),
     )
 
 
@@ -171,6 +190,7 @@ class Linearity(Fold[str]):
         self.summed_of_others: set[str] = set()
         self.precisions: set[Precision] = set()  # those of all values that depend on the inputs
         self.shows = False
+        self.steps: set[str] = set()
         self._rules: dict[Any, Any] = {}  # the rules of custom_vjps and custom_jvps, by place
         self._reading: list[Any] = []  # the jaxprs of the rules that are being read
 
@@ -236,7 +256,8 @@ class Linearity(Fold[str]):
         return [self._result(eqn, name, operands)] * len(eqn.outvars)
 
     def _result(self, eqn: Eqn, name: str, given: list[str]) -> str:
-        row = None if _is_users(eqn.primitive) else ROWS.get(name)
+        users = _is_users(eqn.primitive)
+        row = None if users else ROWS.get(name)
         if _KNOWN.issuperset(given):
             inner = () if name in KERNELS else inner_jaxprs(eqn.params)
             for other in (eqn, *(e for jaxpr in inner for e in equations(jaxpr))):
@@ -247,8 +268,13 @@ class Linearity(Fold[str]):
             return ZERO if keeps_zero and set(given) == {ZERO} else FIXED
         if row is None:
             self._note_inside(eqn)
-            return UNKNOWN
-        return row(self, eqn, given)
+            result = UNKNOWN
+        else:
+            result = row(self, eqn, given)
+        # An operand that is unknown may have become so by a step that can't be read.
+        if result == UNKNOWN and UNKNOWN not in given and name in _STEPS and not users:
+            self.steps.add(name)
+        return result
 
     def _note_inside(self, eqn: Eqn) -> None:
         """Record that every value inside an equation may depend on the inputs."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.tree_util import keystr
 
 from shardrules.door.jaxprs import is_inexact, named_axes, size_of
 from shardrules.door.protocols import Eqn
@@ -15,7 +15,7 @@ from shardrules.errors import WholeCotangentWarning
 from shardrules.hooks.cotangents.bwd import Bwd, axes_of
 from shardrules.hooks.cotangents.communication import communicates
 from shardrules.hooks.cotangents.inner_sums import inner_sums, is_total, sums_otherwise
-from shardrules.hooks.cotangents.linearity import linearity
+from shardrules.hooks.cotangents.linearity import AFFINE, LinearityProof, linearity
 from shardrules.hooks.cotangents.summed_shares import gradient_over
 from shardrules.hooks.cotangents.traced import Path
 from shardrules.jaxprs.walk import equations
@@ -61,6 +61,8 @@ class WholeCotangents:
                     if is_sum is None or (is_sum and axis in axes):
                         return gradient_over(frozenset({axis}))
                     if not is_sum and axis not in axes:
+                        if not self._proofs[path].depends:
+                            return self._own_term(path, axes)
                         return f"the bwd {name} returns a gradient that is summed over {axis!r}"
             elif len(differs) > 1 or any(axis in axes for axes in primals):
                 return f"the forward of the bwd {name} makes results equal over {axis!r}"
@@ -68,7 +70,7 @@ class WholeCotangents:
                 return f"the bwd {name} communicates over {axis!r}"
             elif self.parts.perturbed:
                 return self._may_choose
-            elif why := self._nonlinear([path for path, _ in returned], axis):
+            elif why := self._nonlinear(axis):
                 return why
         return ""
 
@@ -81,17 +83,19 @@ class WholeCotangents:
         shares = state.here.transpose.shares
         if not equal or shares is None or key in state.warned or is_library(at):
             return
-        if any(map(self._opaque_call, equations(self.bwd.trace.jaxpr))):
-            return  # opaque calls are mostly linear, and can't be read
-        if not self._nonlinear([path for path, _ in self._returned], equal[0]):
+        if not self._nonlinear(equal[0]):
             return
+        step = next(filter(None, (_step(proof, "it") for proof in self._proofs.values())), "")
+        if not step and any(map(self._opaque_call, equations(self.bwd.trace.jaxpr))):
+            return  # most opaque calls are linear, and nothing that can be read says otherwise
         over = [axis for axis in equal if axis in shares().summed]
         if over:
             state.warned.add(key)
             names = ", ".join(map(repr, over))
+            applied = f" ({step})" if step else ""
             warning = WholeCotangentWarning(
-                f"the bwd {self.parts.name!r} is not known to be linear in the cotangent that "
-                f"it receives, which is the sum over {{{names}}} of the devices' cotangents, "
+                f"the bwd {self.parts.name!r} is not known to be linear in its cotangent{applied}. "
+                f"It receives the sum over {{{names}}} of the devices' cotangents, "
                 "so its result may differ from the sum of what it returns for each device's "
                 "share. If you want each device's share, as with the check off, cast the "
                 f"argument where the function is called, f(shardrules.vary(x, {names})); if "
@@ -136,9 +140,9 @@ class WholeCotangents:
         return [axis for axis in sorted(self.bwd.mesh_axes) if size_of(frozenset((axis,))) != 1]
 
     @functools.cached_property
-    def _returned(self) -> list[tuple[Any, frozenset[str]]]:
+    def _returned(self) -> list[tuple[Path, frozenset[str]]]:
         """Return path and axes of each returned cotangent that isn't zero."""
-        bwd, returned = self.bwd, list[tuple[Any, frozenset[str]]]()
+        bwd, returned = self.bwd, list[tuple[Path, frozenset[str]]]()
 
         def note(path: Path, index: int, value: Any) -> Any:
             zero = isinstance(value, bwd.door.SymbolicZero) or not is_inexact(value)
@@ -170,20 +174,44 @@ class WholeCotangents:
         arriving = [v for v, leaf in zip(inputs, trace.dynamic) if leaf >= self.bwd.first]
         return linearity(trace.jaxpr, arriving, kernels=True).shows
 
-    def _nonlinear(self, paths: Sequence[Any], axis: str) -> str:
-        """Say why returned cotangents may not be linear in the arriving ones; empty if they are."""
-        bwd = self.bwd
-        for path in paths:
-            jaxpr, dynamic = bwd.sliced(path), bwd.trace.dynamic
+    def _own_term(self, path: Path, axes: frozenset[str]) -> str:
+        equal = ", ".join(repr(axis) for axis in self._several if axis not in axes)
+        return (
+            f"the bwd {self._name} returns at output{keystr(path)}, for an argument that is equal "
+            f"over {equal}, a gradient that doesn't depend on its cotangent"
+        )
+
+    @functools.cached_property
+    def _proofs(self) -> dict[Path, LinearityProof]:
+        """Read, for each returned cotangent, the part of bwd that computes it."""
+        proofs: dict[Path, LinearityProof] = {}
+        for path, _ in self._returned:
+            jaxpr, dynamic = self.bwd.sliced(path), self.bwd.trace.dynamic
             inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
-            arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= bwd.first]
-            proof = linearity(jaxpr, arriving, kernels=True)
+            arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= self.bwd.first]
+            proofs[path] = linearity(jaxpr, arriving, kernels=True)
+        return proofs
+
+    def _nonlinear(self, axis: str) -> str:
+        """Say why returned cotangents may not be linear in the arriving ones; empty if they are."""
+        for path, proof in self._proofs.items():
             if proof.summed is None:
-                opaque = next(filter(None, map(self._opaque_call, equations(jaxpr))), None)
-                holds = f" (it calls {opaque.call})" if opaque is not None else ""
+                eqns = equations(self.bwd.sliced(path))
+                opaque = next(filter(None, map(self._opaque_call, eqns)), None)
+                calls = f"it calls {opaque.call}" if opaque is not None else ""
+                why = " and ".join(filter(None, [calls, _step(proof, "a cotangent")]))
+                holds = f" ({why})" if why else ""
                 return f"the bwd {self._name} is not known to be linear{holds}"
             shares = self.state.here.transpose.shares
             differs = shares is None or axis in shares().differing
             if proof.is_narrow or (proof.rounds and differs):
                 return f"the bwd {self._name} rounds a cotangent"
         return ""
+
+
+def _step(proof: LinearityProof, cotangent: str) -> str:
+    """Say what makes a result that isn't linear in a cotangent; empty if that can't be said."""
+    applied = ", ".join(step for step in proof.steps if step not in AFFINE)
+    if applied:
+        return f"it applies {applied} to {cotangent}"
+    return f"it adds another value to {cotangent}" if proof.steps else ""

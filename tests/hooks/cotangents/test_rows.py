@@ -241,6 +241,49 @@ def test_a_parameter_that_is_not_asked_is_found(monkeypatch):
     assert found == {"scatter": [5, 6, 9], "gather": [3]}
 
 
+def curved(name):
+    """Return a function of one array that calls a primitive which is not linear."""
+    f = getattr(lax, name.removeprefix("reduce_"), None)
+    if name in ("reduce_max", "reduce_min", "reduce_prod"):
+        return getattr(jnp, name.removeprefix("reduce_"))
+    if name in ("argmax", "argmin"):
+        return lambda g: f(g, 0, jnp.int32).astype(jnp.float32)
+    if name == "clamp":
+        return lambda g: f(-0.5, g, 0.5)
+    if name == "integer_pow":
+        return lambda g: f(g, 3)
+    if name == "pow":
+        return lambda g: f(g, 1.5)
+    if name in "atan2 max min rem eq ge gt le lt ne".split():
+        return lambda g: f(g, jnp.full_like(g, 0.3)).astype(jnp.float32)
+    if name == "is_finite":
+        return lambda g: f(g).astype(jnp.float32)
+    return f
+
+
+@pytest.mark.parametrize("name", sorted(linearity.CURVED))
+def test_steps_that_are_called_not_linear_are_not(name):
+    f = curved(name)
+    jaxpr = jax.make_jaxpr(f)(FIXED).jaxpr
+    assert name in {name_of(eqn) for eqn in equations(jaxpr)}
+    x = np.array([0.3, 0.6, 1.3, 0.2, 1.2, -0.5, 0.25, 0.4], np.float32)
+    y = np.array([1.45, 0.7, 0.45, 0.3, 1.4, 0.3, 0.2, 0.1], np.float32)
+    assert float(jnp.nanmax(jnp.abs(f(x + y) - f(x) - f(y)))) > 1e-3
+    proof = linearity.linearity(jaxpr, jaxpr.invars, kernels=True)
+    assert proof.summed is None and proof.steps == (name,)
+
+
+def test_steps_after_an_unknown_one_are_not_named():
+    """Nor products with what is fixed, nor the steps of values that don't depend on the inputs."""
+    after = jax.make_jaxpr(lambda g: jnp.exp(lax.sin(g)))(FIXED).jaxpr
+    assert linearity.linearity(after, after.invars).steps == ("sin",)
+    beside = jax.make_jaxpr(lambda g, r: g * jnp.exp(r) + 0.0 * r)(FIXED, FIXED).jaxpr
+    assert linearity.linearity(beside, beside.invars[:1]).steps == ()
+    unread = jax.make_jaxpr(lambda g: lax.erf_inv(lax.population_count(g.astype(jnp.int32)) * 1.0))
+    jaxpr = unread(FIXED).jaxpr
+    assert linearity.linearity(jaxpr, jaxpr.invars).steps == ()
+
+
 def test_a_ref_that_is_read_as_another_type_is_not_linear():
     """What it holds is bits then; some are no numbers, so that none is executed here."""
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import shardrules
@@ -325,6 +326,81 @@ def test_a_linear_bwd_is_not_told_of(cpu_mesh, recwarn):
         # All devices hold the same here: nothing was summed.
         same = off(lambda x, w: x + clip_gradient(LIMIT, w), cpu_mesh, (P(), P()), P(), check=True)
         derivatives(same)(X, W)
+    assert not [w for w in recwarn if w.category is errors.WholeCotangentWarning]
+
+
+def by_kernel(kernel):
+    """Return the identity, whose bwd is a Pallas kernel of the cotangent."""
+
+    def bwd(g):
+        shape = jax.ShapeDtypeStruct(g.shape, g.dtype)
+        return pl.pallas_call(kernel, shape, interpret=True, name="of_cotangents")(g)
+
+    return vjp_of(lambda x: x * 1.0, bwd)
+
+
+def clips(g, o):
+    o[...] = clip(g[...])
+
+
+def squares(g, o):
+    o[...] = g[...] * g[...]
+
+
+def adds(g, o):
+    o[...] = g[...] + 1.0
+
+
+def doubles(g, o):
+    o[...] = 2.0 * g[...]
+
+
+def doubles_where_it_is_clipped_to(g, o):
+    o[...] = 2.0 * g[...] * jnp.clip(jax.lax.iota(jnp.float32, W.size), -LIMIT, LIMIT)
+
+
+KERNELS = {
+    clips: "(it applies max to it)",
+    squares: "(it applies mul to it)",
+    adds: "(it adds another value to it)",
+    doubles: "",
+    doubles_where_it_is_clipped_to: "",
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_of_a_bwd_is_read_before_it_is_told_of(kernel, cpu_mesh, recwarn):
+    def body(op):
+        return lambda x, w: x * op(w)
+
+    specs = P("data"), P()
+    op = by_kernel(kernel)
+    with shardrules.install():
+        derivatives(off(body(op), cpu_mesh, specs, check=True))(X, W)
+        told = [w for w in recwarn if w.category is errors.WholeCotangentWarning]
+        assert len(told) == bool(KERNELS[kernel])
+        for warning in told:
+            assert KERNELS[kernel] in str(warning.message)
+            assert warning.message.axes == {"data"}
+
+        # As it says: cast where the function is called.
+        def cast_first(x, w):
+            return x * op(shardrules.vary(w, "data"))
+
+        derivatives(off(cast_first, cpu_mesh, specs, check=True))(X, W)
+    assert len([w for w in recwarn if w.category is errors.WholeCotangentWarning]) == len(told)
+
+
+def test_a_kernel_that_cannot_be_read_is_not_told_of(cpu_mesh, recwarn):
+    """A callback stands for FFI: most are linear, and nothing says otherwise."""
+
+    def bwd(g):
+        shape = jax.ShapeDtypeStruct(g.shape, g.dtype)
+        return jax.pure_callback(lambda g: np.asarray(g), shape, g, vmap_method="sequential")
+
+    op = vjp_of(lambda x: x * 1.0, bwd)
+    with shardrules.rules({"pure_callback": shardrules.no_communication}), shardrules.install():
+        derivatives(off(lambda x, w: x * op(w), cpu_mesh, (P("data"), P()), check=True))(X, W)
     assert not [w for w in recwarn if w.category is errors.WholeCotangentWarning]
 
 

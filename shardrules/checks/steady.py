@@ -50,7 +50,7 @@ def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState
       ShardrulesError: a count is negative.
 
     Examples:
-      >>> with testing.steady_state() as steady:
+      >>> with testing.steady_state(warmup_count=1) as steady:
       ...     for _ in range(3):
       ...         result = step(w, x)
       ...         steady.tick()

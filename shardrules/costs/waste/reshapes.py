@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from shardrules.costs import accounts, walk
 from shardrules.costs.advice import operation
-from shardrules.costs.waste.program import FUNCTIONS, WHOLE, Hint, Kind, Program, Site
+from shardrules.costs.waste.program import FLOATS, FUNCTIONS, WHOLE, Hint, Kind, Program, Site
 from shardrules.hlo.proof import phases
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
@@ -33,6 +33,95 @@ def find(site: Site) -> Hint | None:
         f"microbatches, x.reshape(-1, {steps}, *x.shape[1:]).swapaxes(0, 1) gives each step "
         f"rows that each device has already, and {site.entry.bytes} B become 0 B"
     )
+
+
+def of_steps(site: Site) -> Hint | None:
+    """Find what XLA sends in a loop over (steps, batch / steps, ...) of a sharded batch."""
+    return site.program.remembered(_of_steps).get(site)
+
+
+def _of_steps(program: Program) -> dict[Site, Hint]:
+    """Return hints by collectives; one change removes those of a loop over steps."""
+    # If there are fewer steps than devices, a reshape that puts them first divides the devices: F
+    # devices have the same rows of F different steps, and the n / F groups of them have different
+    # rows. All have to work on one step at a time, so XLA gives each of the F another part of the
+    # features, and they all-reduce and gather activations over parts of the axis.
+    parts = [site for site in program.sites if site.split and site.needed and site.whole]
+    found: dict[Site, Hint] = {}
+    starts = [site for site in parts if _takes_steps(site)]
+    for groups in dict.fromkeys(site.collective.groups for site in starts):
+        first = next(site for site in starts if site.collective.groups == groups)
+        gone = [
+            site
+            for site in parts
+            if site.collective.groups == groups and (site in starts or site.entry.loop_depth)
+        ]
+        others = [site for site in parts if site.collective.groups != groups]
+        # A gradient of a whole parameter, or of one layer of it, stays as large, and so does a
+        # shard of a parameter that is gathered. Others may be a device's part of the features.
+        batches = {made_by(site.source, _CONVERTED) for site in starts}
+        shapes = [p.shape.dimensions for p in _parameters(program) if p not in batches]
+        more = sum(_more(site, shapes, len(groups[0])) for site in others if site.entry.loop_depth)
+        before = [site.in_all(site.entry.wire_bytes) for site in gone]
+        total = sum(filter(None, before))
+        if None in before or total <= more or None in {s.entry.runs for s in others}:
+            continue
+        advice = (
+            "the loop's steps come before the sharded rows, as after x.reshape(steps, -1, ...), "
+            f"and there are fewer than devices: those of {first.over} divide the features of one "
+            "step, and exchange activations. If it does not matter which rows a step takes, as for "
+            "microbatches, x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), and of the labels "
+            "alike, gives each step rows that each device has already: these "
+            f"{total} B become 0 B"
+        )
+        if more:
+            advice += f"; gradients and weights, then over all of {first.over}, take {more} B more"
+        for site in sorted(gone, key=lambda s: (s is not first, -(s.in_all(s.entry.bytes) or 0))):
+            sent = min(site.in_all(site.entry.wire_bytes) or 0, more)  # of what others send then
+            more -= sent
+            text = advice if site is first else f"goes away with that at {first.where}"
+            found[site] = site.hint(text, sent_after=sent, goes_with=first)
+    return found
+
+
+def _takes_steps(site: Site) -> bool:
+    """Return whether XLA brings a loop's slices along a dimension that is divided over devices."""
+    is_slice = site.collective.kind in ("all-to-all", "all-gather", "collective-permute")
+    sizes = site.taken.dimensions
+    return (
+        is_slice
+        and site.entry.phase == "forward"
+        and "while/body" in site.op_name
+        and operation(site.collective) == "dynamic_slice"
+        # Else the rows of a step are fewer than the devices, or not shared out evenly.
+        and len(sizes) > 1
+        and sizes[1] % site.collective.group_size == 0
+    )
+
+
+def _parameters(program: Program) -> Iterator[Node]:
+    """Yield the program's parameters that hold floats."""
+    for node in program.flat(program.module.entry.name).nodes:
+        if node.opcode == "parameter" and FLOATS.match(node.shape.element_type):
+            yield node
+
+
+def _more(site: Site, shapes: list[tuple[int, ...]], divided: int) -> int:
+    """Return what a collective over the rows sends in addition if it runs over the whole axis.
+
+    ``shapes``: those of the parameters on a device; ``divided``: over how many devices the
+    features are.
+    """
+    kind, count = site.collective.kind, site.program.mesh[site.split[0]]
+    whole: list[list[int]] = [[]]
+    for of in (of for sizes in shapes for of in (sizes, sizes[1:])):
+        whole.append(sorted(of))
+        if kind != "all-gather":  # the parameter may be a shard, and its gradient not
+            whole += [sorted((*of[:d], of[d] * count, *of[d + 1 :])) for d in range(len(of))]
+    is_whole = sorted(site.taken.dimensions) in whole
+    size = site.entry.bytes * (1 if is_whole else divided)
+    then = accounts.wire_bytes(kind, size, count)
+    return max((site.in_all(then) or 0) - (site.in_all(site.entry.wire_bytes) or 0), 0)
 
 
 def _is_reshape(site: Site) -> bool:
@@ -177,7 +266,7 @@ def _joined(program: Program) -> dict[str | None, int]:
 
 
 def reordered(site: Site) -> Hint | None:
-    return find(site) or concatenated(site)
+    return find(site) or of_steps(site) or concatenated(site)
 
 
 # -- a few rows joined to many --------------------------------------------------------------------

@@ -35,7 +35,7 @@ _OPTIMIZED = re.compile(r"(.+)\.(?:[^./]*_)?after_optimizations\.(?:txt|hlo)(?:\
 
 
 def before_optimizations(path: pathlib.Path) -> pathlib.Path | None:
-    """Return the text before XLA's passes that a dump has beside the text after them, or None."""
+    """Return the dump's file from before XLA's passes, given the file from after them, or None."""
     # Before: module_0001.jit_f.before_optimizations.txt. After: .cl_933746096.after_... on TPU,
     # .cpu_after_... on CPU, .sm_9.0_gpu_after_... on GPU.
     match = _OPTIMIZED.fullmatch(path.name)

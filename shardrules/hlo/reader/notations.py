@@ -191,7 +191,7 @@ def _lists_of(matrix: np.ndarray) -> IdLists:
 
 
 def id_count(mode: str, partitions: int, replicas: int) -> int:
-    """Return how many ids there are for groups in a mode (see ``flatten_groups``)."""
+    """Return the number of ids that a mode's groups choose from (see ``flatten_groups``)."""
     counts = {"cross_partition": partitions, "flattened": partitions * replicas}
     return counts.get(mode, replicas)
 
@@ -313,6 +313,7 @@ def _named_holders(text: str, inner: str, partitions: int) -> np.ndarray | None:
         not dims.startswith("[") or leftover or "?" in dims
     ):  # unreduced=, manual=, an open dimension
         return None
+    # A group along the sharded axes has one partition of each tile, so the columns are the tiles.
     return _axis_groups(mesh, _AXIS_REF.findall(dims)).T
 
 
@@ -344,7 +345,7 @@ def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
 
 
 def listed(rows: Sequence[Sequence[int]]) -> str:
-    """Return lists of devices, ``{{0,3},{1,2}}``, as text; if long, its start and a checksum."""
+    """Return lists of devices as text, ``{{0,3},{1,2}}``; shorten long text, with a checksum."""
     text = str(list(map(tuple, rows))).replace(",)", ")").translate(_AS_LISTED)
     if len(text) <= 80:
         return text

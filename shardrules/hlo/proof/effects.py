@@ -17,7 +17,7 @@ from shardrules.registry import axistypes
 def applied(
     visit: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.CallEffects
 ) -> int:
-    """Return an output's state from the effect that its rule has and the operands' merged state."""
+    """Return the state of an output, given its effect and the merged state of the operands."""
     proof, states = visit.proof, visit.proof.values.states
     if effect.kind == "local":
         return state

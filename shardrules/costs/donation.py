@@ -1,4 +1,4 @@
-"""Tells what became of the memory of donated arguments, leaf by leaf.
+"""Tell what became of the memory of donated arguments, leaf by leaf.
 
 The module's header states it (XLA, ``HloModuleConfig`` and ``HloInputOutputAliasConfig``):
 ``input_output_alias`` says which output is written into which parameter's memory, ``buffer_donor``

@@ -1,4 +1,4 @@
-"""Finds the value that lacks a reduction, if an output that is called replicated differs.
+"""Find the value that lacks a reduction, if an output that is called replicated differs.
 
 An output that a step updates (a weight, a momentum) differs because a gradient that goes into it
 was not reduced. The gradient is the value to reduce: a sum of the weight itself would add up all

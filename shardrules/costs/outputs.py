@@ -1,4 +1,4 @@
-"""Finds outputs whose shardings say replicated without a proof: a reduction may be missing.
+"""Find outputs whose shardings say replicated without a proof: a reduction may be missing.
 
 The devices may then hold different data under the name of one array, and a state that is carried
 from step to step drifts apart. An output *differs* if it is computed from different data by steps

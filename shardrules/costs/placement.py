@@ -1,4 +1,4 @@
-"""Finds the constants in a program that go to every device, and the outputs that it gathers."""
+"""Find the constants in a program that go to every device, and the outputs that it gathers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds transfers between a compiled program and the host: callbacks, feeds, sends, copies."""
+"""Find transfers between a compiled program and the host: callbacks, feeds, sends, copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes what following a finding or a hint saves, in one execution on one device."""
+"""Compute what following a finding or a hint saves, in one execution on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds waste, by kinds: collectives that are needed but could be cheaper."""
+"""Find waste, by kinds: collectives that are needed but could be cheaper."""
 
 from __future__ import annotations
 

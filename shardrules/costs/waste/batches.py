@@ -1,4 +1,4 @@
-"""Finds activations that leave the batch's layout, where keeping it sends less.
+"""Find activations that leave the batch's layout, where keeping it sends less.
 
 XLA's partitioner chooses a layout for each activation. In the layout of the batch, devices gather
 weights and sum up gradients, and no activation moves. XLA may take another one, as that of the

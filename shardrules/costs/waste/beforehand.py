@@ -1,4 +1,4 @@
-"""Finds arrays that the program could narrow, or put together, before a collective takes them."""
+"""Find arrays that the program could narrow, or put together, before a collective takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds what XLA moves for calls, callbacks, FFTs and others that it can't partition."""
+"""Find what XLA moves for calls, callbacks, FFTs and others that it can't partition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follows the dimensions of an array, as factors, through operations that move the whole array.
+"""Follow the dimensions of an array, as factors, through operations that move the whole array.
 
 XLA reads the same memory as an array of other dimensions. For example, it gathers f32[64,128,32]
 over 2 x 4 devices as f32[512,128,32], and turns that into f32[128,128,128]: it splits 512 into 2, 4

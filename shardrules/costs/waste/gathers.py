@@ -1,4 +1,4 @@
-"""Finds all-gathers of arrays that may stay sharded, or that the devices already have."""
+"""Find all-gathers of arrays that may stay sharded, or that the devices already have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out how a loop uses the results of its collectives, and which of them no trip reads.
+"""Find out how a loop uses the results of its collectives, and which of them no trip reads.
 
 A loop's body is evaluated on values that say how they depend on these results. A trip may compute
 values from the results only, and write, add or pass such values into an element of the carry that

@@ -1,4 +1,4 @@
-"""Finds collectives in loops that could run before or after the loop, or not at all."""
+"""Find collectives in loops that could run before or after the loop, or not at all."""
 
 from __future__ import annotations
 

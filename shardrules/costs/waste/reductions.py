@@ -1,4 +1,4 @@
-"""Finds all-reduces and all-gathers whose results are only reduced, or added to another's."""
+"""Find all-reduces and all-gathers whose results are only reduced, or added to another's."""
 
 from __future__ import annotations
 

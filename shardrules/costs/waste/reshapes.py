@@ -1,4 +1,4 @@
-"""Finds data that moves between devices because of the way a sharded dimension is written.
+"""Find data that moves between devices because of the way a sharded dimension is written.
 
 These are reshapes that put steps first, splits into parts, arrays that are joined one behind the
 other, and the places that a sort takes along.

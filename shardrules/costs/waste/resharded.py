@@ -1,4 +1,4 @@
-"""Finds arrays that XLA gathers whole and slices, on the way from one sharding to another.
+"""Find arrays that XLA gathers whole and slices, on the way from one sharding to another.
 
 From one sharding, XLA's partitioner can reach some others by one collective. For the rest it
 replicates the array, and its log warns of an involuntary full rematerialization. A constraint to a

@@ -1,4 +1,4 @@
-"""Finds loops over the rows of a sharded array, of which each device makes all trips.
+"""Find loops over the rows of a sharded array, of which each device makes all trips.
 
 XLA's partitioner doesn't split a loop: for ``jax.lax.map(f, x)``, or a scan, over the sharded rows
 of x it gathers all of x, and each device computes every row. If no trip needs another, each device

@@ -1,4 +1,4 @@
-"""Finds collectives whose result each device reads in part, at an index from its own number."""
+"""Find collectives whose result each device reads in part, at an index from its own number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds all-to-alls that bring back what the one before sent: neither of the two is needed."""
+"""Find all-to-alls that bring back what the one before sent: neither of the two is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds parts of sharded arrays that are written at a fixed place, which XLA gathers whole.
+"""Find parts of sharded arrays that are written at a fixed place, which XLA gathers whole.
 
 For ``x.at[1:-1].set(v)`` along a sharded dimension, XLA's partitioner gathers x and v on all
 devices, writes there, and each device keeps its own part. For a mask and a pad it exchanges the few

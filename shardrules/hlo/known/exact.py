@@ -1,4 +1,4 @@
-"""Evaluates small integers and booleans exactly, for every device at once.
+"""Evaluate small integers and booleans exactly, for every device at once.
 
 ``axis_index`` is arithmetic on ``partition-id``, or a look-up in a constant table. An uncertain
 result (a division by zero, a shift by too much, sizes that don't fit) gives None; the proof then

@@ -1,4 +1,4 @@
-"""Finds all-reduces that work as all-gathers: each device adds its own piece to zeros.
+"""Find all-reduces that work as all-gathers: each device adds its own piece to zeros.
 
 XLA for TPU writes a small all-gather like this: each device writes its piece into an array of
 zeros, at a place that follows from the device id, and an all-reduce adds these arrays. Elements of

@@ -1,4 +1,4 @@
-"""Evaluates loops and branches in the proof."""
+"""Evaluate loops and branches in the proof."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolves custom calls by their tag, the registry, XLA's own targets, or the kernel's text."""
+"""Resolve custom calls by their tag, the registry, XLA's own targets, or the kernel's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applies the effect of a kernel's rule to the states of the kernel's operands."""
+"""Apply the effect of a kernel's rule to the states of the kernel's operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluates the instructions of each computation and gives each instruction a value.
+"""Evaluate the instructions of each computation and give each instruction a value.
 
 Each computation is evaluated once for each distinct set of arguments. A table of handlers (see
 ``handlers``) says what each opcode does; a handler is called with a ``Visit``. ``CallGraph`` says

@@ -1,4 +1,4 @@
-"""Finds the proof's inputs: the number of devices, the mesh, the entry parameters' states."""
+"""Find the proof's inputs: the number of devices, the mesh, the entry parameters' states."""
 
 from __future__ import annotations
 

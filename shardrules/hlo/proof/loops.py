@@ -1,4 +1,4 @@
-"""Finds out how often computations run: loops, their nesting and their trip counts."""
+"""Find out how often computations run: loops, their nesting and their trip counts."""
 
 from __future__ import annotations
 

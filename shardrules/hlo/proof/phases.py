@@ -1,4 +1,4 @@
-"""Finds the phase (forward, backward) and the source line of each part of a collective.
+"""Find the phase (forward, backward) and the source line of each part of a collective.
 
 XLA combines collectives. It names the combined collective after its first part, after all parts, or
 not at all. Each part keeps its own metadata on the instruction that extracts it (a

@@ -1,4 +1,4 @@
-"""Reads collectives between TPU slices.
+"""Read collectives between TPU slices.
 
 The text of a program for several slices is one slice's program: it counts one slice's partitions,
 and its groups are groups within each slice. Between slices, data goes through the hosts to

@@ -1,4 +1,4 @@
-"""Judges each collective as redundant, overwide, unproven, needed or internal, and says why."""
+"""Judge each collective as redundant, overwide, unproven, needed or internal, and say why."""
 
 from __future__ import annotations
 

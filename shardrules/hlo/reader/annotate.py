@@ -1,4 +1,4 @@
-"""Adds the mesh and the shardings to a module's text, in notation that XLA's parser accepts too.
+"""Add the mesh and the shardings to a module's text, in notation that XLA's parser accepts too.
 
 The mesh goes into the header's ``frontend_attributes``, under the same key as in a kernel's tag. A
 parameter's sharding goes to the place where XLA prints it (JAX 0.12 prints none).

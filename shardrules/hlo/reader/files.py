@@ -1,4 +1,4 @@
-"""Decodes a file's bytes to text: unpacks gzip, and raises errors for files that are not text."""
+"""Decode a file's bytes to text: unpack gzip, and raise errors for files that are not text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps Python's cycle collector away from the tuples of a module."""
+"""Keep Python's cycle collector away from the tuples of a module."""
 
 from __future__ import annotations
 

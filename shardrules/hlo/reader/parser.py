@@ -1,4 +1,4 @@
-"""Reads HLO text into a ``Module``.
+"""Read HLO text into a ``Module``.
 
 One regular expression reads an instruction as XLA prints it. Any other instruction (nested tuples,
 attributes over several lines, text written by hand) is read piece by piece: shape, operands,

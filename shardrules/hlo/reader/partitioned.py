@@ -1,4 +1,4 @@
-"""Finds out how far XLA has compiled a module; before partitioning, its collectives are missing.
+"""Find out how far XLA has compiled a module; before partitioning, its collectives are missing.
 
 Before XLA's SPMD partitioner, instructions and custom calls have shardings, and the collectives
 that these shardings need are missing. After it, only parameters keep their shardings (JAX 0.4.28

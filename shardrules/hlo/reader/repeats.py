@@ -1,4 +1,4 @@
-"""Finds computations that repeat an earlier one except for names and metadata.
+"""Find computations that repeat an earlier one except for names and metadata.
 
 In a program with unrolled layers, most of the text repeats the same few fusions. Comparing a body
 with the first similar one takes two regular expressions, and a third of the time of reading it. The

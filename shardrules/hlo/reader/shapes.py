@@ -1,4 +1,4 @@
-"""Reads the shapes of arrays, tuples and buffers."""
+"""Read the shapes of arrays, tuples and buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the shardings of a program's parameters from other sources, if its own text lacks them.
+"""Read the shardings of a program's parameters from other sources, if its own text lacks them.
 
 JAX 0.12 prints no shardings in compiled text. The text of the same module before XLA's passes has
 them, and users write them as specs over a mesh.

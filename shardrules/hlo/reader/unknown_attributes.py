@@ -1,4 +1,4 @@
-"""Finds attributes that the proof does not know."""
+"""Find attributes that the proof does not know."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class _Weights:
         return next((node for node in product.operands[:2] if self.holds(node)), None)
 
     def holds(self, node: Node, split: bool = True) -> bool:
-        """Return whether a value is part of a weight; with ``split``, of one that the axis splits."""
+        """Return whether a value is part of a weight (if ``split``: that the axis splits)."""
         made_of = self._origin(node)
         if made_of is not None and made_of.opcode in ("all-gather", "concatenate"):
             return all(self.holds(operand, split) for operand in made_of.operands)

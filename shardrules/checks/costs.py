@@ -272,6 +272,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
         if not any(below(output.path, [path]) for output in outputs):
             there = few([output.path or "(all of it)" for output in outputs], 20)
             raise ShardrulesError(f"no output is at {path!r}; there are {there}", path=path)
+    # The tokens of ordered effects stand before the program's own outputs.
     module = source.module()
     root = module.entry.instructions[module.entry.root].shape
     skip = sum(leaf.element_type == "token" for leaf in root.leaves())
@@ -279,6 +280,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
     title = f"the outputs of {source.name} are not sharded as expected:"
     lines = [title]
     for number, output in enumerate(outputs):
+        # The longest path that contains the output is the most specific expectation.
         paths = [path for path in wanted if below(output.path, [path])]
         other = output.differs(wanted[max(paths, key=len)]) if paths else None
         if other is None:

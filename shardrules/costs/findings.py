@@ -58,6 +58,8 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
 
     ``strict`` also finds verdicts that depend on declarations instead of proofs.
     """
+    # The advice has two parts: a warning, if following the rest may be wrong for some programs, and
+    # the change itself. If gradients may be too large, the change is about this, since it is a bug.
     found, multiplied = [], Multiplied(judgement)
     for entry in accounts.of(judgement):
         verdict = entry.judged

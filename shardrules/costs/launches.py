@@ -184,6 +184,8 @@ def _element(computation: hlo.Computation, position: int) -> int | None:
 
 def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
     """Return a text on the outside value that a loop carries unchanged; empty for a constant."""
+    # Go back through tuples, copies and calls. ``path`` has the numbers of the tuple elements that
+    # are still to be taken, the next one last.
     computation = place.computation
     path = [number] if place.instruction.shape.is_tuple else []
     instruction = computation.instructions[place.instruction.operands[0]]

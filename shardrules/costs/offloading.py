@@ -94,6 +94,8 @@ class _Buffers:
         self, computation: hlo.Computation, instruction: hlo.Instruction, here: list[_Array]
     ) -> None:
         """Add one instruction's buffers; join a buffer that it passes on to its operand's."""
+        # A tuple and its elements, a loop's or call's operands, parameters and results, the result
+        # of a start, and an update in place all have the buffers of their operands.
         opcode = instruction.opcode
         given = [self.leaves(computation, operand) for operand in instruction.operands]
         result = [here[n] for n in walk.result_leaves(instruction)]

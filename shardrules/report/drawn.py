@@ -76,6 +76,8 @@ def groups_on_mesh(
 
     The last mesh axis runs from left to right.
     """
+    # Devices are numbered row by row, as in the mesh, so a device's place follows from its number:
+    # the last axis is across, and all other axes are down.
     axes = dict(mesh) if mesh else {"devices": device_count}
     *down, right = axes
     across = axes[right]

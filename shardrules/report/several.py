@@ -284,7 +284,7 @@ def gather(
     # them, the two count as one, so handle programs with times first.
     timed_first = sorted(enumerate(zip(contents, counts)), key=lambda n: n[1][0].timings is None)
     timed: dict[str, object] = {}
-    for number, (content, count) in timed_first:
+    for number, (content, count) in timed_first:  # programs from files keep their own number
         # Compare the reports, not the texts, which may differ in a constant or in other details
         # that the report doesn't depend on.
         key: object = number

@@ -207,6 +207,8 @@ class _Trip:
 
     def _apply(self, node: Node, operands: list[Any]) -> Any:
         """Return a node's value from the values of its operands."""
+        # First the opcodes that have their own rules. Then any function that may take results, and
+        # last, functions of values that are the same on every device.
         opcode, calls = node.opcode, node.instruction.calls
         if opcode == "tuple":
             return tuple(operands)
@@ -310,6 +312,9 @@ class _Trip:
 
     def _collective(self, node: Node, operands: list[Any]) -> Any:
         """Return a collective's value, which contains its own results and those of its operands."""
+        # A collective may take results of other collectives, and then leave the loop with them. It
+        # may not take an element of the carry that has results. If its own results can't leave the
+        # loop, it stays there, and so it reads its operands.
         sites = self.program.parts(node.instruction)
         own = _own(sites)
         if any(_sources([o]) and not isinstance(o, _LoopResult) for o in operands):

@@ -251,6 +251,8 @@ _EACH = WHOLE | BARRIERS | UNARY | {"all-gather-done"}
 
 def _to_one_number(site: Site) -> Hint | None:
     """Find a reduction over all elements, as in vdot or in the norm of a reshaped array."""
+    # The gathered array goes alone, or multiplied by another gathered array, into a chain of
+    # reductions to one number. Of two gathers, the first pays for the all-reduce.
     entry, size = site.entry, site.collective.group_size
     if site.collective.kind != "all-gather" or size < 2 or not site.whole:
         return None

@@ -97,6 +97,8 @@ def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
         f"way of {' and '.join(map(written, between))} it sends {way.sent} B instead of {sent} "
         f"B. Before the constraint to {end} write {lines}"
     )
+    # Share out the bytes and round trips of the new way among the gathers: each takes at most as
+    # much as it costs now, and the last one takes the rest.
     left, trips = way.sent, way.round_trips
     for number, site in enumerate(gathers):
         is_last = number == len(gathers) - 1

@@ -214,6 +214,8 @@ def gather_read_in_part(site: Site) -> Hint | None:
     groups, dimension = site.collective.groups, part.along(site.result)
     if dimension is None:
         return None
+    # A slice along the gathered dimension must be one whole shard, the device's own or one that a
+    # permute can bring. A slice along another dimension is what an all-to-all brings.
     if dimension == int(along):
         if part.size != site.taken.dimensions[dimension]:
             return None

@@ -343,6 +343,8 @@ class Values:
         self, instruction: hm.Instruction, operands: Sequence[Value], shapes: Sequence[hm.Shape]
     ) -> Value | None:
         """Return the ranges of an operation's result; None if it mixes ranges."""
+        # Ranges are of flat arrays, so an operation keeps them apart only if it takes or joins
+        # contiguous elements in row-major order. Otherwise the result gets one merged state.
         opcode, shape = instruction.opcode, instruction.shape
         if shape.is_tuple or any(s.is_tuple for s in shapes[:1]):
             return None

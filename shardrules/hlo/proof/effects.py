@@ -18,6 +18,9 @@ def applied(
     visit: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.CallEffects
 ) -> int:
     """Return the state of an output, given its effect and the merged state of the operands."""
+    # A local kernel's output is equal where its operands are equal. A kernel that communicates acts
+    # like a collective over the lines of its axes, and needs a mesh that fits the program. A typed
+    # output is equal along the axes that its type does not name, whatever its operands are.
     proof, states = visit.proof, visit.proof.values.states
     if effect.kind == "local":
         return state

@@ -184,6 +184,9 @@ def _state_reader(states: hs.States) -> Callable[[hs.Cause, str, bool, bool], in
         return None if tiles is None else relations.intern(relations.tiles_on_devices(tiles))
 
     def state(cause: hs.Cause, text: str, shared: bool, sure: bool) -> int:
+        # Devices with the same tile hold the same data, but replicas do so only if the text says it
+        # (``shared``). Devices with other tiles count as apart. Replicas count as apart only if the
+        # text says which of them agree (``sure``).
         within = same_tile(text)
         if within is None:
             how = f"has sharding {text}, which may give each device its own data"

@@ -155,6 +155,8 @@ def read_send(instruction: hm.Instruction, relations: hd.Relations) -> hc.Channe
 
 def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> list[list[int]] | str:
     """Return the devices of each group or pair, or a text that says why they can't be read."""
+    # Read the names of devices in one of the two notations. Then map names to devices: by the given
+    # ids, or by slice and place, if the notation has places or the group has all devices.
     same, listed = (form.match(hints, start) for form in (_SAME_ID, _LISTED))
     unknown = f"a target that can't be read, {hints[start : start + 40]}"
     if not relations.order_known:

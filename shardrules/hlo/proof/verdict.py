@@ -80,6 +80,9 @@ def judge(
       >>> judgement.verdicts[0].collective.axes
       ('data',)
     """
+    # The proof is about devices. The mesh names their axes, gives the sizes for kernels' rules, and
+    # the number of devices if the text lacks it. Check at the end that a caller's mesh has an order
+    # that fits the groups.
     if isinstance(module, str):
         module = parser.parse(module)
     given_mesh = hd.axes_of(mesh)

@@ -156,6 +156,8 @@ def _dictionary_end(text: str, start: int, end: int) -> int:
 
 def value_end(text: str, key: str, start: int, end: int) -> int:
     """Return the end of an attribute's value; raise an error if it has none."""
+    # A value is a string, text in braces, a word, or a bracket. Brackets may follow a word, and
+    # more brackets may follow these, such as a layout or T(1,0).
     first = text[start : start + 1]
     if first == '"':
         quoted = _BRACKET.match(text, start, end)

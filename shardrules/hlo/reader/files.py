@@ -51,6 +51,8 @@ def before_optimizations(path: pathlib.Path) -> pathlib.Path | None:
 
 def decode(data: bytes, name: str) -> str:
     """Return a file's bytes as text; raise HloError if they are not text."""
+    # Look for the kinds of files that people pass by mistake, from the most specific kind to the
+    # least, so that the error names the kind.
     if data.startswith(_GZIP):
         try:
             data = _unpacked(data, name)

@@ -90,6 +90,8 @@ class TextMesh:
 
 def read_mesh(text: str) -> tuple[TextMesh, int]:
     """Read ``mesh['data'=4,'model'=2]``, with device ids inside or after it; return its end too."""
+    # First read the axes, which give the number of devices. Then read the device ids, as a list or
+    # as a transposed iota; without them, the devices are in order.
     match = _MESH.match(text)
     if not match:
         raise NotationError(f"expected mesh['axis'=size,...], got {text[:60]!r}")

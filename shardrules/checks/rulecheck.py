@@ -166,7 +166,7 @@ class _RuledOp:
         ]
 
     def check_invariant_blocks(self) -> None:
-        """Compare the blocks that the rule calls equal bit by bit."""
+        """Compare bit by bit the blocks that the rule calls equal."""
         outputs = jax.jit(self._stacked())(*self._placed)
         for number, (leaf, varying) in enumerate(zip(outputs, self.types)):
             blocks = np.ascontiguousarray(np.asarray(leaf))

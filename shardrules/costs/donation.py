@@ -228,9 +228,10 @@ def _why(
     device_count: int,
 ) -> tuple[str, str, str]:
     """Return the path of the most similar output, the cause of the difference, and a text on it."""
-    # Look at each output in turn. ``differs`` gives the cause why this output did not take the
-    # memory, or None if it is unlike the argument. The best candidate has free memory, then the
-    # most keys in common at the end of its path, then the cause that comes first in ``order``.
+    # Look at each output in turn. ``differs`` gives the reason why this output did not take the
+    # memory, or None if it is unlike the argument. Among the similar outputs, prefer one with free
+    # memory, then the most keys in common at the end of its path, then the first cause in
+    # ``order``.
     keys = re.findall(r"\w+", argument.path)
 
     def rank(n: int) -> tuple[bool, int]:

@@ -93,7 +93,7 @@ class _Buffers:
     def add(
         self, computation: hlo.Computation, instruction: hlo.Instruction, here: list[_Array]
     ) -> None:
-        """Add one instruction's buffers; join a buffer that it passes on to its operand's."""
+        """Add an instruction's buffers; join the ones that it passes on with its operands'."""
         # A tuple and its elements, a loop's or call's operands, parameters and results, the result
         # of a start, and an update in place all have the buffers of their operands.
         opcode = instruction.opcode

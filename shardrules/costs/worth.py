@@ -27,7 +27,7 @@ class Worth(NamedTuple):
     # round_trips: how often the devices of a group wait for each other; as savings, how much less
     # often (negative if more often)
     round_trips: int = 0
-    is_sure: bool = True  # the collective is proven unnecessary; if not, these are the most savings
+    is_sure: bool = True  # the collective is proven unnecessary; if not, this is the most saved
     is_per_trip: bool = False  # a loop's length isn't known
     exposed_seconds: float = 0.0  # in a step, as measured by a profile; 0 without a profile
     at_most: bool = False  # the replacement may move a part of it

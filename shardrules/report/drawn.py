@@ -225,8 +225,9 @@ def strip(
     events: Sequence[Event], marks: Sequence[BarLabel], sizes: Sequence[int], phases: Sequence[str]
 ) -> str:
     """Return a picture of the collectives in program order, with loops above and phases below."""
-    # Go from left to right: ``x`` is the next free place. ``opened`` has the begins of the loops
-    # and branches around it. ``spans`` has the phases so far; equal neighbours become one span.
+    # Go from left to right: ``x`` is the next free place. ``opened`` has the starts of the loops
+    # and branches that are open there. ``spans`` has the phases so far; equal neighbours become one
+    # span.
     count = sum(event.kind == "collective" for event in events)
     pitch = max(3.0, min(58.0, _WIDTH / max(1, count)))
     gap = min(3.0, pitch / 4)

@@ -141,9 +141,9 @@ def _settle(
     # A fixpoint of three assumptions: which elements are the same on every device, which results no
     # trip reads, and which results the elements contain. Each round evaluates one trip under these
     # assumptions. If the trip refutes one of the first two, this set shrinks and the third starts
-    # anew. Otherwise the elements contain the results that the trip has put into them. The loop
-    # ends when a round changes nothing: the first two sets only shrink, and between two of these
-    # steps the elements only gain results. The fixpoint holds for any number of trips.
+    # anew. Otherwise the elements contain the results that the trip has put into them. A round that
+    # changes nothing is the last one. There is one: the first two sets only shrink, and while they
+    # stay the same, the elements only gain results. The fixpoint holds for any number of trips.
     condition, body = map(program.flat, loop.instruction.calls)
     if body.root.opcode != "tuple" or not sources:
         return {}

@@ -199,7 +199,7 @@ _LEAST_CALLS = 3  # the fewest calls for each total: two calls are hardly a loop
 
 
 def each_call(site: Site) -> Hint | None:
-    """Find an all-reduce whose result is only added to an argument of the next call."""
+    """Find an all-reduce that is only added to an argument, whose new value the next call takes."""
     if not (site.program.fed and site.adds and site.whole and site.computation.is_entry):
         return None
     if not site.in_shard_map and not site.program.remembered(_only_adds):

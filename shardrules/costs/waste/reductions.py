@@ -292,8 +292,8 @@ def _to_one_number(site: Site) -> Hint | None:
 
 def _multiplied(site: Site, product: Node) -> list[Site]:
     """Return the gathers that are multiplied element by element; none if any factor isn't one."""
-    # Both factors must be gathers of the same kind that came here by the same moves. Only then each
-    # shard of one meets the same shard of the other.
+    # Both factors must be gathers of the same kind that came here by the same moves. Only then does
+    # each shard of one meet the same shard of the other.
     contracted = [product.instruction.attribute(f"{s}_contracting_dims") for s in ("lhs", "rhs")]
     if contracted[0] != contracted[1]:
         return []

@@ -289,8 +289,8 @@ class Values:
         labels = np.empty((3, count), np.int64)
         for number, state in zip(used, states):
             chosen_here, fields = numbers == number, self.states[state]
-            # Options may also be one value, as in two equal branches. So devices count as apart
-            # only within one option's own relation, or between options with different states.
+            # Options that are equal everywhere, or have the same state, may also be one value, as
+            # in two equal branches. Devices that take different such options don't count as apart.
             option = len(states) if fields.proven == hd.EQUAL else states.index(state)
             kinds = (fields.proven, fields.optimistic, fields.apart)
             for row, relation, own in zip(labels, kinds, (number, number, option)):

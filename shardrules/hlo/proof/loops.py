@@ -39,8 +39,8 @@ _ONCE = frozenset("call call-start fusion fusion-start async-start conditional".
 
 def executions(module: hm.Module) -> dict[str, Run]:
     """Return how often each computation that ENTRY reaches runs."""
-    # The text defines a computation before its callers, so read it backwards: when the loop reaches
-    # a computation, all of its callers have added their runs, and its own runs are complete.
+    # The text defines a computation before its callers, so read it backwards: when we reach a
+    # computation, all of its callers have added their runs, and its own runs are complete.
     runs = {module.entry.name: Run(0, 1)}
     for name in reversed(module.computations):  # callers first
         if name not in runs:

@@ -292,9 +292,12 @@ class _Weights:
 
 
 def _fused(program: Program) -> set[str]:
-    computations = program.module.computations.values()
-    fusions = (i for c in computations for i in c.instructions if i.opcode == "fusion")
-    return {name for fusion in fusions for name in fusion.calls}
+    names: set[str] = set()
+    for computation in program.module.computations.values():
+        for instruction in computation.instructions:
+            if instruction.opcode == "fusion":
+                names.update(instruction.calls)
+    return names
 
 
 def _may_mix(node: Node) -> bool:

@@ -293,9 +293,11 @@ def _is_each(node: Node) -> bool:
 
 def _uses(program: Program, *values: Node) -> list[Use]:
     """Return the uses of values, also behind elementwise operations, each once."""
-    elements = (range(len(value.shape.leaves())) for value in values)
-    found = [program.uses(v, n, _EACH) for v, of in zip(values, elements) for n in of]
-    return [*dict.fromkeys(itertools.chain(*found))]
+    uses: list[Use] = []
+    for value in values:
+        for element in range(len(value.shape.leaves())):
+            uses += program.uses(value, element, _EACH)
+    return [*dict.fromkeys(uses)]
 
 
 def _next(gather: Site) -> Node | None:

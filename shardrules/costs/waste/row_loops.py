@@ -263,11 +263,12 @@ def _hints(
     count, trips = first.collective.group_size, loops[0].trips
     before = [site.in_all(site.entry.wire_bytes) for site in sites]
     # After the loop, or the backward pass, all devices' sums are added once.
-    added = [element.shape.bytes for loop in loops for element in loop.added]
-    read = [
-        _read_later(program, loop, element, loops) for loop in loops for element in loop.stacked
-    ]
-    later = [*itertools.chain(*read)]
+    added: list[int] = []
+    later: list[int] = []
+    for loop in loops:
+        added += [element.shape.bytes for element in loop.added]
+        for element in loop.stacked:
+            later += _read_later(program, loop, element, loops)
     runs = max(first.runs_of(loop.node.home.name) for loop in loops)
     total = sum(filter(None, before))
     sent = runs * (sum(later) + sum(accounts.wire_bytes("all-reduce", n, count) for n in added))

@@ -1,1 +1,1 @@
-"""Compute the costs of a compiled program: accounts of its collectives, and findings. No JAX."""
+"""Compute the costs of a compiled program, without JAX: accounts of its collectives, findings."""

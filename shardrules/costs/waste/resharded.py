@@ -226,7 +226,8 @@ def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) 
     """Return the way from one sharding to another on which a device sends the fewest bytes."""
     # Dijkstra's algorithm: the shardings are the nodes, and the bytes sent are the distances. No
     # step sends a negative number of bytes, so the first way to ``end`` that the queue gives is the
-    # cheapest. It ends, since each sharding is expanded once.
+    # cheapest. It ends, since each sharding is expanded once. If the cheapest way takes more than
+    # ``_MOST_STEPS`` collectives, there is no answer, even if another way takes fewer.
     among = [d for d, axes in enumerate(zip(start, end)) if any(axes)]  # the others stay whole
     queue: list[tuple[int, int, int, _Spec, _Way]] = []
     count = itertools.count()  # breaks ties, so that no two ways are compared

@@ -102,7 +102,7 @@ def load(path: pathlib.Path) -> Budget:
 
 
 def allowances(path: pathlib.Path) -> dict[str, str]:
-    """Return the allowances of a budget file, which may hold nothing else."""
+    """Return the allowances of a budget file; the file may contain nothing else."""
     return _allowances(path, _read(path)) if path.exists() else {}
 
 

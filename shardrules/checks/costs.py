@@ -25,16 +25,16 @@ def assert_donated(
 ) -> list[donation.Leaf]:
     """Assert that the memory of each donated array is reused for an output.
 
-    It reads the compiled module's alias table. Since JAX 0.8, a donated array that fits no output
-    is lost without a warning.
+    The check reads the compiled module's alias table. Since JAX 0.8, a donated array that fits no
+    output is lost without a warning.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: the function's arguments. If they are arrays, this also finds memory that is passed
         twice.
       **kwargs: its keyword arguments.
-      paths: arguments, or leaves of them, that must be donated: ``["state"]`` stands for every leaf
-        below the parameter ``state``. Needed for text, which doesn't show what was donated in vain.
+      paths: arguments, or their leaves, that must be donated: ``["state"]`` stands for every leaf
+        below the parameter ``state``. Needed for text, which doesn't show arrays donated in vain.
       allow: maps a path, as for ``paths``, to the reason why its memory may be lost.
 
     Returns:
@@ -119,7 +119,7 @@ def _lost(
 
 
 def below(path: str, names: Collection[str]) -> bool:
-    """Return whether a pytree path is one of the names, or a key below one."""
+    """Return whether a pytree path is one of the names, or lies below one."""
     return any(path.startswith(name) and path[len(name) :][:1] in ("", "[", ".") for name in names)
 
 
@@ -129,10 +129,10 @@ def assert_no_host_transfers(
 ) -> list[transfers.Transfer]:
     """Assert that a compiled program neither sends to the host nor receives from it.
 
-    It sees JAX's callbacks (``jax.debug.print``, ``pure_callback``, ``io_callback``), feeds, sends
-    and receives, copies to and from host memory, and host computations. It doesn't see inside your
-    own custom calls. Reads of the results by the caller (``float(x)``) are not part of the program;
-    ``steady_state`` sees those.
+    The check sees JAX's callbacks (``jax.debug.print``, ``pure_callback``, ``io_callback``), feeds,
+    sends and receives, copies to and from host memory, and host computations. It doesn't see inside
+    your own custom calls. Reads of the results by the caller (``float(x)``) are not part of the
+    program; ``steady_state`` sees them.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
@@ -172,7 +172,7 @@ def assert_no_host_transfers(
 
 
 def stands_at(located: transfers.Transfer | launches.Loop, place: str) -> bool:
-    """Return whether a transfer or loop is at a place, given in full or as ``train.py:12``."""
+    """Return whether a transfer or loop is at a source line, in full or as ``train.py:12``."""
     line = located.source.partition(" (")[0]
     return place == located.source or ("/" + line).endswith("/" + place)
 
@@ -190,8 +190,8 @@ def assert_no_large_constants(
 ) -> list[placement.Constant]:
     """Assert that no large array is written into a compiled program.
 
-    An array that a jitted function closes over is copied into the program, so that each of its
-    devices holds another copy.
+    JAX copies an array that a jitted function closes over into the program, so each device holds
+    another copy of the array.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
@@ -237,8 +237,8 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
     Args:
       program: a function of ``*args, **kwargs``, a Lowered or a Compiled.
       *args: the function's arguments.
-      expect: a ``PartitionSpec`` or a sharding for all outputs, or a mapping from an output's path
-        to one of these (``{"[0]['w']": P("data")}``; a path stands for everything below it).
+      expect: a ``PartitionSpec`` or a sharding for all outputs, or a mapping from outputs' paths to
+        specs or shardings (``{"[0]['w']": P("data")}``; a path stands for everything below it).
       **kwargs: its keyword arguments.
 
     Returns:
@@ -246,8 +246,8 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
 
     Raises:
       CostAssertionError: with each output that is sharded differently, and whether it was gathered.
-      ShardrulesError: ``program`` is text, which doesn't show it; no output has a path; a spec has
-        no mesh; or as ``judge``.
+      ShardrulesError: ``program`` is text, which doesn't show shardings; no output has a path; a
+        spec has no mesh; or as ``judge``.
 
     Examples:
       >>> testing.assert_output_sharding(step, w, x, expect=P())
@@ -272,6 +272,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
         if not any(below(output.path, [path]) for output in outputs):
             there = few([output.path or "(all of it)" for output in outputs], 20)
             raise ShardrulesError(f"no output is at {path!r}; there are {there}", path=path)
+    # The tokens of ordered effects stand before the program's own outputs.
     module = source.module()
     root = module.entry.instructions[module.entry.root].shape
     skip = sum(leaf.element_type == "token" for leaf in root.leaves())
@@ -279,6 +280,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
     title = f"the outputs of {source.name} are not sharded as expected:"
     lines = [title]
     for number, output in enumerate(outputs):
+        # The longest path that contains the output is the most specific expectation.
         paths = [path for path in wanted if below(output.path, [path])]
         other = output.differs(wanted[max(paths, key=len)]) if paths else None
         if other is None:
@@ -321,7 +323,7 @@ def assert_loop(
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: the function's arguments.
       max_launches_per_iteration: kernels, library calls and copies that one trip may launch,
-        including those of inner loops; for programs compiled for GPU, even an absent one.
+        including the launches of inner loops; for programs compiled for GPU (no GPU needed).
       trip_count: ``"static"`` for any count that the compiler knows, a number, or None for any.
       at: the end of a loop's source line (``"sampler.py:12"``); all loops if None.
       platform: the program's platform, if text doesn't say.

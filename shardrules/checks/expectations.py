@@ -35,7 +35,7 @@ class Expected:
             selector.check_axes(text, account.mesh)
         taken: dict[str, list[accounts.Entry]] = {text: [] for text in ["", *self.numbers]}
         for entry in account:
-            # The most specific selector counts the collective, such as one that names a phase.
+            # The most specific selector counts the collective: the one with the most parts.
             fitting = [text for text, selector in selectors.items() if selector.matches(entry)]
             best = max(fitting, key=lambda text: sum(map(bool, selectors[text])), default="")
             taken[best].append(entry)

@@ -48,19 +48,19 @@ def assert_offloaded(
 
     Args:
       program: a function of ``*args, **kwargs`` that takes the gradient, a Lowered, a Compiled, HLO
-        text or a path; for TPU or GPU, even an absent one (``shardrules.aot``).
+        text or a path; compiled for TPU or GPU (``shardrules.aot`` needs no such device).
       *args: the function's arguments.
-      names: names given by ``checkpoint_name``; each must be offloaded wherever it appears. They
-        are read from the trace, so ``program`` must be the function.
-      min_bytes: the bytes that one device must at least store and load again.
+      names: names given by ``checkpoint_name``; each must be offloaded wherever it appears. The
+        trace has these names, so ``program`` must be the function.
+      min_bytes: the fewest bytes that one device must store and load again.
       **kwargs: its keyword arguments.
 
     Returns:
       The buffers, names and bytes.
 
     Raises:
-      CostAssertionError: with each name that is not offloaded and why, each buffer that is stored
-        and never loaded, and the bytes on host and device.
+      CostAssertionError: a name is not offloaded, a buffer is stored and never loaded, or the bytes
+        are too few; the message gives the reasons, and the bytes on host and device.
       ShardrulesError: the program lacks a name, ``names`` are given without a function, the program
         is for CPU, or as ``judge``.
     """

@@ -34,8 +34,8 @@ def assert_outputs_replicated(
 ) -> hlo.Judgement:
     """Assert that each output is proven equal on the devices where its sharding promises that.
 
-    With the check off, shard_map accepts a missing psum, or out_specs without an axis over which
-    the result varies. The devices of an array then hold different data for the same part.
+    With the check off, shard_map accepts a missing psum, or out_specs that lack an axis over which
+    the result varies. Then the devices hold different data for the same part of an array.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
@@ -43,8 +43,8 @@ def assert_outputs_replicated(
       **kwargs: its keyword arguments.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
-      output_shardings: for HLO text, which lacks them: each output's HLO sharding in order, such as
-        ``"{replicated}"``.
+      output_shardings: each output's HLO sharding in order, such as ``"{replicated}"``; needed for
+        HLO text, which lacks them.
       strict: also fail on proofs that rest on a declared rule.
       allow: outputs that may differ, from ``"differs output['rng']"`` to the reason; an entry that
         matches nothing fails too.
@@ -121,13 +121,13 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
     """Check that arrays hold the same bits on the devices where their shardings promise that.
 
     Every proof assumes this. ``jax.make_array_from_single_device_arrays``, or a program with wrong
-    out_specs, silently breaks it. The comparison is bit by bit: NaN equals the same NaN, and 0.0
-    differs from -0.0. For an array that spans several processes, only this process's shards are
-    compared.
+    out_specs, can silently break the assumption. The comparison is bit by bit: NaN equals the same
+    NaN, and 0.0 differs from -0.0. If an array spans several processes, only this process's shards
+    are compared.
 
     Args:
       *args: pytrees of jax.Arrays; other leaves are skipped.
-      **kwargs: more of them.
+      **kwargs: more pytrees.
 
     Raises:
       ReplicationAssertionError: a leaf differs; the message gives its axes and devices.
@@ -163,7 +163,8 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
 
 
 def _difference(name: str, array: Any) -> str:
-    """Say how the shards of one part of an array differ; empty if none do."""
+    """Return a text on how the copies of one part of an array differ; empty if all are equal."""
+    # For each part of the array (by its index): the versions of its data, with the shards of each.
     copies: dict[Any, dict[bytes, list[Any]]] = {}
     for shard in array.addressable_shards:
         versions = copies.setdefault(str(shard.index), {})
@@ -192,6 +193,7 @@ def _difference(name: str, array: Any) -> str:
 
 def _axes(sharding: Any, bad: Sequence[Sequence[Sequence[Any]]]) -> list[str]:
     """Return the mesh axes along which shards differ; none if the sharding has no mesh."""
+    # An axis counts if a device and the first device along that axis hold different versions.
     mesh: Any = getattr(sharding, "mesh", None)
     if getattr(mesh, "devices", None) is None:
         return []

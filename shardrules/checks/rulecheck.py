@@ -1,9 +1,9 @@
-"""Compare a declared rule with what the op does, on CPU devices with random data.
+"""Compare a declared rule with the op's results, on CPU devices with random data.
 
-Declarations are trusted, so a wrong one silently gives wrong gradients. Three gradients are
-compared (with the check on, with it off, on a single device), because a wrong rule affects only
-some of them: a rule that wrongly drops an axis gives the right gradient with the check off, and N
-times the gradient with it on.
+shardrules trusts declarations, so a wrong declaration silently gives wrong gradients. Three
+gradients are compared (with the check on, with it off, on a single device), because a wrong rule
+affects only some of them: a rule that wrongly drops an axis gives the right gradient with the check
+off, and N times the gradient with it on.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def check_rule(
 ) -> None:
     """Run an op under its rule, and compare the rule with the results.
 
-    JAX's TPU interpreter first runs the Pallas kernels. It finds faults that no audit can: races,
-    memory that is read before it is written, reads out of bounds. A warning names the kernels that
-    it can't run (those for GPUs).
-    Outputs that the rule calls invariant over an axis must be bitwise equal along it. The outputs,
-    and the gradients with respect to all floating-point arguments, must be the same with the check
-    on, with it off, and on a single device. If the rule drops an axis, a bwd that is right with the
-    check on gives one N-th of the gradient with it off: that is a warning, not an error.
+    Outputs that the rule calls invariant over an axis must be bitwise equal along this axis. Then
+    JAX's TPU interpreter runs the Pallas kernels. It finds faults that no audit can: races, memory
+    that is read before it is written, reads out of bounds. A warning names the kernels that the
+    interpreter can't run (kernels for GPUs). Last, the outputs, and the gradients with respect to
+    all floating-point arguments, must be the same with the check on, with it off, and on a single
+    device. If the rule drops an axis, a bwd that is right with the check on gives one N-th of the
+    gradient with the check off: that is a warning, not an error.
 
     Args:
       op: the function that runs inside shard_map, on one device's blocks. It must run on CPU
         (``interpret`` of pallas_call, TPU interpret parameters, an FFI handler for CPU).
       mesh: a mesh of CPU devices.
       *args: global arrays, or ShapeDtypeStructs for which random data is drawn.
-      in_specs: their PartitionSpecs, as for jax.shard_map; those of their shardings if None.
+      in_specs: their PartitionSpecs, as for jax.shard_map; the specs of their shardings if None.
       out_specs: the outputs' PartitionSpecs; if None, each output's first dimension is split over
         the axes over which the output varies by the rule.
       reference: the same function of the global arrays on a single device. Without it, op runs on
@@ -110,7 +110,7 @@ def check_rule(
 
 
 class _RuledOp:
-    """An op with its arguments on a mesh; ``types`` holds its outputs' varying axes by the rule."""
+    """An op with its arguments on a mesh, and ``types``: each output's varying axes by the rule."""
 
     def __init__(
         self, op: Callable[..., Any], mesh: Any, values: list[Any], in_specs: Any, out_specs: Any
@@ -126,7 +126,7 @@ class _RuledOp:
         jax.eval_shape(self._mapped(self._trace_types, (), check=True), *self._placed)
 
     def _trace_types(self, *blocks: Any) -> tuple[()]:
-        """Record each output's varying axes, and out_specs that split first dimensions by them."""
+        """Record each output's varying axes, and out_specs that split over these axes."""
         flat, tree = jax.tree_util.tree_flatten(self._op(*blocks))
         self.types = [hooks.varying(leaf) for leaf in flat]
         if self._out_specs is not None:
@@ -159,14 +159,14 @@ class _RuledOp:
         return self._mapped(stacked, PartitionSpec(tuple(self._mesh.axis_names)), check=False)
 
     def _places(self, specs: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        """Return which part of each array lies on each device."""
+        """Return, for each array, the index of the part that each device holds."""
         return [
             NamedSharding(self._mesh, spec).devices_indices_map(tuple(array.shape))
             for spec, array in zip(specs, arrays)
         ]
 
     def check_invariant_blocks(self) -> None:
-        """Compare, bit by bit, the blocks that the rule calls equal."""
+        """Compare bit by bit the blocks that the rule calls equal."""
         outputs = jax.jit(self._stacked())(*self._placed)
         for number, (leaf, varying) in enumerate(zip(outputs, self.types)):
             blocks = np.ascontiguousarray(np.asarray(leaf))
@@ -201,6 +201,7 @@ class _RuledOp:
         whole = [np.moveaxis(rows, at, 0) for rows in given if rows.shape[-1] == size]
         out = np.moveaxis(blocks.reshape(*shape, -1), at, 0)
         moved = any(all(any((a == b).all() for b in rows) for a in out) for rows in whole)
+        # Each row: is this rule likely, is it possible at all, the rule, and what such an op does.
         # If the arguments are equal along the axis, the first two rules can't make results differ.
         rules = [
             (differ and moved, differ, f"permute({axis!r})", "passes devices' data on"),
@@ -227,6 +228,10 @@ class _RuledOp:
         self, reference: Callable[..., Any] | None, gradients: bool, seed: int, rtol: float
     ) -> None:
         """Compare outputs and gradients with the check on, with it off, and on one device."""
+        # The loss weights each output at random, so that errors don't cancel in the sum. Results
+        # with the check on must equal the single device's results: this tests the rule. Results
+        # with the check off may differ if the rule drops an axis, since a bwd that expects the
+        # summed cotangent doesn't receive it without the check: this is only a warning.
         on, off = (self._mapped(self._op, self._out_specs, check) for check in (True, False))
         shapes = jax.eval_shape(on, *self._placed)
         if reference is not None:
@@ -257,7 +262,7 @@ class _RuledOp:
                 warnings.warn(f"right only with the check on: {error}", stacklevel=4)
 
     def _block_by_block(self, shapes: Any) -> Callable[..., Any]:
-        """Return the op as a function of the global arrays that runs on one block after another."""
+        """Return a function of the global arrays that runs the op on one block after another."""
         specs = jax.tree_util.tree_leaves(
             self._out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
@@ -291,7 +296,7 @@ def _floats(values: Sequence[Any]) -> tuple[int, ...]:
 def _with_gradients(
     f: Callable[..., Any], weights: Iterable[Any], floats: tuple[int, ...]
 ) -> Callable[..., Any]:
-    """Return a function of f's outputs, and of a loss's gradients with respect to its floats."""
+    """Return a function that gives f's outputs, and a loss's gradients with respect to floats."""
 
     def loss(*arguments: Any) -> tuple[Any, list[Any]]:
         leaves = jax.tree_util.tree_leaves(f(*arguments))
@@ -338,7 +343,7 @@ def _draw(args: Sequence[Any], seed: int) -> list[Any]:
                 f"argument {i} is {leaf!r}; give arrays or jax.ShapeDtypeStructs", argument=i
             )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            # A sharded array's type may name explicit axes, and then it can't be cut into blocks.
+            # A sharded array's type may name explicit axes; such an array can't be cut into blocks.
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             drawn.append(leaf if is_key else jnp.asarray(jax.device_get(leaf)))
         elif jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -404,8 +409,8 @@ def check_well_formed(
     run: Callable[..., Any], blocks: Sequence[Any], whole: Callable[..., Any], values: Any
 ) -> None:
     """Raise on races, uninitialized memory and reads out of bounds, in JAX's TPU interpreter."""
-    # Run twice, with uninitialized memory filled by NaN and by zeros: if a result differs, it
-    # depends on such memory.
+    # Run twice, with uninitialized memory filled by NaN and then by zeros: a result that differs
+    # between the runs depends on such memory.
     try:
         jaxpr, f, args = jax.make_jaxpr(run)(*blocks).jaxpr, run, blocks
     except NameError:  # the kernel names mesh axes

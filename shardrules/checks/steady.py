@@ -34,19 +34,18 @@ def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState
     - live arrays take more bytes at a ``tick`` than at the one before.
 
     On CPU ``jax.transfer_guard`` lets ``float(x)`` through, so array methods, ``numpy.asarray`` and
-    ``numpy.array`` are replaced while a block runs, and restored when the last block ends, for
-    whatever reason. Calls of compiled functions take JAX's slower path inside the block.
+    ``numpy.array`` are replaced while a block runs, and restored when the last block ends, even by
+    an exception. Calls of compiled functions take JAX's slower path inside the block.
 
-    It doesn't see reads on CPU by NumPy's other functions (``numpy.add(a, x)``), by ``memoryview``
-    and DLPack (a GPU's or TPU's guard sees them), nor other threads.
+    The guard doesn't see other threads. On CPU, it doesn't see reads by NumPy's other functions
+    (``numpy.add(a, x)``), by ``memoryview`` and by DLPack; on GPU and TPU, JAX's guard sees them.
 
     Args:
-      warmup_count: the number of ticks before which all this is allowed, since the first iterations
-        compile.
+      warmup_count: the number of ticks before the guard starts, since the first iterations compile.
       growth_bytes: by how much live arrays may grow from one tick to the next.
 
     Raises:
-      SteadyStateError: inside the block, if one of these happens.
+      SteadyStateError: inside the block, if one of these events happens.
       ShardrulesError: a count is negative.
 
     Examples:
@@ -104,7 +103,7 @@ class SteadyState(watching.Listener):
         """End one iteration, and raise if live arrays take more bytes than at the tick before.
 
         Raises:
-          SteadyStateError: if they do, with the new arrays.
+          SteadyStateError: live arrays take more bytes; the error lists the new arrays.
           ShardrulesError: if the block is not entered.
         """
         if not self._is_on:
@@ -118,10 +117,10 @@ class SteadyState(watching.Listener):
         if self._ticks == self._warmup_count:
             self._guard()
         if self._live is None:
-            gc.collect()  # memory that is freed later would hide as much growth
+            gc.collect()  # garbage that is freed later would hide growth of the same size
         live = _live()
         if self._grown(live) > self._growth_bytes:
-            gc.collect()  # arrays in cycles live until then
+            gc.collect()  # arrays in reference cycles stay alive until a collection
             live = _live()
         grown = self._grown(live)
         if self._live is not None and grown > self._growth_bytes:
@@ -222,7 +221,7 @@ class SteadyState(watching.Listener):
 
 
 def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
-    """Return why each argument's memory was not reused, as if it had been donated."""
+    """Return why each argument's memory was not reused, as if all had been donated."""
     rows = [(a.path, a.donated, a.array.aval) for a in arguments]
     kept = compiled.kept_leaves(executable, rows)
     text = compiled.executable_text(executable)

@@ -15,8 +15,8 @@ from shardrules.errors import ShardrulesError
 def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
     """Return the flags with which ``shardrules verify`` judges a program's text as its Compiled.
 
-    The text that ``compiled.as_text()`` returns lacks the shardings of the outputs, with JAX 0.12
-    also those of the parameters, and usually the mesh.
+    The text that ``compiled.as_text()`` returns lacks the shardings of the outputs and usually the
+    mesh. With JAX 0.12 it also lacks the shardings of the parameters.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered or a Compiled.
@@ -24,8 +24,8 @@ def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
       **kwargs: its keyword arguments.
 
     Raises:
-      ShardrulesError: it is text or a path, its shardings are unknown, it runs on several TPU
-        slices in an order that no flag can express, or as ``judge``.
+      ShardrulesError: the program is text or a path, its shardings are unknown, it runs on several
+        TPU slices in an order that no flag can express, or as ``judge``.
 
     Examples:
       >>> print(testing.verify_flags(step, w, x))
@@ -61,7 +61,7 @@ def verify_flags(program: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def _one(shardings: list[str]) -> list[str]:
-    """Return a single sharding for all if all are equal."""
+    """Return a single sharding if all are equal, else all of them."""
     return shardings[:1] if len({*shardings}) == 1 else shardings
 
 
@@ -70,7 +70,7 @@ def _quoted(flag: str) -> str:
 
 
 def _slices(order: list[tuple[int, int]], name: str) -> int:
-    """Return the number of slices; raise unless the mesh takes them one by one, in one order."""
+    """Return the number of slices; raise unless the mesh lists them one by one, in one order."""
     numbers = sorted({number for number, _ in order})
     each = len(order) // len(numbers)
     parts = [order[at : at + each] for at in range(0, len(order), each)]

@@ -1,4 +1,4 @@
-"""Rewrite budgets: whether this process does so, the outcomes, and those that are held back."""
+"""Rewrite budget files, for a test only after it has passed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import pathlib
 
 wanted: bool = False
-said: dict[str, None] = {}  # lines on the budgets that were written, or left as their tests failed
-_waiting: dict[pathlib.Path, str] | None = None
+said: dict[str, None] = {}  # lines on budgets that were written, or left because a test failed
+_waiting: dict[pathlib.Path, str] | None = None  # a test's budgets until it passes; None outside
 
 
 def write(path: pathlib.Path, text: str) -> None:

@@ -56,7 +56,7 @@ def _allowances(texts: list[str]) -> dict[str, str]:
 
 
 class PytestWatch:
-    """The plugin of ``--shardrules``; a worker of pytest-xdist sends its report."""
+    """The plugin of ``--shardrules``; pytest-xdist's workers send it their reports."""
 
     def __init__(self, config: Any):
         from shardrules.watching import programs
@@ -101,7 +101,7 @@ class PytestWatch:
             from shardrules.report import WRITERS
 
             judged = self._seen.judged()
-            # What matches nothing in this process may match in another.
+            # An allowance that matches nothing in this process may match in another process.
             unused, judged = judged.unused, dataclasses.replace(judged, unused=())
             report = {
                 "unused": unused,
@@ -125,13 +125,13 @@ class PytestWatch:
                 self._failure = "the tests passed, and the exit code is 1 for findings"
 
     def pytest_unconfigure(self) -> None:
-        """Print below pytest's own summary what to do, and why the exit code is 1."""
+        """Print advice and the reason for exit code 1, below pytest's own summary."""
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None:
             return
         # With --tb=short and shorter styles, pytest may omit an error's advice.
         lines = [f"{test}: {advice}" for test, advice in self._advice.items()]
-        # A note, not a failure: not all tests need to have run.
+        # A note, not a failure: pytest may have run only some of the tests.
         lines += [
             f"{what!r} of --shardrules-allow matches no finding of these tests; if they are all, "
             "remove it"
@@ -170,7 +170,7 @@ class PytestWatch:
 
 
 def _advice(error: BaseException) -> str:
-    """Return the advice in an error of ours, or in our note on one of JAX's; empty if none."""
+    """Return the advice in an error of ours, or in our note on JAX's error; empty if none."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_OURS)]
     if notes or not isinstance(error, ShardrulesError):
         return "; ".join(note.removeprefix(_OURS) for note in notes)

@@ -1,1 +1,1 @@
-"""What a compiled program costs: accounts of its collectives, and findings. Imports no JAX."""
+"""Compute the costs of a compiled program, without JAX: accounts of its collectives, findings."""

@@ -1,9 +1,9 @@
-"""Accounts: what a program's collectives move, by kind, axes, phase and source line.
+"""Account for the bytes of a program's collectives, by kind, axes, phase and source line.
 
-The *compiled* account is of the program that runs. The *logical* one is of the program before any
-of XLA's passes: the collectives that the source asks for, in the types that it asks for. It is the
-same on all platforms, and lacks the collectives that the partitioner adds for sharded arrays
-outside shard_map.
+The *compiled* account describes the program that runs. The *logical* account describes the program
+before any of XLA's passes: the collectives that the source asks for, in the types that it asks for.
+The logical account is the same on all platforms. It lacks the collectives that the partitioner adds
+for sharded arrays outside shard_map.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class Entry:
     reason: str
     groups: str  # the device groups, or a permute's pairs; the same groups have the same text
     at_most: bool  # it is in a branch, and ``runs`` counts as if each branch ran
-    # How often it runs if each loop of unknown count makes one trip; ``runs`` if there is none.
+    # How often it runs if each loop of unknown count makes one trip; else the same as ``runs``.
     each: int
     # The operation of an all-reduce or a reduce-scatter, ``"add"``, or a checksum of several
     # operations; empty for other kinds.
     reduction: str
     # The dimension along which parts are joined or split, ``"0"``; empty for none.
     dimension: str
-    # A line inside of the loop or the checkpoint, if XLA has left it only the loop's or the
-    # checkpoint's line. If it has no line, JAX's name for the argument that it moves.
+    # A line inside the loop or the checkpoint, if XLA kept only the loop's or the checkpoint's own
+    # line. If the collective has no line, JAX's name for the argument that it moves.
     within: str
     # Its place in the account, and the verdict that it describes.
     number: int = dataclasses.field(compare=False)
@@ -175,7 +175,7 @@ class Account:
         return "\n".join(lines) or "no collectives"
 
 
-# The accounts of judgements that are still in use: a report asks for one several times.
+# A cache of accounts, since a report asks for an account several times; it ends with the judgement.
 _MADE: weakref.WeakKeyDictionary[hlo.Judgement, dict[str, Account]] = weakref.WeakKeyDictionary()
 
 
@@ -237,13 +237,13 @@ _SELECTOR = re.compile(
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """Return a suggestion of the name that was meant; empty if no name is close."""
+    """Return a suggestion of a similar name; empty if no name is close."""
     close = difflib.get_close_matches(name, list(names), 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Selector(NamedTuple):
-    """The collectives that an expectation or an allowance is about; empty fields match all."""
+    """A pattern for collectives in an expectation or an allowance; empty fields match all."""
 
     # verdict, phase, kind: as in Entry
     verdict: str

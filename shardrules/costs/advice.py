@@ -1,7 +1,7 @@
-"""The one change that removes a finding on a collective, or that would let it be judged.
+"""Advise the one change that removes a finding on a collective, or lets shardrules judge it.
 
-The change computes the same values: for each kind of collective, it says which part of the result a
-device can compute from its own operand.
+The change computes the same values: for each kind of collective, the advice says which part of the
+result a device can compute from its own operand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardrules.registry.suggestions import pattern
 
 # Reductions that return the value itself if all values are equal.
 _IDEMPOTENT = ("maximum", "minimum", "and", "or")
-# The op_name of a gradient that the body of a shard_map or a pmap takes itself.
+# The op_name of a gradient that is taken inside the body of a shard_map or a pmap.
 _OWN_GRADIENT = re.compile(r"(?:(?!transpose\().)*?(?:shard_map|pmap\b[^/]*)/.*transpose\(.*")
 # With the check on: the transpose of a cast, or a sum in a bwd.
 _CAST = re.compile(r".*transpose\(jvp\([^/]*\)\)/psum_invariant")
@@ -33,7 +33,7 @@ _OUTSIDE = (
 
 @checked
 def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
-    """Return the one change that removes a finding, or that would let it be judged.
+    """Return the one change that removes a finding, or lets shardrules judge the collective.
 
     ``proven`` names kernels whose own jaxprs show that they don't communicate.
     """
@@ -56,7 +56,7 @@ def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
 
 
 def _of_cast(verdict: hlo.Verdict) -> str:
-    """Return where a sum comes from if its line may not contain it; empty for any other name."""
+    """Return where a sum comes from if it may be a cast's transpose; empty for other sums."""
     if not _CAST.fullmatch(verdict.collective.op_name):
         return ""
     over = " and ".join(_equal_axes(verdict)) or "the devices"
@@ -73,7 +73,7 @@ def named(advice: str, script: str) -> str:
 
 
 def migrate(shard_maps: str) -> str:
-    """Return advice how to switch on the checks of some shard_maps."""
+    """Return advice on how to switch on the checks of some shard_maps."""
     return (
         f"run `shardrules migrate --diff on.patch {UNNAMED}: it switches on the check of "
         f"{shard_maps}, so that the backward pass reduces over just the axes that it needs, "
@@ -84,8 +84,8 @@ def migrate(shard_maps: str) -> str:
 def is_defensive(verdict: hlo.Verdict) -> bool:
     """Return whether a backward pass sums equal values only because shard_map's check is off.
 
-    With the check on, such a sum disappears. Another sum of fewer bytes may be needed in its place;
-    the text can't show whether it is.
+    With the check on, such a sum disappears. Another sum of fewer bytes may be needed in its place,
+    which the text can't show.
     """
     collective, last = verdict.collective, operation(verdict.collective)
     if verdict.verdict not in ("redundant", "overwide") or verdict.divergent:
@@ -93,18 +93,18 @@ def is_defensive(verdict: hlo.Verdict) -> bool:
     if last and not phases.is_written(collective.op_name):
         return False
     backward = collective.phase not in ("forward", "recompute")
-    # With shard_map's check on, a sum has another name.
+    # With shard_map's check on, JAX gives a sum another name.
     return collective.kind == "all-reduce" and backward and last in ("psum", "shard_map")
 
 
 def in_own_gradient(verdict: hlo.Verdict) -> bool:
-    """Return whether it sums equal values in a gradient that an unchecked body takes itself."""
+    """Return whether a sum is of equal values, in a gradient taken inside an unchecked body."""
     name = verdict.collective.op_name
     return is_defensive(verdict) and _OWN_GRADIENT.fullmatch(name) is not None
 
 
 def of_averages(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
-    """Return what is wrong with averaged gradients if a body with the check on takes them."""
+    """Return a warning about averaged gradients that a body with the check on takes itself."""
     collective = verdict.collective
     averages = collective.reduction == "add" and collective.phase == "forward"
     if verdict.verdict != "redundant" or not averages:
@@ -124,7 +124,7 @@ def of_averages(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
 
 
 def of_transposes(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
-    """Return what goes with a reduction that a body differentiates itself."""
+    """Return a warning about a reduction whose transpose is needed, if a body differentiates it."""
     collective = verdict.collective
     if collective.kind != "all-reduce" or collective.phase != "forward" or not collective.source:
         return ""
@@ -145,12 +145,12 @@ def of_transposes(verdict: hlo.Verdict, judgement: hlo.Judgement) -> str:
 
 
 class Multiplied:
-    """Tells by how much a program's gradients may be too large.
+    """Finds the factors by which a program's gradients may be too large.
 
-    Without the check the transpose of a psum is a psum. A body that takes gradients itself then
-    gets the gradient of the sum of all devices' losses: if n devices compute the same loss, that is
-    n times its gradient. For an array that each device holds whole, a pmean over the devices gives
-    the right gradient.
+    Without the check, the transpose of a psum is a psum. A body that takes gradients itself then
+    gets the gradient of the sum of all devices' losses. If n devices compute the same loss, this is
+    n times the loss's gradient. For an array that each device holds whole, a pmean over the devices
+    gives the right gradient.
     """
 
     def __init__(self, judgement: hlo.Judgement):
@@ -158,7 +158,8 @@ class Multiplied:
         self._returned: dict[tuple[str, ...], set[tuple[str, str]]] = {}
 
     def times(self, verdict: hlo.Verdict) -> int:
-        """Return the factor by which a gradient is too large; 1 if a sum over the axes follows."""
+        """Return the factor by which a gradient may be too large; 1 if it isn't."""
+        # The factor matters only if the gradient reaches the results without a sum over the axes.
         axes = tuple(_equal_axes(verdict))
         if not axes or not in_own_gradient(verdict) or not self._is_transpose(verdict.collective):
             return 1
@@ -168,7 +169,7 @@ class Multiplied:
         return verdict.copies if place in self._returned[axes] else 1
 
     def _is_transpose(self, collective: hlo.Collective) -> bool:
-        """Return whether the forward pass has a sum on the same line; a bwd has its own line."""
+        """Return whether the forward pass has a sum on the same line (a bwd has another line)."""
         return collective.source is not None and any(
             other.collective.source == collective.source
             and other.collective.axes == collective.axes
@@ -199,7 +200,7 @@ class Multiplied:
 
 
 def too_large(verdict: hlo.Verdict, times: int) -> str:
-    """Return what is wrong with gradients that such a sum may multiply, and what to type."""
+    """Return a warning that a sum may multiply gradients, and what to type."""
     axes = _equal_axes(verdict)
     over = repr(axes[0] if len(axes) == 1 else tuple(axes))
     return (
@@ -226,7 +227,7 @@ def _for_partitioner(verdict: hlo.Verdict) -> str:
 
 
 def _instead(verdict: hlo.Verdict) -> str:
-    """Return what each device computes from its own operand instead of a redundant collective."""
+    """Return advice on what each device computes in place of a redundant collective."""
     collective, count = verdict.collective, verdict.collective.group_size
     own = "drop it: each device can compute the result from its own operand"
     same = "drop it: each device's result is its own operand"
@@ -281,7 +282,7 @@ def _narrowed(verdict: hlo.Verdict) -> str:
 
 
 def _factor(reduction: str, count: int) -> str:
-    """Return what replaces a reduction of ``count`` equal values."""
+    """Return advice on what replaces a reduction of ``count`` equal values."""
     if reduction in _IDEMPOTENT or count == 1:
         return ""
     if reduction == "add":
@@ -306,7 +307,9 @@ def rule_flag(call: hlo.Blocker) -> str:
 
 
 def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
-    """Return what would let an unproven collective be judged."""
+    """Return advice on what lets shardrules judge an unproven collective."""
+    # Name one thing to do: first a rule for a kernel, then for a call without a name, then the
+    # facts that the text lacks.
     kernels = list(dict.fromkeys(b.kernel for b in verdict.blockers if b.kernel))
     names = [kernel for kernel in kernels if kernel not in proven]
     if kernels and not names:

@@ -1,4 +1,4 @@
-"""The differences between the accounts of two programs: what came, went, grew or shrank."""
+"""Compare the accounts of two programs: which collectives came, went, grew or shrank."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def relative_file(file: str, root: str) -> str:
 
 def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, str]:
     """Return names for the source files of two programs; a file of two checkouts has one name."""
-    # First match paths by their common end, the longest ends first: two paths are one file if
-    # neither has as long an end in common with another path. Then match the rest by their
-    # collectives: two paths are one file if all their collectives are the same, and no other file
-    # has the same ones.
+    # First match paths by their common end, the longest ends first. Two paths are one file if their
+    # common end is longer than the end that either shares with any other path. Then match the rest
+    # by their collectives. Two paths are one file if all their collectives are the same, and no
+    # other file has the same collectives.
     before, after = tuple(before), tuple(after)
     mine, theirs = map(_files, (before, after))
     names = {file: relative_file(file, ".") for file in (*mine, *theirs)}
@@ -84,7 +84,7 @@ def _without(files: Iterable[str], others: Collection[str]) -> list[str]:
 
 
 def _by_collectives(files: Iterable[str], entries: Iterable[Entry]) -> dict[object, list[str]]:
-    """Return the files that have the same collectives, by these collectives."""
+    """Return lists of files with the same collectives, by these collectives."""
     groups: dict[object, list[str]] = {}
     for file in files:
         collectives = collections.Counter(
@@ -97,7 +97,7 @@ def _by_collectives(files: Iterable[str], entries: Iterable[Entry]) -> dict[obje
 
 
 def _common_end(first: str, second: str) -> tuple[str, ...]:
-    """Return the last parts of two paths, as far as they agree."""
+    """Return the parts at the end that two paths have in common."""
     parts = [path.replace("\\", "/").split("/")[::-1] for path in (first, second)]
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*parts))
     return tuple(part for part, _ in same)[::-1]
@@ -109,7 +109,7 @@ def grouped(
     groups: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> dict[tuple[str, ...], Totals]:
-    """Return sums of entries by fields that recompiling keeps: what, element type, function."""
+    """Return sums of entries by the fields that recompiling keeps: what, element type, function."""
     totals: dict[tuple[str, ...], Totals] = {}
     for entry in entries:
         key = key_of(entry, root, groups, names)

@@ -1,9 +1,10 @@
-"""Tells what became of the memory of donated arguments, leaf by leaf.
+"""Find out which outputs reuse the memory of donated arguments, leaf by leaf.
 
-The module's header states it (XLA, ``HloModuleConfig`` and ``HloInputOutputAliasConfig``):
-``input_output_alias`` says which output is written into which parameter's memory, ``buffer_donor``
-which parameters were donated and are not reused. Neither lists the arguments that JAX pruned before
-compiling, nor, before JAX 0.8, a donated argument that no output fits.
+The module's header states this (XLA, ``HloModuleConfig`` and ``HloInputOutputAliasConfig``):
+``input_output_alias`` says which output is written into which parameter's memory, and
+``buffer_donor`` lists donated parameters that are not reused. Arguments that JAX pruned before
+compiling are in neither list. Before JAX 0.8, a donated argument that fits no output is missing
+too.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ResultBuffer(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """What became of one leaf of the arguments."""
+    """One leaf of the arguments, and the use of its memory."""
 
     path: str  # as for ArgumentBuffer; ``"parameter 3"`` if the text has no name
     shape: str  # on one device; of the whole array if it was pruned
@@ -95,8 +96,9 @@ def read(
     arguments: Sequence[ArgumentBuffer] | None = None,
     results: Sequence[ResultBuffer] | None = None,
 ) -> list[Leaf]:
-    """Return the leaves of a program's arguments, with what became of each one's memory."""
-    # ``arguments`` has pruned leaves too. Like ``results``, it is None if only the text is known.
+    """Return the leaves of a program's arguments, with the use of their memory."""
+    # ``arguments`` includes pruned leaves. Like ``results``, it is None if only the text is known.
+    # The kept arguments are the module's last parameters, in order: walk through both together.
     taken_in = hlo.Shape("tuple", elements=tuple(p.shape for p in module.entry.parameters))
     given_out = module.entry.instructions[module.entry.root].shape
     inputs, outputs = taken_in.leaves(), given_out.leaves()
@@ -149,7 +151,7 @@ def read(
 def _table(
     module: hlo.Module, inputs: hlo.Shape, output: hlo.Shape
 ) -> tuple[dict[int, int], set[int]]:
-    """Return which output leaf has the memory of which input leaf, and the donors not reused."""
+    """Return the output leaf in each input leaf's memory, and the donors that aren't reused."""
     in_places, out_places = map(_numbered, (inputs, output))
     aliased: dict[int, int] = {}
     donors: set[int] = set()
@@ -225,11 +227,15 @@ def _why(
     taken: dict[int, str],
     device_count: int,
 ) -> tuple[str, str, str]:
-    """Return the path of the most similar output, and what differs, as a cause and in words."""
+    """Return the path of the most similar output, the cause of the difference, and a text on it."""
+    # Look at each output in turn. ``differs`` gives the reason why this output did not take the
+    # memory, or None if it is unlike the argument. Among the similar outputs, prefer one with free
+    # memory, then the most keys in common at the end of its path, then the first cause in
+    # ``order``.
     keys = re.findall(r"\w+", argument.path)
 
     def rank(n: int) -> tuple[bool, int]:
-        """Return a rank that prefers an output with free memory, and one with the same keys."""
+        """Return a rank that prefers outputs with free memory, then outputs with the same keys."""
         theirs = re.findall(r"\w+", named[n].path)
         pairs = zip(reversed(keys), reversed(theirs))
         common = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
@@ -260,7 +266,7 @@ def _why(
             return "shape", f"is {output}"
         if result.shape:
             return None
-        # The text only has the shapes on each device.
+        # The text has only the shapes on each device.
         ratio, inverse = _parts(shape, output, device_count), _parts(output, shape, device_count)
         if ratio > 1:
             text = f"is {output} on each device, 1/{ratio} of its size"
@@ -270,7 +276,7 @@ def _why(
             return "sharding", f"{text}: if it is the same array, it is sharded less"
         return None
 
-    # If only the shapes on each device are known, causes that they merely suggest come last.
+    # If only the shapes on each device are known, put causes last that these shapes only suggest.
     order = ("layout", "unknown", "sharding", "split", "taken", "dtype", "shape")
     if not any(result.shape for result in named):
         order = ("layout", "unknown", "taken", "dtype", "shape", "split", "sharding")
@@ -281,6 +287,7 @@ def _why(
             "no output",
             (f"no output is {shape}, and none differs from it only in its dtype or shape"),
         )
-    # An output of the same name in another dtype explains more than an unrelated one that is taken.
+    # An output of the same name in another dtype explains more than an unrelated output in the same
+    # shape whose memory is taken.
     n, (cause, text) = max(near, key=lambda pair: (*rank(pair[0]), -order.index(pair[1][0])))
     return named[n].path, cause, f"output {named[n].path} {text}"

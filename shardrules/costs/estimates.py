@@ -1,7 +1,8 @@
-"""Estimates of how long a collective takes, from published bandwidths and latencies.
+"""Estimate how long a collective takes, from published bandwidths and latencies.
 
-A run takes the larger of two times; other traffic, links that a slice lacks and overlap with
-computation are left out. ``targets/links.toml`` holds the figures and their sources.
+A run takes the larger of two times, for bandwidth and for latency. The estimate leaves out other
+traffic, links that a slice lacks, and overlap with computation. ``targets/links.toml`` holds the
+figures and their sources.
 
 *Bandwidth.* By ring algorithms a device sends the wire bytes of ``accounts``, and receives as many
 at the same time. The exceptions:
@@ -10,13 +11,12 @@ at the same time. The exceptions:
   over n chips, each pair's S/n bytes take n/4 steps on average, so a chip's two links carry
   S/n (n^2 // 4) bytes ("How to Scale Your Model", part 3). A permute goes to a neighbour, by one
   link.
-- If a group has m GPUs on each of several hosts, m rings run across the hosts, and each leaves a
-  host by another GPU's adapter. In an all-to-all and a permute, each GPU sends its own data.
+- If a group has m GPUs on each of several hosts, m rings run across the hosts, and each ring leaves
+  a host by a different GPU's adapter. In an all-to-all and a permute, each GPU sends its own data.
 
-*Latency.* The start of a collective, and its hops. In a ring of n on a torus these are n/2, as it
-runs both ways, and twice as many for an all-reduce. Between n GPUs they are n-1, and twice as many
-for an all-reduce. Between h hosts they are log2(h) (a tree). A 4-byte all-reduce takes
-microseconds, whatever the bandwidth.
+*Latency.* The start of a collective, and its hops. A ring of n chips on a torus has n/2 hops, since
+it runs both ways. A ring of n GPUs has n-1 hops. A tree of h hosts has log2(h) hops. An all-reduce
+has twice as many. A 4-byte all-reduce takes microseconds, whatever the bandwidth.
 
 Estimates assume that a group lies along one axis of the torus, and that a host has consecutive
 devices.
@@ -44,7 +44,7 @@ class Target:
 
     name: str  # for people
     both_ways_bytes_per_s: float  # on all links of one device, both directions counted
-    # bandwidth_source, latency_source: where the figures are published, and how they are read
+    # bandwidth_source, latency_source: where the figures are published, and how we read them
     bandwidth_source: str
     hop_latency_s: float  # for one step to a neighbour
     start_latency_s: float  # once for each collective
@@ -52,17 +52,17 @@ class Target:
     links: int | None = None  # of a chip in a torus; None if a switch joins the devices
     # The number of devices that these links join; None for all devices.
     host_device_count: int | None = None
-    across_bytes_per_s: float | None = None  # what one device sends to devices on other hosts
+    across_bytes_per_s: float | None = None  # from one device to devices on other hosts
     across_hop_latency_s: float = 0.0  # for one step between hosts
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Return what one link of a torus carries one way; None if a switch joins the devices."""
+        """Return the bytes a second of one link, one way; None if a switch joins the devices."""
         return None if self.links is None else self.both_ways_bytes_per_s / 2 / self.links
 
     @property
     def send_bytes_per_s(self) -> float:
-        """Return what one device sends in a ring."""
+        """Return the bytes a second that one device sends in a ring."""
         link = self.link_bytes_per_s
         return self.both_ways_bytes_per_s / 2 if link is None else 2 * link
 
@@ -92,7 +92,7 @@ def target(name: str) -> Target:
 
 
 def latency(collective: hlo.Collective, on: Target) -> float:
-    """Return the estimated seconds of one run of a collective that moves next to nothing."""
+    """Return the estimated seconds of one run of a collective that moves hardly any data."""
     count = collective.group_size
     if count < 2 or not collective.connections.moves:
         return 0.0

@@ -1,4 +1,4 @@
-"""Findings: what should not be in a program, each with the one change that removes it."""
+"""Find collectives that should not be in a program, each with the one change that removes it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Finding:
 
 
 _HANGS = "may hang"
-_SUMS = ("redundant", "overwide")  # kinds that are named by the gradient that they sum
-# Allowances for what is not a collective: an output, or a line that reads arrays on the host.
+_SUMS = ("redundant", "overwide")  # kinds whose text names the gradient that they sum
+# Allowances for outputs, or for lines that read arrays on the host, which are not collectives.
 _OTHER = re.compile(r"(?:differs|unproven) output.*|read at \S+")
 F = TypeVar("F", "Finding", outputs.Unequal)
 
@@ -58,6 +58,8 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
 
     ``strict`` also finds verdicts that depend on declarations instead of proofs.
     """
+    # The advice has two parts: a warning, if following the rest may be wrong for some programs, and
+    # the change itself. If gradients may be too large, the change is about this, since it is a bug.
     found, multiplied = [], Multiplied(judgement)
     for entry in accounts.of(judgement):
         verdict = entry.judged
@@ -108,14 +110,14 @@ class Allowances:
     """Known findings, each with a reason.
 
     Args:
-      reasons: from a finding's name to the reason why it stays. A name is
-        ``"redundant all-reduce(model) at model.py"`` (verdict, phase, file and line may be left
-        out). A collective that may hang needs ``"may hang all-reduce(model)"``. An output that is
-        called replicated and is not is ``"differs output['rng']"``, and a line that reads an array
-        after each run is ``"read at train.py:12"``.
+      reasons: maps a finding's name to the reason why it stays. A name is
+        ``"redundant all-reduce(model) at model.py"`` (you may leave out verdict, phase, file and
+        line). A collective that may hang needs ``"may hang all-reduce(model)"``. The name of an
+        output that is called replicated but differs is ``"differs output['rng']"``. The name of a
+        line that reads an array after each run is ``"read at train.py:12"``.
 
     Raises:
-      ShardrulesError: a name that can't be read, or no reason.
+      ShardrulesError: a name can't be read, or has no reason.
     """
 
     def __init__(self, reasons: Mapping[str, str] | None = None):
@@ -143,7 +145,7 @@ class Allowances:
             selector.check_axes(what, mesh)
 
     def split(self, findings: Iterable[F]) -> tuple[list[F], list[tuple[F, str]], list[str]]:
-        """Return the findings that stay, those allowed with their reasons, the unused names."""
+        """Return the findings that remain, the allowed findings with reasons, and unused names."""
         stay, allowed = [], []
         used: collections.Counter[str] = collections.Counter()
         for finding in findings:

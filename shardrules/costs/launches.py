@@ -1,8 +1,8 @@
-"""What each loop of a compiled program costs per trip: kernels launched, bytes copied, decisions.
+"""Count what each trip of a compiled program's loops costs: launches, copied bytes, decisions.
 
-On a GPU each instruction of a scheduled computation that computes is one kernel, one call of a
-library or one copy. If XLA knows a while loop's trip count, it launches the loop's body that many
-times. If XLA does not know it, the GPU computes the predicate and copies it to the host, which
+On a GPU, each instruction that does work in a scheduled computation is one kernel, one library call
+or one copy. If XLA knows a while loop's trip count, it launches the loop's body that many times. If
+XLA does not know the count, the GPU computes the predicate and copies it to the host, and the host
 waits for it and decides, trip by trip (xla/backends/gpu/runtime, WhileThunk). Instructions in a
 command buffer are recorded once and launched as one graph.
 """
@@ -38,7 +38,7 @@ class Loop(NamedTuple):
     graphs: int  # command buffers launched on one trip, each counted as one launch
 
 
-# The launches of one run of a computation, by kind. Two more keys count what isn't a launch.
+# The launches of one run of a computation, by kind. Two more keys count other things.
 _Sum = collections.Counter[str]
 _BYTES, _UNKNOWN = "bytes copied", "loops of unknown length"
 _GRAPH = "graph"
@@ -79,7 +79,7 @@ def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: boo
     trips = loops.trip_count(module, place.computation, instruction)
     condition, body = loops.parts(module, instruction)
     total = sums[body.name]
-    # A count that the compiler wrote down decides how the loop runs, not one that we derived.
+    # Only a count in the text decides how the loop runs; XLA doesn't know a count that we derived.
     asked = gpu and "known_trip_count" not in (instruction.attribute("backend_config") or "")
     if asked:
         total = total + sums[condition.name] + _Sum(["copy of the predicate"])
@@ -175,7 +175,7 @@ def _unknown(
 
 
 def _element(computation: hlo.Computation, position: int) -> int | None:
-    """Return which element of the parameter a value is; None if it is changed, or anything else."""
+    """Return the element of the parameter that a value is, unchanged; None for any other value."""
     instruction = behind(computation, position, ("copy", "bitcast"))
     if instruction.opcode == "parameter" and not instruction.shape.is_tuple:
         return 0
@@ -184,6 +184,8 @@ def _element(computation: hlo.Computation, position: int) -> int | None:
 
 def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
     """Return a text on the outside value that a loop carries unchanged; empty for a constant."""
+    # Go back through tuples, copies and calls. ``path`` has the numbers of the tuple elements that
+    # are still to be taken, the next one last.
     computation = place.computation
     path = [number] if place.instruction.shape.is_tuple else []
     instruction = computation.instructions[place.instruction.operands[0]]

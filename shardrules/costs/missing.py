@@ -1,8 +1,8 @@
-"""Finds the value that lacks a reduction, if an output that is called replicated differs.
+"""Find the value that lacks a reduction, if an output that is called replicated differs.
 
-An output that a step updates (a weight, a momentum) differs because a gradient that goes into it
-was not reduced. The gradient is the value to reduce: a sum of the weight itself would add up all
-devices' copies of the weight.
+An output that a step updates (a weight, a momentum) differs because the step did not reduce a
+gradient that goes into it. The gradient is the value to reduce: a sum of the weight itself would
+add up all devices' copies of the weight.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _GradientSearch:
             for verdict in judgement.verdicts
             if verdict.collective.kind in _EQUALIZE
         }
-        # By axis: the names of the forward pass's sums over it, and of their computations.
+        # For each axis: the names of the forward pass's sums over it, and of their computations.
         self._forward: dict[str, set[str]] = {}
         for verdict in judgement.verdicts:
             collective = verdict.collective
@@ -68,7 +68,7 @@ class _GradientSearch:
         self._depend: dict[tuple[int, tuple[str, ...]], set[Node]] = {}
 
     def named(self, number: int, cause: str, output: outputs.Unequal) -> outputs.Unequal:
-        """Return the output with the gradients in its advice, if all differences are from them."""
+        """Return the output; its advice names the gradients if all differences come from them."""
         match, axes = _PARAMETER.match(cause), output.axes or ()
         returned = self._flat.end.operands
         if match is None or number >= len(returned):
@@ -95,6 +95,8 @@ class _GradientSearch:
 
     def _is_summed_before(self, gradients: Iterable[Node], axes: tuple[str, ...]) -> bool:
         """Return whether gradients depend on a sum of the forward pass over some of the axes."""
+        # Search backwards from the gradients. If such a sum is in a computation that a loop, branch
+        # or call runs, any of these may have run it.
         places: set[str] = set().union(*(self._forward.get(axis, set()) for axis in axes))
         inside = places - {f"in {self._module.entry.name}"}
         in_loops = any(place.startswith("in ") for place in inside)
@@ -143,7 +145,7 @@ class _GradientSearch:
         return found
 
     def _depending(self, parameter: int, axes: tuple[str, ...]) -> set[Node]:
-        """Return the nodes that depend on a parameter with no collective over the axes between."""
+        """Return the nodes that depend on a parameter, with no collective over the axes between."""
         key = parameter, axes
         if key not in self._depend:
             depend = self._depend[key] = set()
@@ -161,7 +163,7 @@ class _GradientSearch:
 
 
 def gradient_of(judgement: hlo.Judgement, verdict: hlo.Verdict) -> tuple[str, ...]:
-    """Return the names of the few outputs that a backward pass's sum goes into, if it is clear.
+    """Return the names of the outputs that a backward pass's sum goes into, if they are few.
 
     In a training step, these are a weight and the optimizer's state for it.
     """
@@ -194,7 +196,7 @@ def gradient_of(judgement: hlo.Judgement, verdict: hlo.Verdict) -> tuple[str, ..
 
 
 def advice(of: outputs.Unreduced) -> str:
-    """Return advice where to reduce gradients, and by which function."""
+    """Return advice on where to reduce gradients, and by which function."""
     quoted, many = ", ".join(map(repr, of.axes)), of.gradients > 1
     what = "gradients" if many else "gradient"
     if of.is_summed_before:

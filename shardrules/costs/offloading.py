@@ -1,4 +1,4 @@
-"""Buffers that a compiled program keeps in host memory: what is stored there, and loaded again."""
+"""Find the buffers that a compiled program keeps in host memory, with their stores and loads."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ class HostBuffer:
     loads: list[Access] = dataclasses.field(default_factory=list)
 
 
-_Array = tuple[str, int, int]  # its computation, its instruction, and the leaf of the shape
+_Array = tuple[str, int, int]  # computation, position of the instruction, leaf of its shape
 
 
 def read(module: hlo.Module) -> list[HostBuffer]:
     """Return a program's buffers in host memory, largest first; none on CPU."""
     if walk.HOST_SPACE not in module.text:
         return []
+    # First join the arrays that are one buffer, through all loops and calls that carry it. Then
+    # give each move between host and device memory to its buffer, as a store or a load.
     places = list(walk.executed(module))
     buffers = _Buffers(module)
     for place in places:
@@ -91,7 +93,9 @@ class _Buffers:
     def add(
         self, computation: hlo.Computation, instruction: hlo.Instruction, here: list[_Array]
     ) -> None:
-        """Add the buffers of one instruction, and join them with the buffers that it passes on."""
+        """Add an instruction's buffers; join the ones that it passes on with its operands'."""
+        # A tuple and its elements, a loop's or call's operands, parameters and results, the result
+        # of a start, and an update in place all have the buffers of their operands.
         opcode = instruction.opcode
         given = [self.leaves(computation, operand) for operand in instruction.operands]
         result = [here[n] for n in walk.result_leaves(instruction)]

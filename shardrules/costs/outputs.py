@@ -1,9 +1,9 @@
-"""Finds outputs whose shardings say replicated without a proof: a reduction may be missing.
+"""Find outputs whose shardings say replicated without a proof: a reduction may be missing.
 
-The devices may then hold different data under the name of one array, and a state that is carried
-from step to step drifts apart. An output *differs* if it is computed from different data by steps
-that keep data different (``hlo.known.states.EQUALIZING`` lists the other steps); else it is
-*unproven*.
+The devices may then hold different data under the name of one array, and their copies of a state
+that is carried from step to step drift apart. An output *differs* if it is computed from different
+data by steps that keep data different (``hlo.known.states.EQUALIZING`` lists the other steps).
+Otherwise it is *unproven*.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Unequal:
     axes: tuple[str, ...] | None
     over: str  # the axes, or the devices that are called equal, for people
     reason: str  # why it may differ
-    carried: str  # the argument whose memory it takes; empty if it takes none
+    carried: str  # the argument whose memory it reuses; empty for none
     advice: str  # what to type
     missing: str = ""  # the missing reduction, if the value that lacks it is known
-    unreduced: Unreduced | None = None  # the gradients that lack a reduction, if they do
+    unreduced: Unreduced | None = None  # the gradients that lack a reduction, if these are known
 
     @property
     def what(self) -> str:
@@ -83,12 +83,12 @@ def tiles(judgement: hlo.Judgement, text: str) -> tuple[int, ...] | None:
 
 
 def find(judgement: hlo.Judgement) -> list[Unequal]:
-    """Return the outputs that are called replicated without a proof, those that differ first."""
+    """Return the outputs that are called replicated without a proof; outputs that differ first."""
     return [output for _, _, output in broken(judgement)]
 
 
 def broken(judgement: hlo.Judgement) -> list[tuple[int, Broken, Unequal]]:
-    """Return these outputs with their numbers and the claims that are not proven."""
+    """Return the outputs of ``find``, with their numbers and the claims that are not proven."""
     carried: dict[int, str] | None = None
     unequal = []
     for number, (output, promise) in enumerate(zip(judgement.outputs, judgement.promises or ())):
@@ -97,7 +97,7 @@ def broken(judgement: hlo.Judgement) -> list[tuple[int, Broken, Unequal]]:
         try:
             promised = tiles(judgement, promise[1])
         except notations.NotationError:
-            continue  # we can't read what it promises
+            continue  # we can't read the promise
         why = None if promised is None else output.broken(promised)
         if why is None:
             continue
@@ -140,7 +140,7 @@ def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Une
 
 
 def _carried(judgement: hlo.Judgement) -> dict[int, str]:
-    """Return the argument into whose memory each output is written, by the output's number."""
+    """Return the argument whose memory each output reuses, by the output's number."""
     try:
         leaves = donation.read(judgement.module)
     except HloError:

@@ -1,4 +1,4 @@
-"""Finds the constants in a program that go to every device, and the outputs that it gathers."""
+"""Find the constants in a program that go to every device, and the outputs that it gathers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Constant(NamedTuple):
     shape: str  # as HLO prints it
     bytes: int  # on each device
     device_count: int  # the number of devices that hold it
-    source: str  # the source line of its first user, or JAX's name for that
+    source: str  # the source line of its first user, or JAX's name for the user
 
 
 class Gathered(NamedTuple):
@@ -48,8 +48,8 @@ def constants(module: hlo.Module, min_bytes: int = 1) -> list[Constant]:
 
 
 def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) -> str:
-    """Return the source line of the first reader that has one, in a fusion too, or ""."""
-    # A constant's own line is the call that traced the program.
+    """Return the source line of the first reader that has one, also in a fusion, or ""."""
+    # The constant's own line is of no use: it is the call that traced the program.
     users = computation.users()
     reached = [position]
     for reader in reached:
@@ -61,16 +61,16 @@ def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) ->
 
 def is_pmap(module: hlo.Module, axes: Iterable[str] = ()) -> bool:
     """Return whether a program, or a name of its mesh axes, shows a ``jax.pmap``."""
-    # Up to JAX 0.7 the op_names of a pmap's operations contain its name. From 0.8 on a pmap is a
-    # shard_map with the check off, over an axis of this name; if the user names the axis, nothing
-    # shows the pmap.
+    # Up to JAX 0.7, the op_names of a pmap's operations contain its name. From 0.8 on, a pmap is a
+    # shard_map with the check off, over an axis with a name of JAX's own. If the user names the
+    # axis, the text doesn't show the pmap.
     return _PMAP_AXIS in axes or re.search(rf"xla_pmap|{_PMAP_AXIS}", module.text) is not None
 
 
 def gathered(module: hlo.Module) -> list[Gathered]:
     """Return the outputs that a program gathers from shards, over any devices."""
-    # An all-gather gathers them, or an all-reduce of shards that are padded with zeros: up to JAX
-    # 0.7 a jax.pmap under a jit returned its result in this way.
+    # Two collectives gather an output: an all-gather, or an all-reduce of shards that are padded
+    # with zeros. Up to JAX 0.7, a jax.pmap under a jit returned its result by such an all-reduce.
     entry = module.entry
     root = entry.instructions[entry.root]
     outputs = root.operands if root.opcode == "tuple" else (entry.root,)

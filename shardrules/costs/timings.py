@@ -1,4 +1,4 @@
-"""The time that a program's collectives took in a profile, by verdict."""
+"""Hold the times that a program's collectives took in a profile, by verdict."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Timings:
     # A timing for each of the judgement's verdicts; None if the profile has no event for it.
     of: tuple[Timing | None, ...]
     device: str = ""  # the device whose step is drawn
-    # In that step: a verdict's number, and its start and end in seconds after the step began.
+    # The runs in that step: a verdict's number, its start and its end, in seconds after the begin.
     ran: tuple[tuple[int, float, float], ...] = ()
     busy: tuple[tuple[float, float], ...] = ()  # start and end of that device's other work
 

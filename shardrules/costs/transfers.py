@@ -1,4 +1,4 @@
-"""Finds transfers between a compiled program and the host: callbacks, feeds, sends, copies."""
+"""Find transfers between a compiled program and the host: callbacks, feeds, sends, copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardrules.costs import walk
 from shardrules.hlo.proof import slices
 
 # The targets of JAX's callbacks (jax/_src/callback.py and interpreters/mlir.py, 0.4.28 to 0.12). On
-# CPU and GPU they are custom calls, of the FFI from 0.5 on; a TPU sends and receives instead.
+# CPU and GPU, callbacks are custom calls (FFI calls from 0.5 on). A TPU sends and receives instead.
 CALLBACK = re.compile(r"xla_(ffi_)?(partitioned_)?python_\w*callback")
 _FEEDS = {"infeed": "from host", "outfeed": "to host"}
 _SENDS = {"send": "to host", "recv": "from host"}

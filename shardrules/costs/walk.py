@@ -1,4 +1,4 @@
-"""The instructions that a compiled program executes, without those inside fusions."""
+"""Walk the instructions that a compiled program executes, without those inside fusions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PASS_ON = frozenset(
     "bitcast reshape transpose copy convert get-tuple-element all-reduce-done copy-start "
     "copy-done".split()
 )
-# Opcodes that name values, lie in memory, or wait for others: they launch and move nothing.
+# Opcodes that only name values, hold constants, or wait: they launch and move nothing.
 NO_WORK = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier "
     "optimization-barrier domain partition-id replica-id".split()
@@ -63,7 +63,7 @@ def executed(module: hlo.Module) -> Iterator[Place]:
 
 
 def where(module: hlo.Module, place: Place) -> str:
-    """Return an instruction's source line, else JAX's name for it or an operand, else its name."""
+    """Return an instruction's source line, or else JAX's name for it or an operand, or its name."""
     instructions = place.computation.instructions
     operands = [instructions[o] for o in place.instruction.operands]
     return source(module, [place.instruction, *operands]) or place.instruction.name
@@ -102,13 +102,13 @@ def loop_lines(module: hlo.Module) -> frozenset[tuple[str, int]]:
 def line_within(
     module: hlo.Module, collective: hlo.Collective, of_loops: Collection[tuple[str, int]]
 ) -> str:
-    """Return a line that says more than a collective's own, if that is only a loop's line, or "".
+    """Return a more exact line for a collective whose own line is only a loop's, or "".
 
     XLA may give only the loop's line to a collective that it made in a loop, in a checkpoint or for
     a loop's result. Then return a line that the loop's line calls: the line that makes the operand,
     or the line that takes an all-gather's result. For a loop's result, return a line that takes it.
     A collective that the program asks for has its own line, even if an interpreted kernel's loop
-    stands on the same line. ``of_loops`` are the ``loop_lines``.
+    stands on the same line. ``of_loops`` is the result of ``loop_lines``.
     """
     own, operation = collective.frames, phases.operation(collective.op_name)
     of_result = operation == "while"
@@ -118,10 +118,9 @@ def line_within(
     computation = module.computations[collective.computation]
     instructions, takers = computation.instructions, computation.users()
     place = computation.places[collective.name]
-    gathers = (
-        collective.kind == "all-gather"
-    )  # an all-gather is named by its reader, others by their operand
-    # Search outwards from the collective, through instructions that have no line or the loop's.
+    # An all-gather is named after its reader, any other collective after its operand. Search from
+    # the collective in this direction, through instructions without a line or with the loop's line.
+    gathers = collective.kind == "all-gather"
     seen, left = {place}, [place]
     while left and len(seen) < _NEAR:
         here = left.pop(0)
@@ -147,7 +146,7 @@ def argument(module: hlo.Module, collective: hlo.Collective, arguments: Collecti
         return ""
     computation = module.computations[collective.computation]
     operands = computation.instructions[computation.places[collective.name]].operands
-    return collective.op_name if len(operands) == 1 else ""  # a combined one has one name for all
+    return collective.op_name if len(operands) == 1 else ""  # combined ones have only one name
 
 
 def callers(
@@ -164,7 +163,7 @@ def callers(
 
 
 def reached(start: Iterable[_T], follow: Callable[[_T], Iterable[_T]]) -> set[_T]:
-    """Return some places, and all places that can be reached from them."""
+    """Return the places in ``start``, and all places that ``follow`` reaches from them."""
     seen = set(start)
     stack = [*seen]
     while stack:
@@ -211,12 +210,12 @@ class Moved(NamedTuple):
 
 
 def moved(module: hlo.Module, place: Place) -> Moved | None:
-    """Return what an instruction moves between host and device memory; None if nothing."""
-    # On TPU and GPU layouts carry the memory space; CPU has one memory and prints none.
+    """Return an instruction's move between host and device memory, or None."""
+    # On TPU and GPU, layouts contain the memory space. CPU has one memory and prints none.
     instruction = place.instruction
     opcode = instruction.opcode
     if opcode in NO_WORK or opcode in _CONTROL or opcode.endswith("-done"):
-        return None  # the body of an async-start is walked on its own
+        return None  # ``executed`` yields the body of an async-start separately
     result = [instruction.shape.leaves()[n] for n in result_leaves(instruction)]
     size = sum(leaf.bytes for leaf in result)
     operands = [place.computation.instructions[o].shape for o in instruction.operands]
@@ -244,7 +243,7 @@ def result_leaves(instruction: hlo.Instruction) -> range:
 def written(
     module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
 ) -> hlo.Shape | None:
-    """Return the shape of the part of a buffer that is written in place; None if all is new."""
+    """Return the shape of the part that is written in place; None if the whole result is new."""
     while True:
         if instruction.opcode.startswith("dynamic-update-slice") and instruction.operands[1:]:
             return computation.instructions[instruction.operands[1]].shape

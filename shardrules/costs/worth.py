@@ -1,4 +1,4 @@
-"""Computes what following a finding or a hint saves, in one execution on one device."""
+"""Compute the savings of following a finding or a hint, in one execution on one device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _FOLDED = 0.01  # findings that together save a smaller share of the program bec
 
 
 class Worth(NamedTuple):
-    """What one execution saves on one device; loops of unknown length make one trip."""
+    """Savings or costs of one execution on one device; loops of unknown length make one trip."""
 
     bytes: int = 0  # on the wire
     seconds: float = 0.0  # estimated, 0 without a target
-    # round_trips: how many fewer times the devices of a group wait for each other; negative if more
+    # round_trips: how often the devices of a group wait for each other; as savings, how much less
+    # often (negative if more often)
     round_trips: int = 0
-    is_sure: bool = True  # the collective is proven unnecessary; otherwise this is the most saved
+    is_sure: bool = True  # the collective is proven unnecessary; if not, this is the most saved
     is_per_trip: bool = False  # a loop's length isn't known
     exposed_seconds: float = 0.0  # in a step, as measured by a profile; 0 without a profile
     at_most: bool = False  # the replacement may move a part of it
@@ -63,10 +64,10 @@ class Switched(NamedTuple):
     def applied(
         self, found: Sequence[Finding], account: accounts.Account
     ) -> tuple[list[Finding], dict[int, int]]:
-        """Return the findings, with advice in the defensive ones, and what each of them saves.
+        """Return the findings, with new advice in the defensive findings, and their savings.
 
-        The savings are by the number of a collective that disappears: its part of all that these
-        collectives save together, in proportion to its cost.
+        The savings are by the number of each collective that disappears. Their sum is known from
+        the compiled program; each collective gets a part of it in proportion to its cost.
         """
         left, saved = self.left.copy(), max(0, self.saved(account))
         going: list[Finding] = []
@@ -119,8 +120,9 @@ class Ledger:
         self.measured = measured
         self.switched = switched or {}
         self.seconds = [0.0] * len(self.entries)
-        # The seconds are those of one run. Entries that are parts of one collective share its
-        # latency.
+        # ``seconds`` are for one run. Entries that are parts of one collective share its latency:
+        # the whole takes the larger of its latency and all of its transfers, and each part gets its
+        # share of this time.
         parts: dict[tuple[str, str], list[int]] = {}
         for entry in self.entries:
             collective = entry.judged.collective
@@ -167,7 +169,7 @@ class Ledger:
             return self._cheaper(hint, cost, number)
         if one.kind == "unproven":
             return cost._replace(is_sure=False)
-        # A collective that may hang must be changed whatever that saves.
+        # A collective that may hang must be changed, whatever the savings.
         sure = one.kind not in ("declared", "may hang")
         share = timings.avoidable(one.verdict, one.entry) if sure else 0.0
         known = number in self.switched
@@ -182,9 +184,10 @@ class Ledger:
         )
 
     def _cheaper(self, hint: Hint, cost: Worth, number: int) -> Worth:
-        """Return what a hint's fewer bytes or fewer round trips save."""
-        # A number that the hint leaves open stays as it is. The time after the change is the larger
-        # of the latencies of the trips that are left and the transfer of the bytes that are left.
+        """Return the savings of a hint's fewer bytes or fewer round trips."""
+        # A number that the hint doesn't know stays as it is. The time after the change is the
+        # larger of two times: the latencies of the remaining round trips, and the transfer of the
+        # remaining bytes.
         known = (hint.sent_after, hint.round_trips_after, hint.round_trips_before)
         if_not = (cost.bytes, cost.round_trips, cost.round_trips)
         sent, trips, before = (b if a is None else a for a, b in zip(known, if_not))
@@ -211,7 +214,7 @@ class Ledger:
         return timing.seconds / timing.runs if timing and timing.runs else 0.0
 
     def _latency(self, number: int) -> float:
-        """Return the latency of a run: its own time if it is small, else a small collective's."""
+        """Return the latency of a run: its own time if it is small, else of a small collective."""
         small = []
         for numbers in self._parts.values():
             wire_bytes = sum(self.entries[n].wire_bytes for n in numbers)
@@ -221,7 +224,7 @@ class Ledger:
         return min((sum(map(self._run, p)) for p in own), default=0.0)
 
     def share(self, worth: Worth) -> float:
-        """Return a worth's share of the program's estimated time, else of its bytes."""
+        """Return a worth's share of the program's estimated time, or else of its bytes."""
         if self.on is not None and self.total.seconds:
             return worth.seconds / self.total.seconds
         return worth.bytes / self.total.bytes if self.total.bytes else 0.0

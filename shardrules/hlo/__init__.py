@@ -1,4 +1,4 @@
-"""Reads compiled HLO text and judges its collectives. Runs without JAX."""
+"""Read compiled HLO text and judge its collectives, without JAX."""
 
 from shardrules.hlo.known.states import Blocker, Support
 from shardrules.hlo.proof.judgement import VERDICTS, Collective, Judgement, Output, Range, Verdict

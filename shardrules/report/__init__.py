@@ -1,4 +1,4 @@
-"""Verdicts and accounts for people: text, Markdown, JSON, SARIF, and a page with a picture."""
+"""Write verdicts and accounts for people: text, Markdown, JSON, SARIF, and an HTML page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _contents(of: Content | Several) -> Sequence[Content]:
     return [of] if isinstance(of, Content) else of.contents
 
 
-# By format, the function that writes the report of one program or several.
+# For each format, the function that writes the report of one program or several.
 WRITERS: dict[str, Callable[[Content | Several], str]] = {
     "text": plain,
     "markdown": markdown,

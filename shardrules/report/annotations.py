@@ -1,4 +1,4 @@
-"""Findings where code is read: GitHub's workflow annotations, and SARIF 2.1.0 for code scanning."""
+"""Write findings next to the code: GitHub's workflow annotations, and SARIF 2.1.0."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _inside(file: str) -> str:
 
 
 def _frame(verdict: hlo.Verdict) -> hlo.Frame | None:
-    """Return the innermost source line in the repository, else the innermost one."""
+    """Return the innermost source line in the repository, or else the innermost source line."""
     # <frozen runpy> is not a file, and this package's own frames only ran the script.
     frames = [f for f in verdict.collective.frames if not f.file.startswith(("<", _PACKAGE))]
     inside = (f for f in frames if _inside(f.file) and "site-packages" not in f.file)
@@ -142,7 +142,7 @@ def _result(note: _Note, rules: list[str]) -> dict[str, Any]:
 
 
 def merged(logs: Sequence[str]) -> str:
-    """Return SARIF logs of several processes as one run, since GitHub rejects two of one tool."""
+    """Return SARIF logs of several processes as one run; GitHub rejects two runs of one tool."""
     whole = json.loads(logs[0])
     rules: dict[str, Any] = {}
     results: list[Any] = []

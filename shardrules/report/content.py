@@ -1,4 +1,4 @@
-"""What a report says, in any format."""
+"""Gather the content of a report, for every format."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _NOT_COMPILED = (
     "not compiled: XLA has not fused or scheduled this text; the compiled program may move and "
     "avoid other bytes (pass the file that ends in after_optimizations.txt)"
 )
-_LITTLE, _LARGE = 0.01, 0.25  # shares of the bytes that are hardly worth a word, or always
-# Kinds that are never folded, with ranks: the first is a bug, the other needs a decision.
+_LITTLE, _LARGE = 0.01, 0.25  # shares of the bytes: below is hardly worth a word, above always is
+# Kinds that are never folded, with their ranks: "may hang" is a bug, "declared" needs a decision.
 _NEVER_FOLDED = {"may hang": 0, "declared": 2}
 
 
@@ -50,7 +50,7 @@ class TableCell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """All that a report says.
+    """The content of a report.
 
     Attributes:
       title: where the program came from.
@@ -61,7 +61,7 @@ class Content:
       hints: needed collectives that could be cheaper, the most worthwhile first.
       ledger: what everything costs, and what each finding and hint saves.
       unequal: outputs called replicated without a proof, if no allowance covers them.
-      unequal_allowed: such outputs with the reasons why they stay.
+      unequal_allowed: the outputs that an allowance covers, with the reasons why they stay.
       strict: outputs that are only unproven are findings, too.
       why_at_most: why the saving of switching on its checks isn't known; empty if it is known.
       script: what ran, as it was typed; empty if it isn't known.
@@ -90,12 +90,12 @@ class Content:
 
     @property
     def timings(self) -> Timings | None:
-        """Return what a profile measured of each collective; None without a profile."""
+        """Return each collective's times in a profile; None without a profile."""
         return self.ledger.measured
 
     @property
     def failing(self) -> int:
-        """Return the number of findings, with differing outputs; in strict mode, unproven too."""
+        """Return the number of findings and differing outputs; if strict, unproven outputs too."""
         unproven = len(self.unequal) - self.differing if self.strict else 0
         return len(self.findings) + self.differing + unproven
 
@@ -128,7 +128,7 @@ class Content:
         entry = first[0].entry
         where = f" at {here(entry.place)}" if entry.source else f", {items.place(first)}"
         more = f" and {len(others)} more" if others else ""
-        # What costs a quarter is named too if all hints together change little.
+        # If all hints together change little, also name a row that costs a quarter or more.
         little = self.avoidable.bytes < _LITTLE * self.ledger.total.bytes
         known = {hint.entry.number for hint in self.hints}
         most = grouping.most(self.rows, self.ledger, _LARGE, known) if little else ""
@@ -146,7 +146,7 @@ class Content:
 
     @property
     def spent(self) -> str:
-        """Return that nothing is to be done, which collectives cost most, and who asks for them."""
+        """Return a text for a program without findings: the costliest row, and who asks for it."""
         if not self.rows:
             return "no findings"
         parts = ["all needed"] if {e.verdict for e in self.account} == {"needed"} else []
@@ -157,7 +157,7 @@ class Content:
 
     @functools.cached_property
     def avoidable(self) -> Worth:
-        """Return the sum of what findings and hints save for sure."""
+        """Return the sum of the sure savings of findings and hints."""
         return _sum(worth for worth in self._worths() if worth.is_sure)
 
     @functools.cached_property
@@ -172,7 +172,7 @@ class Content:
         return [*self.findings, *self.hints]
 
     def _share(self, worth: Worth) -> str:
-        """Return whether a worth is for one trip, and its share of the bytes and the times."""
+        """Return a text with a worth's share of the bytes and times, and whether it is per trip."""
         total = self.ledger.total
         parts = [percent(worth.bytes, total.bytes)] if worth.bytes else []
         if self.target is not None:
@@ -186,7 +186,7 @@ class Content:
 
     @property
     def worth(self) -> str:
-        """Return what can be avoided, in words; empty if there is nothing."""
+        """Return the avoidable cost in words; empty if there is nothing to avoid."""
         parts: list[str] = []
         for worth, words in ((self.avoidable, "can be avoided"), (self.in_doubt, "is unproven")):
             if not worth.saves:
@@ -201,7 +201,7 @@ class Content:
         """Return what following one advice saves; ``others`` of the group are unlike its first."""
         together = self.ledger.switched if group[0].entry.number in self.ledger.switched else ()
         others = others or len(together) - len(group)
-        if together:  # following the advice on one of them removes all of them
+        if together:  # switching on the checks removes all of these findings together
             group = [one for one in self.findings if one.entry.number in together]
         worth = _sum(map(self.ledger.worth, group))
         if group[0].kind in _NEVER_FOLDED or not worth.saves:
@@ -248,7 +248,7 @@ class Content:
 
     @property
     def about(self) -> str:
-        """Return what can be avoided, what kind of program it is, and the findings' kinds."""
+        """Return the avoidable cost, the program's size, and the findings' kinds, in one line."""
         total, devices = self.account.total, self.account.device_count
         mesh = self.axes or " (mesh not known: pass --mesh or mesh=)"
         shown = f"{devices} devices{mesh}" if devices != 1 or self.axes else "1 device"
@@ -283,7 +283,7 @@ class Content:
 
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Return the rows of collectives, the costliest first; those that are alike share one."""
+        """Return the rows of collectives, the costliest first; similar collectives share a row."""
 
         def key(row: Row) -> tuple[float, float, int]:
             cost = _sum(map(self.ledger.cost, row.numbers))
@@ -374,7 +374,7 @@ class Content:
 
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
-        """Return what to change: outputs that differ, findings, hints; most worthwhile first."""
+        """Return the parts on changes: outputs that differ, findings, hints; by their savings."""
         todo: list[Item] = []
         for same in alike(self.unequal, items.lacking):
             advice = named(items.advice_on(same), self.script)
@@ -394,11 +394,13 @@ class Content:
 
     def _joined(self, groups: Iterable[Group]) -> list[tuple[Group, ...]]:
         """Return groups joined by the change that removes them, the costliest first everywhere."""
+        # Rank before joining, since the first group of each join gives the advice; rank the joins
+        # again by the sum of their savings.
         ranked = sorted(groups, key=lambda one: (items.has_no_advice(one), self._rank(one)))
         return sorted(grouping.connected(ranked, items.changes), key=lambda n: self._rank(flat(n)))
 
     def _ranked(self, title: str, groups: Iterable[Group]) -> Block:
-        """Return a list of groups, the costliest first; one line has all below 1% together."""
+        """Return a list of groups, the costliest first; fold those that cost below 1% together."""
         joined = self._joined(groups)
         ranked = [(same, _sum(map(self.ledger.worth, flat(same)))) for same in joined]
         movable = [n for n, (same, _) in enumerate(ranked) if same[0][0].kind not in _NEVER_FOLDED]
@@ -450,7 +452,7 @@ def content(
     fed: Fed | None = None,
     script: str = "",
 ) -> Content:
-    """Return what a report says.
+    """Return the content of a report.
 
     Args:
       judgement: what ``hlo.judge`` returned.
@@ -458,13 +460,15 @@ def content(
       strict: accept only proofs: verdicts that depend on declared rules are findings too.
       allow: findings that may stay.
       target: an accelerator of ``costs.estimates``, on which times are estimated.
-      cheapest: all needed all-reduces that could be cheaper are findings; if False, only those in
-        loops with more than 1% of the bytes, which one before or after the loop replaces.
-      timings: what a profile measured of each verdict's collective.
+      cheapest: all needed all-reduces that could be cheaper are findings. If False, only some are:
+        all-reduces in loops with more than 1% of the bytes that could run outside of the loop.
+      timings: the times of each verdict's collective in a profile.
       switched: the same program with its shard_maps' checks on, or why there is none.
       fed: how often the program ran with one of its own results as an argument.
       script: what ran, as it was typed.
     """
+    # A hint that costs enough becomes a finding. Then allowances take findings out, and the savings
+    # of switched checks, if they are known, replace the findings that they remove.
     all_hints = hints(judgement, fed)
     costly = dearer(all_hints, None if cheapest else judgement)
     allow = allow or findings.Allowances()

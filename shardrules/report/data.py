@@ -1,4 +1,4 @@
-"""A report as JSON."""
+"""Write a report as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
 from shardrules.report.content import Content
 
-SCHEMA = 1  # to be increased when a field changes its meaning or is removed
+SCHEMA = 1  # increase it when a field changes its meaning or is removed
 
 
 @checked
@@ -25,7 +25,7 @@ def as_json(content: Content) -> str:
 
 
 def as_dict(content: Content) -> dict[str, Any]:
-    """Return a report as a dictionary, from which JSON is written."""
+    """Return a report as the dictionary that becomes JSON."""
     target, timings, ledger = content.target, content.timings, content.ledger
     by_axes = content.account.by("over").items()
 

@@ -1,4 +1,4 @@
-"""What changed between two programs, as text, Markdown, JSON, and a page of both."""
+"""Write the changes between two programs as text, Markdown, JSON, or a page of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardrules.report.page import meshes, timeline
 from shardrules.report.text import markdown_table
 from shardrules.units import size
 
-# By a change's status, the verdict whose colour it has on the page.
+# For each status of a change, the verdict whose colour the page uses.
 _COLOURS = {
     "came": "redundant",
     "grew": "overwide",
@@ -62,7 +62,7 @@ def _json(before: Content, after: Content, changes: Sequence[Change]) -> str:
 
 @checked
 def compared(before: Content, after: Content, changes: Sequence[Change]) -> str:
-    """Return a page of two reports: what changed, groups on the mesh, both timelines.
+    """Return a page of two reports: the changes, the groups on the mesh, and both timelines.
 
     Args:
       before: the report of the first program.
@@ -114,7 +114,7 @@ def _table(changes: Sequence[Change]) -> str:
     return wide("changes", html_table("Changes, the costliest first", columns, rows))
 
 
-# By format, the function that writes both programs and the changes from ``compare``.
+# For each format, the function that writes both programs and the changes from ``compare``.
 DIFFS: dict[str, Callable[[Content, Content, Sequence[Change]], str]] = {
     "text": _plain,
     "markdown": _markdown,

@@ -1,4 +1,4 @@
-"""The pictures of a report's page: a collective's groups on the mesh, and the timeline."""
+"""Draw the pictures of a report's page: a collective's groups on the mesh, and the timeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardrules.units import counted, milliseconds
 
 _CELLS = 256  # the most devices that are drawn; a larger mesh shows its first ones
 _ACROSS = 16  # the most devices in a line
-_COLOURS = 8  # the number of colours for groups, which are used again in turn
+_COLOURS = 8  # the number of colours for groups; more groups use them again in turn
 _MEMBERS = 16  # the most members of a group that are listed
 _HEIGHT = 90  # the height of the timeline's highest bar
 _LETTER = 6.8  # the width of a letter below the timeline
@@ -74,8 +74,10 @@ def groups_on_mesh(
 ) -> str:
     """Return a picture of devices, with a colour for each group and an arrow for each pair.
 
-    The last mesh axis goes to the right.
+    The last mesh axis runs from left to right.
     """
+    # Devices are numbered row by row, as in the mesh, so a device's place follows from its number:
+    # the last axis is across, and all other axes are down.
     axes = dict(mesh) if mesh else {"devices": device_count}
     *down, right = axes
     across = axes[right]
@@ -151,7 +153,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], side: float) ->
 
 
 def _bar(mark: BarLabel, x: float, wide: float, bar: _Span, column: _Span, log: float) -> str:
-    """Return a bar in a column that reacts to the pointer; both are pairs of top and height."""
+    """Return a bar, in a column that reacts to the pointer; each is a pair of top and height."""
     (y, high), (top, tall), says = bar, column, escaped(mark.says)
     link = f'a href="#{mark.row}"' if mark.row else "g"
     return (
@@ -185,13 +187,13 @@ def events(judgement: hlo.Judgement) -> list[Event]:
         place = verdict.collective.computation, verdict.collective.name
         numbers.setdefault(place, []).append(number)
     kept: list[Event] = []
-    seen = set()  # a computation with several callers is shown at the first of them
+    seen = set()  # a computation with several callers is shown at its first caller
 
     def inside(event: Event, callees: Iterable[str]) -> None:
         kept.append(event)
         walk(callees)
         if kept[-1] is event:
-            kept.pop()  # it contains nothing
+            kept.pop()  # it contains no collective
         else:
             kept.append(_END)
 
@@ -223,6 +225,9 @@ def strip(
     events: Sequence[Event], marks: Sequence[BarLabel], sizes: Sequence[int], phases: Sequence[str]
 ) -> str:
     """Return a picture of the collectives in program order, with loops above and phases below."""
+    # Go from left to right: ``x`` is the next free place. ``opened`` has the starts of the loops
+    # and branches that are open there. ``spans`` has the phases so far; equal neighbours become one
+    # span.
     count = sum(event.kind == "collective" for event in events)
     pitch = max(3.0, min(58.0, _WIDTH / max(1, count)))
     gap = min(3.0, pitch / 4)
@@ -262,7 +267,7 @@ def strip(
 
 
 def _span(phase: str, start: float, end: float, base: float) -> str:
-    """Return a line along a phase, with its name; with its first letter if there is no room."""
+    """Return a line along a phase, with its name, or its first letter if there is no room."""
     title = f"<title>{escaped(phase)}</title>"
     line = f'<path class="edge" d="M{start:.1f} {base + 5}H{end:.1f}">{title}</path>'
     shown = phase if end - start > _LETTER * len(phase) else phase[:1]
@@ -274,7 +279,8 @@ def _span(phase: str, start: float, end: float, base: float) -> str:
 def timed(runs: Sequence[tuple[BarLabel, float, float]], busy: Sequence[_Span]) -> str:
     """Return a picture of runs from start to end in seconds, and of the device's other work."""
     last = max([*(end for *_, end in runs), *(end for _, end in busy), 1e-9])
-    # Each kind of collective and its axes have a lane, and more lanes if runs overlap.
+    # Each kind of collective over the same axes has a lane, and more lanes if its runs overlap: a
+    # run goes into the first lane that is free when the run starts.
     lanes: list[tuple[str, float]] = []  # each lane's label, and when its last run ended
     bars: list[tuple[float, str]] = []
     labels = list(dict.fromkeys(mark.lane for mark, *_ in sorted(runs, key=lambda run: run[1])))

@@ -1,4 +1,4 @@
-"""The parts that all pages share: the whole page with its style and script, titles, tables."""
+"""Write the parts that all pages share: the page with its style and script, titles, tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardrules.report.drawn import escaped, prose
 def whole(
     heading: str, head: Iterable[str], body: Iterable[str], about: str = ": collectives"
 ) -> str:
-    """Return a whole page, with its style and its script inside of it."""
-    # The digest lets only this script run, whatever text a program's names contain.
+    """Return a whole page that contains its style and its script."""
+    # With the digest, a browser runs only this script, whatever text a program's names contain.
     script = _asset("page.js")
     return string.Template(_asset("page.html")).substitute(
         title=escaped(heading + about),
@@ -46,13 +46,13 @@ def tiles(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def wide(name: str, inside: str) -> str:
-    """Return a wide part that scrolls by itself, by keys too."""
+    """Return a wide part that scrolls separately, also by keyboard."""
     name = escaped(name)
     return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{inside}</div>'
 
 
 def html_table(says: str, columns: Mapping[str, str], rows: Iterable[str], kind: str = "") -> str:
-    """Return a table with a hidden caption; ``columns``: from names to CSS classes."""
+    """Return a table with a hidden caption; ``columns`` maps names to CSS classes."""
     start, end = ('<button type="button">', "</button>") if kind == "collectives" else ("", "")
     heads = "".join(
         f'<th scope="col"{classed(classes)}>{start}{escaped(column)}{end}</th>'

@@ -1,4 +1,4 @@
-"""Groups collectives that are alike into one row with a count, and writes the times they took."""
+"""Group similar collectives into one row with a count, and write the times they took."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEASURED_NOTE = (
 
 
 def sent(total: accounts.Totals) -> str:
-    """Return how much one device sends; for loops of unknown length, how much on each trip."""
+    """Return how much one device sends; in loops of unknown length, how much on each trip."""
     a_trip = f"{size(total.unknown_wire_bytes)} each trip"
     if total.unknown == total.sites and total.sites:
         return a_trip
@@ -35,7 +35,7 @@ def sent(total: accounts.Totals) -> str:
 def of_step(
     avoidable_seconds: float, step_seconds: float, device: str, staying: int = 0, hidden: int = 0
 ) -> str:
-    """Return which part of a measured step is avoidable: ``avoidable: 3.1 ms of 41.0 ms a step``.
+    """Return the avoidable part of a measured step: ``avoidable: 3.1 ms of 41.0 ms a step``.
 
     Args:
       avoidable_seconds: the median over the steps.
@@ -87,8 +87,9 @@ def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...
 
 
 def connected(items: Iterable[T], keys: Callable[[T], Sequence[Hashable]]) -> list[tuple[T, ...]]:
-    """Return items grouped if they share a key, directly or by way of others; each item has one."""
-    # A union-find structure: ``above`` leads from a key to another key of the same group.
+    """Return items grouped if they share a key, directly or through other items."""
+    # A union-find structure: ``above`` leads from a key to another key of the same group, and the
+    # key at the top stands for the group. Every item has at least one key.
     all_items, above = [*items], dict[Hashable, Hashable]()
 
     def top(key: Hashable) -> Hashable:
@@ -125,7 +126,7 @@ class Row:
 
     @property
     def total(self) -> accounts.Totals:
-        """Return the sums over all runs of all of them."""
+        """Return the sums over all runs of all collectives in the row."""
         return functools.reduce(accounts.Totals.plus, self.entries, accounts.Totals())
 
 
@@ -141,10 +142,10 @@ def rows(account: accounts.Account) -> tuple[Row, ...]:
 def most(
     rows: Sequence[Row], ledger: Ledger, least: float = 0.0, known: Collection[int] = ()
 ) -> str:
-    """Return which row costs most, its share, and XLA's partitioner if no line asks for it.
+    """Return a text on the row that costs most: its share, and the partitioner if XLA made it.
 
     Return "" if nothing is sent, if the row costs less than ``least`` of the program's bytes, or if
-    it has collectives whose numbers are ``known``.
+    ``known`` has the number of one of its collectives.
     """
     costs = [sum(ledger.cost(number).bytes for number in row.numbers) for row in rows]
     sent, row = max(costs), rows[costs.index(max(costs))]

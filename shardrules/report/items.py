@@ -1,4 +1,4 @@
-"""Writes the text on one finding, hint or output, for every format."""
+"""Write the text on one finding, hint or output, for every format."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from shardrules.report.grouping import alike
 from shardrules.report.sections import Item
 
 TODO = "to do:"  # the label of advice
-RESTING, BETWEEN = "resting on:", "; "  # the label of a finding's assumptions; between these
+RESTING, BETWEEN = "resting on:", "; "  # the label of a finding's assumptions; their separator
 LISTED = 3  # the most names that one line lists
 Group = Sequence[Finding | Hint]  # findings or hints that are alike
-# Kinds whose advice takes a collective out of a loop. It stays there until its last part goes.
+# Kinds whose advice takes a collective out of a loop. A combined collective stays in the loop until
+# its last part leaves.
 _GO_TOGETHER = ("repeated", "after the loop", "each call")
 
 
 def lacking(output: outputs.Unequal) -> tuple[object, ...]:
-    """Return a key that outputs share if they lack the same reduction, on any lines."""
+    """Return a key that is equal for outputs that lack the same reduction, at any source lines."""
     of = output.unreduced
     lacking = (output.missing, output.advice) if of is None else (of.axes, of.is_summed_before)
     return output.kind, output.over, *lacking
@@ -52,12 +53,12 @@ def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
 
 
 def changes(group: Group) -> list[object]:
-    """Return keys that a group shares with the groups that one change removes together.
+    """Return the keys of a group; groups that one change removes together share a key.
 
-    Unproven collectives share the advice that lets shardrules judge them. Parts of a combined
-    collective share the collective, which goes with its last part. Collectives of one line share
-    their advice, apart from the bytes. Collectives that go with another one share that. Any other
-    group has a key of its own.
+    For unproven collectives, the key is the advice that lets shardrules judge them. For parts of a
+    combined collective, it is this collective, which goes with its last part. For collectives that
+    go with another collective, it is the other collective. For collectives of one source line, it
+    is their advice without the bytes. Any other group has its own key.
     """
     first = group[0]
     if first.kind == "unproven":
@@ -75,7 +76,7 @@ def changes(group: Group) -> list[object]:
 
 
 def has_no_advice(group: Group) -> bool:
-    """Return whether a group goes with a collective of another one, whose hint has the advice."""
+    """Return whether a group goes with another group's collective, whose hint has the advice."""
     to = _goes_with(group[0])
     return to is not None and _name(to) not in [_name(one.verdict.collective) for one in group]
 
@@ -113,7 +114,7 @@ def item(
     time: str = "",
     others: Sequence[Group] = (),
 ) -> Item:
-    """Return the item on findings or hints that are alike; ``others`` go together with them.
+    """Return the item on similar findings or hints; one change removes ``others`` with them.
 
     ``reason`` says why they stay, if they are allowed.
     """

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML page: it fetches nothing, and runs only its own script."""
+"""Write a report as one self-contained HTML page, which fetches nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OPEN = 6  # a list of more items is folded
 _SITES = 20  # the most sites of a row that are listed
 _AROUND = 2  # the lines shown above and below a source line
 _LARGEST = 1 << 20  # larger source files, in bytes, are not read
-_UNTIMED = ("share", "exposed")  # and these columns if times are measured
+_UNTIMED = ("share", "exposed")  # columns that are hidden too if times are measured
 # Columns of the table of collectives that a narrow screen shows only in the unfolded row.
 _HIDDEN = ("sites", "runs", "bytes", "wire bytes", "est. a run", "bandwidth", "source")
 _OF_PROGRAMS = (
@@ -49,9 +49,9 @@ _LEAST = _HIDDEN[:-1]  # columns that a wide screen hides as well if times are m
 
 @checked
 def page(content: Content | Several) -> str:
-    """Return a report as an HTML page: what to change, a timeline, the collectives, their groups.
+    """Return a report as an HTML page: changes to make, a timeline, the collectives, their groups.
 
-    It quotes source lines if there is a Python file at the path that the program names.
+    The page quotes source lines if there is a Python file at the path that the program names.
 
     Args:
       content: the content of the report.
@@ -68,7 +68,7 @@ def page(content: Content | Several) -> str:
 
 
 def _head(content: Content, about: str, failing: int) -> list[str]:
-    """Return the figures at the top, and below them what they leave out."""
+    """Return the figures at the top, and the sentences below them."""
     total, avoidable, cost = content.account.total, content.avoidable, content.ledger.total
     figures = [
         ("avoidable", f"{size(avoidable.bytes)}, {percent(avoidable.bytes, cost.bytes)}"),
@@ -86,7 +86,7 @@ def _head(content: Content, about: str, failing: int) -> list[str]:
         of = f"avoidable of {milliseconds(step)} a step, measured{on}"
         figures.insert(0, (of, f"{milliseconds(saved)}, {percent(saved, step)}"))
     worth = f"{content.worth}; " if content.worth else ""
-    about = about.replace(worth, "", 1)  # the figures say it
+    about = about.replace(worth, "", 1)  # the figures already show it
     if len(content.changes) == 1:  # its first item is the costliest
         about = about.removesuffix(f"; {content.costliest}")
     why = content.measured if avoidable.bytes and not avoidable.exposed_seconds else ""
@@ -198,7 +198,7 @@ def _ids(*programs: Content) -> dict[str, str]:
 
 
 def meshes(programs: dict[str, Content]) -> str:
-    """Return a picture of each set of groups, with what each program runs over these groups."""
+    """Return a picture of each set of groups, with each program's collectives over these groups."""
     figures = []
     for groups, figure_id in _ids(*programs.values()).items():
         numbers: dict[str, list[int]] = {}
@@ -260,7 +260,7 @@ def _picture(title: str, picture: str, below: str) -> str:
 
 
 def timeline(content: Content, title: str, linked: bool) -> str:
-    """Return a picture of the collectives in program order; ``linked``: to rows of the table."""
+    """Return a picture of the collectives in program order, linked to the table if ``linked``."""
     moved = [content.ledger.cost(n).bytes for n in range(len(content.account.entries))]
     total = content.ledger.total.bytes
     amounts = [f"{size(n)} on the wire, {percent(n, total)}" for n in moved]
@@ -441,7 +441,7 @@ def _fold(content: Content, row: Row, hidden: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _lines(file: str) -> tuple[str, ...]:
-    """Return the lines of a Python file that can be read; none of any other file."""
+    """Return the lines of a readable Python file; none for any other file."""
     path = pathlib.Path(file)
     try:
         if path.suffix != ".py" or not path.is_file() or os.path.getsize(path) > _LARGEST:

@@ -1,4 +1,4 @@
-"""The parts of a report, tables and lists; and the tables of the other silent costs."""
+"""Define the parts of a report (tables and lists), and fill the tables of other silent costs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Rows = Iterable[tuple[Any, ...]]
 
 
 class Item(NamedTuple):
-    """One thing that a report says: a finding, a hint, an output.
+    """One entry of a report's list: a finding, a hint, an output.
 
     Attributes:
       kind: ``redundant`` and so on; empty if there is only ``what``.
-      what: what it is about.
+      what: its subject.
       source: ``file:line (function)``; empty if the text has none.
       lines: more lines, each with its label: ``("because", ...)``, ``("to do:", ...)``.
-      entry: the collective's line in the account; None if it is about something else.
+      entry: the collective's line in the account; None if the subject isn't a collective.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Block(NamedTuple):
     """A part of a report under its own title: a table, or a list.
 
     Attributes:
-      title: what it is about.
+      title: its subject.
       note: how to read it, one sentence on each line, without a full stop.
       columns: the names of a table's columns.
       rows: the cells; None is not known.
@@ -58,7 +58,7 @@ class Block(NamedTuple):
     def notes(self) -> list[str]:
         """Return the note as sentences."""
         notes = self.note.splitlines()
-        # A program's name stays as it is.
+        # Capitalize each sentence, except for one that begins with a program's name.
         begins = [n if "_" in n.split()[0] else f"{n[0].upper()}{n[1:]}" for n in notes]
         return [f"{note}." for note in begins]
 
@@ -159,7 +159,7 @@ def _offloaded(module: hlo.Module) -> _Rows:
 
 
 class _LoopRow:
-    """A row of the table, how many loops it stands for, and the rows of those inside."""
+    """A row of the table of loops, how many loops it stands for, and the rows of inner loops."""
 
     def __init__(self, row: tuple[Any, ...] = (), of_kernel: bool = False):
         self.row, self.of_kernel = row, of_kernel
@@ -174,9 +174,9 @@ class _LoopRow:
 
 
 def _loops(module: hlo.Module, interpreted: Collection[str]) -> _Rows:
-    # A step calls a kernel many times, and each call is a loop where the kernel is interpreted:
-    # equal ones are one row. Those that the program wrote have a row each.
-    outer = [_LoopRow()]  # from a depth to the loop around the next one of that depth
+    # A step calls a kernel many times, and each call of an interpreted kernel is a loop: equal
+    # loops of kernels share a row. Each loop that the program wrote has its own row.
+    outer = [_LoopRow()]  # outer[d] is the row around the next loop of depth d
     for number, loop in enumerate(launches.read(module)):
         del outer[loop.depth + 1 :]
         of_kernel = loop.source.partition(" (")[0] in interpreted

@@ -1,4 +1,4 @@
-"""Several programs in one report: a table, the costliest first, and details of each."""
+"""Put several programs into one report: a table, the costliest first, and details of each."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Several:
 
     contents: tuple[Content, ...]  # one for each program that was judged
     counts: tuple[int, ...]  # how many programs each content stands for
-    failures: tuple[tuple[str, str], ...]  # name of each that can't be judged, and why
-    unused: tuple[str, ...]  # allowances that match nothing in any of them
+    failures: tuple[tuple[str, str], ...]  # name of each program that can't be judged, and why
+    unused: tuple[str, ...]  # allowances that match nothing in any program
     missing: int  # programs that were not judged, since Ctrl-C was pressed
     of_process: bool = True  # whether a process compiled them; if not, they are from files
     notes: tuple[str, ...] = ()  # more on how the programs came to be
@@ -55,7 +55,7 @@ class Several:
 
     @property
     def clean(self) -> bool:
-        """Return whether all were judged and there is nothing to do."""
+        """Return whether all programs were judged and there is nothing to do."""
         return not (self.findings or self.failures or self.unused or self.missing)
 
     @property
@@ -73,13 +73,14 @@ class Several:
 
     @functools.cached_property
     def _parts(self) -> tuple[list[Content], list[str]]:
-        """Return the programs that get their own part, and texts on how others differ from them."""
+        """Return the programs that get their own part, and texts on programs that are like them."""
         parts: list[Content] = []
         alike: list[str] = []
         for content, _ in self.shown:
             if not _has_more(content):
                 continue
-            # One step is often compiled twice: for the first call's arguments, and for its results.
+            # JAX often compiles a step twice: for the arguments of the first call, and again for
+            # its results as arguments.
             said = next(filter(None, (_as_another(content, other) for other in parts)), "")
             if said:
                 alike.append(said)
@@ -90,7 +91,7 @@ class Several:
     @property
     def measured(self) -> str:
         """Return which part of a measured step can be avoided; empty without a profile."""
-        # Programs with one text that are judged separately share their times.
+        # Programs with the same text share one Timings object, so count each object once.
         each = {id(c.timings): c for c in self.contents if c.timings is not None}.values()
         if not each:
             return ""
@@ -120,7 +121,7 @@ class Several:
     headline = about
 
     def about_of(self, content: Content) -> str:
-        """Return a description of a program, without what ``about`` says already."""
+        """Return a description of a program, without the parts that ``about`` already has."""
         own, whole = content.about, self.about
         if not any(content is first for first in (self.detailed or self.quiet)[:1]):
             return own
@@ -131,7 +132,7 @@ class Several:
 
     @property
     def first(self) -> str:
-        """Return the costliest thing to do; if there is none, what the costliest program spends."""
+        """Return the costliest finding or hint, or else what the costliest program spends."""
         of_programs = (content.costliest for content in self.contents)
         named = next(filter(None, of_programs), "")
         named = named or (f"the first: {self.reads[0].partition(',')[0]}" if self.reads else "")
@@ -166,7 +167,7 @@ class Several:
 
     @property
     def spends(self) -> Block:
-        """Return what the quiet programs send."""
+        """Return the bytes that the quiet programs send."""
         quiet = self.quiet
         lines = [_spends(content) for content in quiet[:_SPENDING]]
         rest = f"and {len(quiet) - _SPENDING} more, which send less"
@@ -178,7 +179,7 @@ class Several:
 
     @property
     def alike(self) -> Block:
-        """Return how programs without a part of their own differ from a program that has one."""
+        """Return how programs without their own part differ from a program that has one."""
         return listed("Alike", self._parts[1])
 
     @property
@@ -194,12 +195,12 @@ class Several:
 
 
 def _has_more(content: Content) -> bool:
-    """Return whether a program gets a part of its own in the report."""
+    """Return whether a program gets its own part in the report."""
     return bool(content.changes or content.costs) or content.timings is not None
 
 
 def _as_another(content: Content, other: Content) -> str:
-    """Return the collectives in which a program differs from another; empty if they are many."""
+    """Return the collectives in which a program differs from another; empty if there are many."""
     if any(key(content) != key(other) for key in (_program, _advised)):
         return ""
     if content.timings is not None and content.timings is not other.timings:
@@ -218,7 +219,7 @@ def _program(content: Content) -> tuple[object, ...]:
 
 
 def _advised(content: Content) -> list[object]:
-    """Return what is to do, and the costs, without the text's own names, times and order."""
+    """Return the advice and the costs, without the text's own names, times and order."""
     blocks = [(block.title, [*block.rows]) for block in content.costs]
     unequal = [(output.what, output.advice) for output in content.unequal]
     allowed = [finding for finding, _ in content.allowed]
@@ -228,7 +229,7 @@ def _advised(content: Content) -> list[object]:
 
 
 def _spends(content: Content) -> str:
-    """Return what one device sends in one execution, and the collective that costs most."""
+    """Return the bytes that one device sends in one execution, and the costliest collective."""
     total, row = content.account.total, content.rows[0]
     runs = counted(total.count, "run")  # a program with a loop has a part of its own
     cells = {cell.column: cell.text for cell in content.cells(row)}
@@ -276,14 +277,16 @@ def gather(
     of_process: bool = True,
     notes: Sequence[str] = (),
 ) -> Several:
-    """Return programs in order: first those that miss a reduction, then by what can be avoided."""
-    # Programs of a process are one if their reports are equal.
+    """Return programs in order: first those that lack a reduction, then by avoidable cost."""
+    # Programs of a process count as one program if their reports are equal.
     alike: dict[object, tuple[Content, int]] = {}
-    # If a program did not run while steps were recorded, an equal program may have the times.
+    # A program that did not run while steps were recorded has no times. If an equal program has
+    # them, the two count as one, so handle programs with times first.
     timed_first = sorted(enumerate(zip(contents, counts)), key=lambda n: n[1][0].timings is None)
     timed: dict[str, object] = {}
-    for number, (content, count) in timed_first:
-        # Their texts may differ in a constant, or in details that no report depends on.
+    for number, (content, count) in timed_first:  # programs from files keep their own number
+        # Compare the reports, not the texts, which may differ in a constant or in other details
+        # that the report doesn't depend on.
         key: object = number
         if of_process:
             text = _untimed(content)
@@ -308,8 +311,8 @@ def gather(
         tuple(content for content, _ in order),
         tuple(count for _, count in order),
         tuple(failures),
-        # An allowance that matches in one program need not match in another. If programs are
-        # missing, it may match in one of those.
+        # An allowance is unused only if it matches in no program. If programs are missing, it may
+        # match in a missing one.
         tuple(sorted(set.intersection(*unused))) if unused and not missing else (),
         missing,
         of_process,

@@ -1,4 +1,4 @@
-"""Reports as text and as Markdown; verdicts as text, for a failing test."""
+"""Write reports as text and as Markdown, and verdicts as text for a failing test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def table(rows: Sequence[Sequence[Any]]) -> str:
     """
     split: list[list[list[str]]] = []
     widths = [0] * len(rows[0])
-    ruled = False  # rows of one line each need no rule between them
+    ruled = False  # put rules between rows only if a cell has several lines
     for row in rows:
         split.append([str(cell).split("\n") for cell in row])
         for i, lines_of_cell in enumerate(split[-1]):
@@ -66,7 +66,7 @@ def _as_text(blocks: Iterable[Block]) -> list[str]:
 
 
 def _advised_once(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield the items; repeated long advice refers to the collective above that has it."""
+    """Yield the items; replace repeated long advice by the name of the collective that has it."""
     first: dict[str, str] = {}
     for said in items:
         advice = dict(said.lines).get(TODO, "")
@@ -134,7 +134,7 @@ def plain(content: Content | Several) -> str:
     if isinstance(content, Several):
         for each in content.detailed:
             own = _plain(each, f"{each.title}: {content.about_of(each)}", common)
-            own = own[1:] if own[0] == content.measured else own  # the first line has it
+            own = own[1:] if own[0] == content.measured else own  # the report begins with it
             lines += ["=" * 72, "\n".join(own).rstrip(), ""]
         lines += _as_text(content.ends)
     lines += _resting(common)
@@ -165,7 +165,7 @@ def _resting(common: Sequence[str]) -> list[str]:
 
 
 def described(groups: Iterable[Sequence[Finding]]) -> tuple[list[str], list[str]]:
-    """Return each group of alike findings as a block, and lines on what all of them depend on."""
+    """Return each group of similar findings as a block, and lines on their common assumptions."""
     items = [item(same) for same in groups]
     common = _common(items)
     (block,) = _without([Block("", items=tuple(items))], common)
@@ -173,7 +173,7 @@ def described(groups: Iterable[Sequence[Finding]]) -> tuple[list[str], list[str]
 
 
 def _without(blocks: Iterable[Block], common: Sequence[str]) -> Iterable[Block]:
-    """Yield the blocks, without the statements that are written once for all findings."""
+    """Yield the blocks without the statements that the report writes once for all findings."""
     for block in blocks:
         items = []
         for said in block.items:
@@ -218,13 +218,13 @@ def over(verdict: Verdict) -> str:
 
 @checked
 def describe_finding(*same: Finding) -> str:
-    """Return findings that are alike as an indented block."""
+    """Return similar findings as an indented block."""
     return _text_of(item(same))
 
 
 @checked
 def listed(entries: Sequence[Entry]) -> list[str]:
-    """Return a few collectives as blocks; many as a line per kind, axes, verdict and source.
+    """Return a few collectives as blocks, or many as a line for each kind, verdict and source.
 
     Args:
       entries: collectives of an account.

@@ -1,4 +1,4 @@
-"""Bytes by source file and line as a treemap: areas are bytes; a click on a file enlarges it."""
+"""Draw bytes by source file and line as a treemap: areas are bytes; a click enlarges a file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class _Area(NamedTuple):
 
 def treemap(lines: Mapping[str, Mapping[str, int]]) -> str:
     """Return the treemap of bytes by ``file:line (function)`` and verdict; empty without bytes."""
+    # Give each of the largest lines an area in its file. Sum the other lines of each file.
     areas = {line: _Area(line, verdicts) for line, verdicts in lines.items()}
     total = sum(area.bytes for area in areas.values())
     shown = sorted(areas, key=lambda line: -areas[line].bytes)[:_MOST]
@@ -82,9 +83,10 @@ def _at(box: _Box) -> str:
 
 
 def _placed(sizes: Mapping[str, int], wide: float = 3.0) -> Iterable[tuple[str, _Box]]:
-    """Yield the boxes that divide an area ``wide`` times as wide as high, as square as possible."""
-    # A squarified treemap: cut strips off the shorter side, the largest areas first. A strip takes
-    # the next area as long as the least square of its boxes gets squarer.
+    """Yield boxes, as square as possible, that fill a box of height 1 and width ``wide``."""
+    # A squarified treemap (Bruls, Huizing and van Wijk, 2000): cut strips off the rest, each as
+    # long as the shorter side, the largest areas first. A strip takes the next area as long as its
+    # worst box gets squarer.
     left = sorted((name for name, n in sizes.items() if n), key=lambda name: -sizes[name])
     x, y, width, height = 0.0, 0.0, wide, 1.0
     scale = width * height / max(1, sum(sizes.values()))

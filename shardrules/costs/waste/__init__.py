@@ -1,4 +1,4 @@
-"""Finds waste, by kinds: collectives that are needed but could be cheaper."""
+"""Find waste of each kind: collectives that are needed but could be cheaper."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardrules.costs.waste.program import Fed, Hint, Kind, Program, Site
 
 __all__ = ["KINDS", "Hint", "dearer", "hints", "table"]
 
-# From each kind to its module. A collective gets the hint of the first kind that finds one.
+# The module of each kind. A collective gets the hint of the first kind that finds one.
 _MODULES = {
     "looped over": row_loops,
     "repeated": out_of_loops,
@@ -58,9 +58,10 @@ _MODULES = {
 KINDS = tuple(_MODULES)
 _OF: dict[str, Kind] = {kind: module.ROWS[kind] for kind, module in _MODULES.items()}
 _OF_LOOPS = ("repeated", "after the loop")
-# Of these the collective stays, with fewer bytes, or another one with its round trips replaces it.
+# Kinds whose change keeps the collective, with fewer bytes, or replaces it by another collective
+# with the same round trips.
 _IN_PLACE = ("reduce first", "narrow first", "whole batch", "off the batch")
-_LEAST = 64  # bytes sent: a hint that saves fewer, and no round trip, is not worth reading
+_LEAST = 64  # a hint that saves fewer bytes, and no round trip, is not worth reading
 
 
 def hints(judgement: hlo.Judgement, fed: Fed | None = None) -> list[Hint]:
@@ -106,8 +107,8 @@ def dearer(found: list[Hint], worth_more_in: hlo.Judgement | None = None) -> lis
     """Return the hints on all-reduces as findings.
 
     With ``worth_more_in``, return only all-reduces in loops that send more than 1% of this
-    program's bytes, and that one before or after the loop replaces with fewer bytes; and the parts
-    that are combined with them.
+    program's bytes, if an all-reduce before or after the loop can replace them with fewer bytes.
+    Also return the parts that are combined with these.
     """
     taken = [hint for hint in found if hint.entry.kind == "all-reduce"]
     if worth_more_in is not None:
@@ -129,7 +130,7 @@ def _collective(hint: Hint) -> tuple[str, str]:
 
 
 def _moves_fewer(hint: Hint) -> bool:
-    """Return whether the change moves fewer bytes, or isn't known to, since a count is unknown."""
+    """Return whether the change moves fewer bytes, or a count is unknown."""
     before, after = hint.bytes_before, hint.bytes_after
     return before is None or (after is not None and after < before)
 

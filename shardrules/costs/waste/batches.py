@@ -1,9 +1,10 @@
-"""Finds activations that leave the batch's layout, where keeping it sends less.
+"""Find activations that leave the batch's layout, where keeping it sends less.
 
 XLA's partitioner chooses a layout for each activation. In the layout of the batch, devices gather
-weights and sum up gradients, and no activation moves. XLA may take another one, as that of the
-table in which tokens are looked up, until a constraint on an activation brings the batch's back.
-What this saves is what is sent for activations, less at most what is sent in the batch's layout.
+weights and sum up gradients, and no activation moves. XLA may choose another layout, such as that
+of the table in which tokens are looked up, until a constraint on an activation restores the
+batch's layout. The constraint saves the bytes that are sent for activations, minus the bytes that
+are sent in the batch's layout, for which we take an upper bound.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _SHARE = 0.05  # of the program's bytes: less is not worth a constraint
 _PRODUCTS = ("dot", "convolution")  # XLA for TPU writes a product as a convolution
 _MOVES = WHOLE | BARRIERS
 _MADE = _MOVES | {"convert"}  # XLA for CPU multiplies numbers of 16 bits as 32
-# In the names of what a differentiated function computes; an optimizer may multiply weights, too.
+# Part of the op_names in a differentiated function. An optimizer, which has other names, may
+# multiply weights, too.
 _DIFFERENTIATED = "jvp("
 _TOKENS = ("s16", "u16", "s32", "u32", "s64", "u64")
 
@@ -67,10 +69,11 @@ def off_the_batch(site: Site) -> Hint | None:
 
 def _off_the_batch(program: Program) -> dict[Site, Hint]:
     # A forward pass that only gathers weights has the layout of the batch throughout. In the same
-    # layout, the backward pass gathers each weight and sums up its gradient, once for each use.
+    # layout, the backward pass would gather each weight and sum up its gradient, once for each use.
+    # ``most`` is an upper bound of what it would then send; ``back`` is what it sends now.
     back, moved, others, everything = 0, [], 0, 0
     if any(given.blockers for given in program.inputs):
-        return {}  # what all devices hold isn't known
+        return {}  # it isn't known which arrays all devices hold
     most = _of_whole_arrays(program)
     for site in program.sites:
         sent, nested = _sent(site), site.op_name.count("transpose(") > 1
@@ -113,7 +116,7 @@ def _is_read_back(site: Site) -> bool:
 
 
 def _of_whole_arrays(program: Program) -> int:
-    """Return at most what a device sends for the gradients of arrays that all devices hold."""
+    """Return the most that a device sends for the gradients of arrays that all devices hold."""
     runs = max((site.entry.runs or 1 for site in program.sites), default=1)
     everyone = [range(program.device_count)]
     whole = (given.shape.bytes for given in program.inputs if given.equal_in(everyone))
@@ -124,10 +127,10 @@ def _of_whole_arrays(program: Program) -> int:
 
 
 def whole_batch(site: Site) -> Hint | None:
-    """Find the products of weights that are summed over an axis that splits the program's batch.
+    """Find products of weights that are summed over an axis that splits the program's batch.
 
-    Such a sum is equal along the axis. So the batch isn't split over it there, although the program
-    gets it split.
+    Such a sum is equal along the axis. So the batch isn't split over the axis at this place,
+    although it is split when the program gets it.
     """
     return site.program.remembered(_whole_batch).get(site)
 
@@ -135,7 +138,7 @@ def whole_batch(site: Site) -> Hint | None:
 def _whole_batch(program: Program) -> dict[Site, Hint]:
     found: dict[Site, Hint] = {}
     if any(given.blockers for given in program.inputs):
-        return found  # what is split over which axis isn't known
+        return found  # it isn't known which axes split the inputs
     tokens = [given for given in program.inputs if given.shape.element_type in _TOKENS]
     for axis, size in program.mesh.items():
         split = [given.varying or () for given in tokens if axis in (given.varying or ())]
@@ -152,7 +155,7 @@ def _along(program: Program, axis: str, split: Collection[str]) -> dict[Site, Hi
     weights = _Weights(program, axis)
     along = [site for site in program.sites if _is_along(site, axis)]
     moved = [site for site in along if _adds(site) and weights.of(site.made_by(_MADE))]
-    # In the backward pass alone such a sum may be a gradient, of rows that the batch itself gives.
+    # A sum that occurs only in the backward pass may be a gradient, over the rows of the batch.
     is_proven = any(site.entry.phase == "forward" for site in moved)
     most = weights.at_most(size) if is_proven else None
     if most is None:
@@ -190,8 +193,8 @@ def _brings(site: Site) -> bool:
 class _Weights:
     """The weights of a program that are split over a mesh axis, and their products.
 
-    They are the float parameters of which the program returns another value, or the gradient: an
-    array of the same shape.
+    A weight is a float parameter for which the program returns an array of the same shape: its new
+    value, or its gradient.
     """
 
     def __init__(self, program: Program, axis: str):
@@ -201,13 +204,13 @@ class _Weights:
         self._returned = {str(s) for s in entry.instructions[entry.root].shape.leaves()}
 
     def of(self, product: Node) -> Node | None:
-        """Return the operand of a product that is a part of a weight; None if there is none."""
+        """Return the operand of a product that is a part of a weight, or None."""
         if product.opcode not in _PRODUCTS or _has_batch(product):
             return None
         return next((node for node in product.operands[:2] if self.holds(node)), None)
 
     def holds(self, node: Node, split: bool = True) -> bool:
-        """Return whether a value is a part of a weight: one that the axis splits, or any."""
+        """Return whether a value is part of a weight (if ``split``: that the axis splits)."""
         made_of = self._origin(node)
         if made_of is not None and made_of.opcode in ("all-gather", "concatenate"):
             return all(self.holds(operand, split) for operand in made_of.operands)
@@ -232,22 +235,23 @@ class _Weights:
         return (made_of.operands[0] if made_of and gathered else node).shape.bytes
 
     def _is_of_whole(self, product: Node) -> bool:
-        """Return whether a weight is multiplied that nothing splits over the axis."""
+        """Return whether a product is of a weight, split over the axis or not."""
         return any(self.holds(node, split=False) for node in product.operands[:2])
 
     @property
     def looked_up(self) -> str:
-        """Return the line of the first lookup in one of them; empty if the text has none."""
+        """Return the line of the first lookup in a weight; empty if the text has none."""
         for node, _ in self._nodes():
             if node.opcode == "gather" and self.holds(node.operands[0]):
                 return walk.source(self._program.module, [node.instruction])
         return ""
 
     def at_most(self, size: int) -> int | None:
-        """Return at most what a device sends over the axis in the batch's layout; None if unknown.
+        """Return the most that a device sends over the axis in the batch's layout; None if unknown.
 
-        For each product of a weight it gathers the weight, and for each one of the forward pass it
-        sums up a gradient, by an all-reduce at most. What else of different rows meets isn't known.
+        For each product of a weight, the device gathers the weight. For each product in the forward
+        pass, it also sums up a gradient, at most by an all-reduce. If other operations may combine
+        different rows of the batch, the answer is unknown.
         """
         most, longest = 0, 1
         for node, count in self._nodes():
@@ -288,20 +292,23 @@ class _Weights:
 
 
 def _fused(program: Program) -> set[str]:
-    computations = program.module.computations.values()
-    fusions = (i for c in computations for i in c.instructions if i.opcode == "fusion")
-    return {name for fusion in fusions for name in fusion.calls}
+    names: set[str] = set()
+    for computation in program.module.computations.values():
+        for instruction in computation.instructions:
+            if instruction.opcode == "fusion":
+                names.update(instruction.calls)
+    return names
 
 
 def _may_mix(node: Node) -> bool:
-    """Return whether rows of the batch may meet in an operation that is no product."""
+    """Return whether an operation other than a product may combine rows of the batch."""
     if node.opcode == "custom-call":  # XLA for TPU packs the indices of a lookup by one
         return not all(given.shape.element_type in _TOKENS for given in node.operands)
     return node.opcode in ("sort", "ragged-dot", "topk")
 
 
 def _has_batch(product: Node) -> bool:
-    """Return whether a product is a batch of several, whose number both operands have."""
+    """Return whether a product is a batch of products (both operands have a batch dimension)."""
     if product.opcode == "dot":
         return bool(product.instruction.attribute("lhs_batch_dims"))
     # In XLA's text for TPU, a dimension of the batch is a spatial one: 01bf_01io->01bf.

@@ -1,4 +1,4 @@
-"""Finds arrays that the program could narrow, or put together, before a collective takes them."""
+"""Find arrays that the program could narrow, or combine, before a collective takes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardrules.costs.waste.program import SMALL, WHOLE, Hint, Kind, Program, Si
 from shardrules.hlo.proof.collectives import OPCODES
 from shardrules.hlo.reader.flow import BARRIERS, made_by
 
-# -- a wider type than is read, or than the array was made in -------------------------------------
+# -- arrays of a wider type than their readers or their makers need -------------------------------
 
 # These kinds move elements without changing them, so a conversion may be before or after them.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")
@@ -23,7 +23,7 @@ _READ_BY = ("gather", "scatter")  # as indices, which say nothing about the arra
 _NARROW_FLOAT = re.compile(r"(bf|f)(16|8|4)")
 
 
-# The narrower array that is enough, why it is, and the change.
+# The narrower array that suffices, the reason, and the change.
 _Narrower = tuple[hlo.Shape, str, str]
 
 
@@ -56,7 +56,7 @@ def _is_for_cumsum(site: Site) -> bool:
 
 def _is_combined(site: Site) -> bool:
     """Return whether the counts are combined with other data, whose sharding they may need."""
-    # XLA then gathers the numbers again, even if each device holds the whole mask.
+    # If they are, XLA gathers the counts again, even if each device holds the whole mask.
     made = walk.reached([site.node], lambda node: [] if node.opcode in _READ_BY else node.takers)
     for node in made:
         if node.opcode in _TOGETHER:
@@ -94,7 +94,7 @@ def _widened(site: Site) -> _Narrower | None:
 
 
 def _one_hot(site: Site) -> _Narrower | None:
-    """Return the indices from which a one-hot array is made just before the collective."""
+    """Return the indices if they become a one-hot array just before the collective."""
     compare = site.made_by(_COPIES | {"convert"})
     if compare.opcode != "compare" or compare.instruction.attribute("direction") != "EQ":
         return None
@@ -109,7 +109,8 @@ def _one_hot(site: Site) -> _Narrower | None:
     spread, counter = sides
     if {side.shape.dimensions for side in sides} != {dimensions}:
         return None
-    # The indices have all dimensions except the counted one, along which nothing may be gathered.
+    # The indices have all dimensions except the counted one. The collective must not gather along
+    # the counted dimension.
     counted = counter.instruction.attribute("iota_dimension") or ""
     others = [str(d) for d in range(len(dimensions)) if str(d) != counted]
     if re.findall(r"\d+", spread.instruction.attribute("dimensions") or "") != others:
@@ -201,14 +202,16 @@ def _may_be_one(site: Site, group: list[Site]) -> bool:
 
 
 def _alone(site: Site) -> bool:
-    """Return whether the program asks for a collective with one operand and one result."""
+    """Return whether the program itself asks for a collective of one operand."""
     if not site.is_written or site.is_for_product:
         return False  # no line gathers what the partitioner gathers for a product
     return len(site.instruction.operands) == 1 and not site.collective.in_place
 
 
 def _together(program: Program) -> list[list[Site]]:
-    """Return groups of collectives, each of which one collective could replace."""
+    """Return groups of collectives; one collective could replace each group."""
+    # First group by everything that must be equal. Then walk through each list in program order,
+    # and start a new group where the bytes get too many or the collectives depend on each other.
     alike: dict[tuple[object, ...], list[Site]] = {}
     for site in program.sites:
         c = site.collective
@@ -233,8 +236,8 @@ def _together(program: Program) -> list[list[Site]]:
 
 def _beside(program: Program, group: list[Site], site: Site) -> bool:
     """Return whether a collective could run in a group's place, and would save its round trip."""
-    # It must take none of their results, wait for the same large instructions, and start after the
-    # others end.
+    # It must not take their results, it must wait for the same large instructions as they do, and
+    # they must end before it starts.
     needed = program.remembered(_needed, site.computation.name)
     if needed is None:
         return False

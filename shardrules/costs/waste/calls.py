@@ -1,4 +1,4 @@
-"""Finds what XLA moves for calls, callbacks, FFTs and others that it can't partition."""
+"""Find data that XLA moves for calls, callbacks, FFTs and other operations it can't partition."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _CALLS = frozenset(["ffi_call", "pallas_call", "triton_kernel_call", "tpu_custom
 # XLA runs a callback on one device, in a branch for that device.
 _CALLBACKS = frozenset(["pure_callback"])
 _MOVES = WHOLE | BARRIERS | {"all-gather-done"}
-_COMPLEX = ("FFT", "IFFT")  # the result of a real one has another size than its operand
+_COMPLEX = ("FFT", "IFFT")  # the result of a real FFT has another size than its operand
 _TOP_K = ("TopK", "TopKBatchMajorSmallK", "__gpu$TopK")
-# Operations on the bits of a number; its place has bits of its own.
+# Operations that pack a number and its place into one word, or unpack them.
 _BITS = frozenset("and or xor shift-right-arithmetic bitcast-convert".split())
 _INDEX = 32  # bits of a place
 _EACH = WHOLE | BARRIERS | UNARY | _BITS | {"all-gather-done"}
@@ -38,7 +38,7 @@ _KEEPS = BARRIERS | {"copy", "copy-done", "copy-start", "all-gather-done"}
 
 
 class _Taker(NamedTuple):
-    """A user's call, with the value that it takes."""
+    """A user's call, with the values that it takes."""
 
     node: Node
     operands: list[Node]
@@ -54,6 +54,8 @@ def find(site: Site) -> Hint | None:
 
 def _gathered_for(site: Site) -> Hint | None:
     """Find a gather of a batch, the first dimension, whose result only a user's call takes."""
+    # The call can run on each device's own rows only if all results have the batch, too, and if
+    # every operand with as many rows is gathered in the same way.
     call, entry, size = _called(site), site.entry, site.collective.group_size
     if call is None or site.result is None:
         return None
@@ -63,7 +65,7 @@ def _gathered_for(site: Site) -> Hint | None:
     split = [_gathered(site.program, operand, site) for operand in call.operands]
     for operand, is_split in zip(call.operands, split):
         if not is_split and operand.shape.leaves()[0].dimensions[:1] == (rows,):
-            return None  # it may be a batch that was never split, or not a batch
+            return None  # it may be a batch that was never split, or no batch at all
     specs = ", ".join(_spec(site) if is_split else "P()" for is_split in split)
     outs = ", ".join([_spec(site)] * len(leaves))
     several = len(leaves) > 1 or (call.node.shape.is_tuple and not call.on_one)
@@ -192,7 +194,7 @@ def of_a_transform(site: Site) -> Hint | None:
 
 
 def _apart(site: Site, transform: Node) -> str:
-    """Return how each device transforms its own part of an array."""
+    """Return advice on how each device transforms its own part of an array."""
     kind = (transform.instruction.attribute("fft_type") or "").lower()
 
     def mapped(axis: int, spec: str) -> str:
@@ -231,7 +233,7 @@ class _Largest(NamedTuple):
 
 
 def of_the_largest(site: Site) -> Hint | None:
-    """Find a gather for a top_k that could run on rows, or parts of rows, without the others."""
+    """Find a gather for a top_k that each device could run on its own rows, or parts of rows."""
     if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
         return None
     call = _top_k(site)
@@ -253,7 +255,7 @@ def _top_k(gather: Site) -> _Largest | None:
     if taker is None:
         return None
     if taker.opcode == "custom-call" and walk.target(taker.instruction) in _TOP_K:
-        found = taker.shape.leaves()  # values and places, or 16-bit values with theirs in 32 bits
+        found = taker.shape.leaves()  # values and places, or 32-bit words with both
         ends = [*taker.elements.values()] if taker.shape.is_tuple else [taker]
         return _Largest(ends, found[0].dimensions[-1], sum(one.bits for one in found))
     if taker.opcode == "sort":
@@ -263,7 +265,7 @@ def _top_k(gather: Site) -> _Largest | None:
 
 
 def _first_of_sorted(gather: Site, sort: Node) -> _Largest | None:
-    """Return a sort as the top_k from which XLA for CPU made it, if only the first are used."""
+    """Return the top_k from which XLA for CPU made a sort, if only the first elements are used."""
     program, rows = gather.program, sort.shape.leaves()[0].dimensions
     if sort.instruction.attribute("dimensions") != f"{{{len(rows) - 1}}}":
         return None
@@ -291,9 +293,11 @@ def _is_each(node: Node) -> bool:
 
 def _uses(program: Program, *values: Node) -> list[Use]:
     """Return the uses of values, also behind elementwise operations, each once."""
-    elements = (range(len(value.shape.leaves())) for value in values)
-    found = [program.uses(v, n, _EACH) for v, of in zip(values, elements) for n in of]
-    return [*dict.fromkeys(itertools.chain(*found))]
+    uses: list[Use] = []
+    for value in values:
+        for element in range(len(value.shape.leaves())):
+            uses += program.uses(value, element, _EACH)
+    return [*dict.fromkeys(uses)]
 
 
 def _next(gather: Site) -> Node | None:
@@ -306,7 +310,7 @@ def _next(gather: Site) -> Node | None:
     taker, value = uses[0]
     if any(use.taken is not value for use in uses):
         return None
-    while value.opcode in _BITS:  # whole numbers with their places in the last bits
+    while value.opcode in _BITS:  # words with the places in the last bits
         value = value.operands[0]
     whole = factors.of(gather.result.dimensions)
     taken = factors.followed(whole, value)
@@ -316,7 +320,7 @@ def _next(gather: Site) -> Node | None:
 def _gathers(program: Program, node: Node) -> list[Site]:
     """Return a node's gather as a list of one; empty if the node isn't a needed, whole gather."""
     if node.fused or not node.opcode.startswith("all-gather"):
-        return []  # a return node has the root's instruction
+        return []  # a return node has another opcode, but the root's instruction
     parts = program.parts(node.instruction)
     return parts if [part.needed and part.whole for part in parts] == [True] else []
 
@@ -395,7 +399,7 @@ def _of_parts(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
 
 
 def of_running_sums(site: Site) -> Hint | None:
-    """Find a gather for running sums, of which each device keeps its own part."""
+    """Find a gather for running sums of which each device keeps only its own part."""
     along, size = site.collective.dimension, site.collective.group_size
     if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
         return None
@@ -443,7 +447,7 @@ def of_running_sums(site: Site) -> Hint | None:
 
 
 def _is_counted(site: Site) -> bool:
-    """Return whether these may be the places that jnp.nonzero counts in a flat mask."""
+    """Return whether jnp.nonzero may make these sums, to count the places in a flat mask."""
     made = site.made_by(WHOLE)
     widened = made.opcode == "convert" and made.operands[0].shape.element_type == "pred"
     return widened and len(site.taken.dimensions) == 1

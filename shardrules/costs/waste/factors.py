@@ -1,8 +1,8 @@
-"""Follows the dimensions of an array, as factors, through operations that move the whole array.
+"""Follow the dimensions of an array, as factors, through operations that move the whole array.
 
-XLA reads the same memory as an array of other dimensions. For example, it gathers f32[64,128,32]
-over 2 x 4 devices as f32[512,128,32], and turns that into f32[128,128,128]: it splits 512 into 2, 4
-and 64, moves the 4 beside the 32, and joins the factors that are then neighbours.
+XLA reads the same memory as an array with other dimensions. For example, it gathers f32[64,128,32]
+over 2 x 4 devices as f32[512,128,32], and turns the result into f32[128,128,128]: it splits 512
+into 2, 4 and 64, moves the 4 beside the 32, and joins the factors that are now neighbours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNCHANGED = COPIES | UNARY
 
 
 class Factor(NamedTuple):
-    """The part of an index into one dimension that counts ``size`` steps of ``stride``."""
+    """A part of the index into one dimension: ``size`` steps of ``stride`` each."""
 
     origin: int  # the number of its dimension in the array where following began
     stride: int
@@ -40,7 +40,9 @@ def of(dimensions: Sequence[int]) -> Factors:
 
 
 def followed(factors: Factors | None, node: Node) -> Factors | None:
-    """Return a value's factors, given the factors behind its moves; None if they are unknown."""
+    """Return a value's factors, given the factors before its moves; None if they are unknown."""
+    # First go back through the moves to the value that has the given factors. Then apply the moves
+    # to the factors in program order.
     moves, value = [], node
     while node.opcode in MOVES | UNARY and node.operands:
         moves.append(node)
@@ -60,7 +62,7 @@ def followed(factors: Factors | None, node: Node) -> Factors | None:
 
 
 def _are_of(factors: Factors, shape: hlo.Shape) -> bool:
-    """Return whether factors are of an array's dimensions; behind a reshape they are not."""
+    """Return whether factors multiply to an array's dimensions (after a reshape, they don't)."""
     sizes = tuple(math.prod(factor.size for factor in of) for of in factors)
     return shape.is_tuple or sizes == shape.dimensions
 
@@ -69,8 +71,9 @@ def read_as(factors: Factors, before: hlo.Shape, after: hlo.Shape) -> Factors | 
     """Return the factors of another array in the same memory; None if a factor would be cut."""
     if not is_same_memory(before, after):
         return None
-    # Assign the factors to the other array's dimensions. Both are taken in the order in memory, the
-    # major one first; a factor that is larger than a dimension is split.
+    # Assign the factors to the other array's dimensions, both in their order in memory, the major
+    # one first. Split a factor that is larger than the rest of its dimension. If neither divides
+    # the other, the new dimension mixes two factors, and there is no answer.
     minor_first = (reversed(factors[d]) for d in reversed(in_memory(before)))
     left = [*itertools.chain.from_iterable(minor_first)]
     dealt: Factors = [[] for _ in after.dimensions]
@@ -104,7 +107,7 @@ _TILE = re.compile(r"T\((\d+)((?:,\d+)*)\)(.*)")
 
 
 def is_same_memory(before: hlo.Shape, after: hlo.Shape) -> bool:
-    """Return whether two arrays have their elements in the same order in memory, tiles included."""
+    """Return whether two arrays have the same order of elements in memory, tiles included."""
     orders = [in_memory(shape) for shape in (before, after)]
     sizes = [[s.dimensions[d] for d in order] for s, order in zip((before, after), orders)]
     tiles = [re.sub(r"S\(\d+\)", "", s.layout.partition(":")[2]) for s in (before, after)]

@@ -1,4 +1,4 @@
-"""Finds all-gathers of arrays that may stay sharded, or that the devices already have."""
+"""Find all-gathers of arrays that may stay sharded, or that the devices already have."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _BY_XLA = " by XLA"
 _IMPORT = "from jax.ad_checkpoint import checkpoint_name"  # jax alone doesn't import that module
 # The opcodes by which an optimizer updates a part of a weight, element by element.
 _UPDATES = (FUNCTIONS | WHOLE | BARRIERS | {"dynamic-slice"}) - {"dot", "reduce", "iota"}
-_MOST = 256  # the most of these to follow
+_MOST = 256  # the most instructions of an update to follow
 
-# -- what is only returned ------------------------------------------------------------------------
+# -- arrays that are only returned ----------------------------------------------------------------
 
 
 def only_returned(site: Site) -> Hint | None:
@@ -87,7 +87,7 @@ def _is_update(site: Site, returned: hlo.Shape) -> bool:
 
 
 def uneven(site: Site) -> Hint | None:
-    """Find a returned array that XLA pads in one dimension to shard it, then gathers and cuts."""
+    """Find a returned array that XLA pads to shard it evenly, and then gathers and cuts."""
     entry, size, along = site.entry, site.collective.group_size, site.collective.dimension
     if site.collective.kind != "all-gather" or site.in_shard_map or not site.whole:
         return None
@@ -119,7 +119,7 @@ def uneven(site: Site) -> Hint | None:
     return site.hint(advice)
 
 
-# -- what is moved as well ------------------------------------------------------------------------
+# -- arrays that another collective moves as well -------------------------------------------------
 
 
 def gathered_too(site: Site) -> Hint | None:
@@ -159,7 +159,7 @@ def _within(site: Site, gather: Site) -> bool:
     return True
 
 
-# -- what is gathered again in the backward pass --------------------------------------------------
+# -- arrays that the backward pass gathers again --------------------------------------------------
 
 
 def gathered_twice(site: Site) -> Hint | None:
@@ -168,7 +168,7 @@ def gathered_twice(site: Site) -> Hint | None:
         return None
     remat = entry.phase == "recompute" or "remat" in site.collective.op_name
     if not (site.in_shard_map or remat):
-        return None  # no policy can name what the partitioner gathers for the backward pass
+        return None  # no policy can name an array that the partitioner gathers there
     if not site.in_shard_map:
         if site.is_named_by_array or operation(site.collective) != "sharding_constraint":
             # A constraint changes the partitioner's other choices: in a step of FSDP, keeping one
@@ -216,7 +216,7 @@ def _forward(program: Program) -> list[Site]:
 
 
 def _is_again(site: Site, first: Site) -> bool:
-    """Return whether a gather repeats a first one over the same devices, and runs no more often."""
+    """Return whether a gather repeats a first gather over the same devices, at most as often."""
     runs, first_runs = site.entry.runs, first.entry.runs
     if runs != first_runs and (runs is None or first_runs is None or runs > first_runs):
         return False
@@ -234,8 +234,8 @@ def _is_again(site: Site, first: Site) -> bool:
 
 
 def origin_of(program: Program, node: Node) -> tuple[Node, str] | None:
-    """Return the array that a value comes from, and a text on the part that it takes of it."""
-    # Follow moves, slices and conversions, and the loops that pass the array on.
+    """Return the array that a value comes from, and a text on the part that the value has of it."""
+    # Follow moves, slices and conversions backwards, and the loops that pass the array on.
     part = ""
     while True:
         node = made_by(node, _MOVES)
@@ -262,10 +262,11 @@ def origin_of(program: Program, node: Node) -> tuple[Node, str] | None:
 
 
 def weight(site: Site) -> tuple[int, int] | None:
-    """Return how often a program uses the parameter that this gathers, and the gradient's width.
+    """Return how often a program uses the parameter that a site gathers, and the gradient's width.
 
-    The uses are those of all runs; the width is that of the gathered elements, or a multiple of it
-    if XLA narrows them. None if it gathers another array, or if the uses aren't known.
+    The uses are counted over all runs. The width is a multiple of the gathered elements' width: 1,
+    or more if XLA narrows them. Return None if the site gathers another array, or if the uses
+    aren't known.
     """
     if site.collective.kind != "all-gather" or not site.whole:
         return None
@@ -282,17 +283,17 @@ def weight(site: Site) -> tuple[int, int] | None:
 
 
 def uses_of(site: Site) -> list[Use]:
-    """Return what uses a result that is moved, also in loops and behind a fusion that ends it."""
+    """Return the uses of a result, behind moves, in loops, and behind a fusion that ends it."""
     node, through = _outside(site), _MOVES | UNARY | {"all-gather-done"}
     uses = site.program.uses(node, site.operand, through, in_loops=True)
-    for use in uses:  # which grows
+    for use in uses:  # the list grows meanwhile
         if walk.target(use.user.instruction) == ASYNC_DONE:
             uses += site.program.uses(use.user, 0, through, in_loops=True)
     return [use for use in uses if walk.target(use.user.instruction) != ASYNC_DONE]
 
 
 def _outside(site: Site) -> Node:
-    """Return its node; if XLA for TPU ends it in a fusion, that in what runs the fusion."""
+    """Return a site's node; if it is in a fusion (XLA for TPU), its node in the fusion's caller."""
     callers = walk.callers(site.program.module, site.computation)
     if len(callers) != 1 or callers[0][1].opcode != "fusion":
         return site.node
@@ -302,7 +303,7 @@ def _outside(site: Site) -> Node:
 
 
 def _stacked(program: Program, taken: Node) -> Node | None:
-    """Return the value that a loop stacks or passes on in one element of its result."""
+    """Return the value that a loop stacks, or passes on, in one element of its result."""
     loop = taken.operands[0]
     if loop.opcode != "while" or loop.instruction.calls[1] not in program.loops:
         return None

@@ -1,8 +1,8 @@
-"""Finds out how a loop uses the results of its collectives, and which of them no trip reads.
+"""Find out how a loop uses the results of its collectives, and which results no trip reads.
 
-A loop's body is evaluated on values that say how they depend on these results. A trip may compute
+We evaluate a loop's body on values that say how they depend on these results. A trip may compute
 values from the results only, and write, add or pass such values into an element of the carry that
-no trip reads: all of this can be done after the loop. Anything else is a read.
+no trip reads. The program can do all of this after the loop. Any other use is a read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Same:
 
 @dataclasses.dataclass(frozen=True)
 class _LoopResult:
-    """A value that this trip computes from collectives' results and values of ``_Same``.
+    """A value that this trip computes from collectives' results and ``_Same`` values only.
 
     ``packed`` has the ranges of a flat result that XLA packed from several arrays.
     """
@@ -72,16 +72,16 @@ class Unread(NamedTuple):
     """A collective's result that no trip of a loop reads."""
 
     around: str  # the computation in which a collective after the loop would be
-    # The number of trips whose operands this collective takes: 1 if the loop only adds them up, or
-    # keeps the last; None if a trip count isn't known.
+    # The number of trips whose operands the collective after the loop takes: 1 if the loop only
+    # adds them up, or keeps the last; None if a trip count isn't known.
     copies: int | None
-    # What the loops do with it: ``stacks``, ``adds up`` and ``keeps the last of``.
+    # What the loops do with the result: ``stacks``, ``adds up`` and ``keeps the last of``.
     ways: frozenset[str]
-    one_each: bool = True  # no loop does two of these with it
+    one_each: bool = True  # each loop uses the result in one of these ways only
 
 
 def trips_of(program: Program, loop: Node) -> int | None:
-    """Return a loop's trips in one run of what contains it; None if they aren't known."""
+    """Return a loop's trips in one run of its computation; None if they aren't known."""
     own, outer = (program.runs.get(n) for n in (loop.instruction.calls[1], loop.home.name))
     if own is None or own.count is None or outer is None or not outer.count:
         return None
@@ -122,7 +122,7 @@ def unread(program: Program) -> dict[_Source, Unread]:
 
 
 def _own(sites: list[Site]) -> dict[int, _Source]:
-    """Return one collective's results that might be made after the loop, by operand or range."""
+    """Return one collective's results that might move behind the loop, by operand or range."""
     if len({s.operand for s in sites}) > 1 and not all(s.whole for s in sites):
         return {}
     kinds = ("all-reduce", "all-gather")
@@ -139,9 +139,11 @@ def _settle(
 ) -> _Outcome:
     """Return how a loop's body makes elements of its carry from results that no trip reads."""
     # A fixpoint of three assumptions: which elements are the same on every device, which results no
-    # trip reads, and which results the elements contain. Each round evaluates one trip under them.
-    # If it refutes one of the first two, that set shrinks and the third starts anew; otherwise the
-    # elements contain what this trip has put into them. It ends when a round changes nothing.
+    # trip reads, and which results the elements contain. Each round evaluates one trip under these
+    # assumptions. If the trip refutes one of the first two, this set shrinks and the third starts
+    # anew. Otherwise the elements contain the results that the trip has put into them. A round that
+    # changes nothing is the last one. There is one: the first two sets only shrink, and while they
+    # stay the same, the elements only gain results. The fixpoint holds for any number of trips.
     condition, body = map(program.flat, loop.instruction.calls)
     if body.root.opcode != "tuple" or not sources:
         return {}
@@ -180,7 +182,7 @@ def _settle(
 
 
 class _Trip:
-    """One evaluation of a loop's body; ``seen`` gathers the results that something reads."""
+    """One evaluation of a loop's body; ``seen`` collects the results that something reads."""
 
     def __init__(self, program: Program, outcomes: dict[str, _Outcome], sources: _Sources):
         self.program = program
@@ -205,6 +207,8 @@ class _Trip:
 
     def _apply(self, node: Node, operands: list[Any]) -> Any:
         """Return a node's value from the values of its operands."""
+        # First the opcodes that have their own rules. Then any function that may take results, and
+        # last, functions of values that are the same on every device.
         opcode, calls = node.opcode, node.instruction.calls
         if opcode == "tuple":
             return tuple(operands)
@@ -235,6 +239,8 @@ class _Trip:
 
     def _function(self, node: Node, operands: list[Any]) -> Any:
         """Return the value of an instruction that takes results; _PLAIN if it reads them."""
+        # In turn: a write into the carry, a device's own slice of a result, any other change of the
+        # carry, and a function of results alone.
         carried = [o for o in operands if isinstance(o, _Carried)]
         if node.opcode == "dynamic-update-slice":
             base, update, *places = operands
@@ -246,7 +252,7 @@ class _Trip:
                 if base.change in ("", "written"):
                     return _Carried(base.element, base.sources | update.sources, "written")
             if isinstance(base, _Carried) and not _sources([update, *places]):
-                return base  # something else is written into another trip's place
+                return base  # the trip writes something else into another trip's place
             return _PLAIN
         if node.opcode == "dynamic-slice" and isinstance(operands[0], _LoopResult):
             # Each device keeps its own part of a result, the same one on each trip.
@@ -305,7 +311,10 @@ class _Trip:
         return _PLAIN
 
     def _collective(self, node: Node, operands: list[Any]) -> Any:
-        """Return a collective's value, which contains its own results and those it takes."""
+        """Return a collective's value, which contains its own results and those of its operands."""
+        # A collective may take results of other collectives, and then leave the loop with them. It
+        # may not take an element of the carry that has results. If its own results can't leave the
+        # loop, it stays there, and so it reads its operands.
         sites = self.program.parts(node.instruction)
         own = _own(sites)
         if any(_sources([o]) and not isinstance(o, _LoopResult) for o in operands):
@@ -335,7 +344,7 @@ class _Trip:
         return (_PLAIN, whole) if _holds_operands(node) else tuple(results)
 
     def _loop(self, node: Node, start: Any) -> Any:
-        """Return the value of an inner loop from what it starts with."""
+        """Return the value of an inner loop, given its initial carry."""
         count = len(node.shape.elements or ())
         starts = start if isinstance(start, tuple) else (start,) * count
         outcome = self.outcomes[node.instruction.calls[1]]
@@ -343,7 +352,7 @@ class _Trip:
         return tuple(self._element(*outcome.get(k, none), value) for k, value in enumerate(starts))
 
     def _element(self, how: str, sources: _Sources, start: Any) -> Any:
-        """Return an element of an inner loop's value from the element that it starts with."""
+        """Return an element of an inner loop's value, given the element's initial value."""
         change = {"written": ("", "written"), "added": ("", "added")}.get(how, ())
         if sources and sources <= self.sources:
             if isinstance(start, _Same) and (how != "added" or start.zero):
@@ -356,7 +365,7 @@ class _Trip:
 
 
 def _in_carry(node: Node, operands: list[Any], element: _Carried) -> Any:
-    """Return an element of the carry after an instruction; _PLAIN if that reads the element."""
+    """Return an element of the carry after an instruction; _PLAIN if the instruction reads it."""
     opcode, rest = node.opcode, [o for o in operands if o is not element]
     floats = FLOATS.match(node.shape.element_type)
     if len(operands) == 1 and (opcode in _IN_PLACE or (opcode == "convert" and floats)):
@@ -379,7 +388,7 @@ def _holds_operands(start: Node) -> bool:
 
 
 def _may_hold(value: Any) -> bool:
-    """Return whether a value may contain results; elements of the carry may in a later trip."""
+    """Return whether a value may contain results, in this trip or (in the carry) in a later one."""
     if isinstance(value, tuple):
         return any(map(_may_hold, value))
     return isinstance(value, _LoopResult | _Carried)

@@ -1,4 +1,4 @@
-"""Finds collectives in loops that could run before or after the loop, or not at all."""
+"""Find collectives in loops that could run before or after the loop, or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from shardrules.hlo.reader.flow import Node, made_by
 
 # -- the same operand on every trip ---------------------------------------------------------------
 
-# Besides deterministic operations, these give the same on each trip if their operands are the same.
+# Besides deterministic operations, these opcodes give the same result on each trip if their
+# operands are the same.
 _SAME = OPCODES.keys() | {f"{kind}-done" for kind in KINDS}
 _SAME |= frozenset("copy-start copy-done partition-id replica-id".split())
 
@@ -66,6 +67,8 @@ def repeated(site: Site) -> Hint | None:
 
 def _invariant(program: Program, body: str) -> set[Node]:
     """Return the values in a loop's body that are the same on every trip."""
+    # Operands come first, so one pass finds all of them: elements of the carry that no trip
+    # changes, and deterministic functions of values that are the same.
     same: set[Node] = set()
     reach = CallGraph(program.module)
     for node in program.flat(body).nodes:
@@ -86,12 +89,12 @@ def after_loop(site: Site) -> Hint | None:
 
 
 def accumulated(site: Site) -> Hint | None:
-    """Find the gradient that each microbatch reduces, and that the loop only adds up."""
+    """Find a gradient that each microbatch reduces, and that the loop only adds up."""
     return site.program.remembered(_accumulated).get(site)
 
 
 def _accumulated(program: Program) -> dict[Site, Hint]:
-    """Return hints on gradients; one change removes all those of a loop from it."""
+    """Return hints on gradients; one change removes all gradients of a loop from the loop."""
     found: dict[Site, Hint] = {}
     if not program.remembered(_are_apart):
         return found
@@ -109,8 +112,8 @@ def _accumulated(program: Program) -> dict[Site, Hint]:
 
 
 def _are_apart(program: Program) -> bool:
-    """Return whether no example needs another in a loop, as no trip reads a reduced value."""
-    # A squared mean over the batch, a batch norm and a mask read their own reductions in the loop.
+    """Return whether no example needs another in a loop, since no trip reads a reduced value."""
+    # A squared mean over the batch, a batch norm and a mask do read their reductions in the loop.
     reads = program.remembered(unread)
     return all(s.is_gradient or s.key in reads for s in program.sites if s.needed and s.in_loop)
 
@@ -123,8 +126,8 @@ def _after(site: Site, is_added: bool = False) -> Hint | None:
     own = results[sites.index(site)]
     if own is None or (site.entry.runs is None and "keeps the last of" in own.ways):
         return None  # if the loop makes no trip, the result is the carry's initial value
-    # An inner loop, over layers, may stack what this one adds up. What this one stacks beside the
-    # sum, as a norm of each gradient, needs each of them whole.
+    # An inner loop, over layers, may stack the results that this loop adds up. But if this loop
+    # also stacks them, or a norm of each gradient, it needs each result whole.
     if is_added and not ({"adds up"} <= own.ways <= {"adds up", "stacks"} and own.one_each):
         return None
     only_stacks = "stacks" in own.ways and not is_added
@@ -189,14 +192,14 @@ def _advice(site: Site, own: Unread, after: int | None, times: int) -> str:
     return f"{what}: {change}, and {runs * size} B in {trips} become {then}{_NOTE}"
 
 
-# -- sums that each call makes, and that a loop on the host adds up -------------------------------
+# -- sums in each call that a loop on the host adds up --------------------------------------------
 
 _THROUGH = WHOLE | {"all-reduce-done"}
 _LEAST_CALLS = 3  # the fewest calls for each total: two calls are hardly a loop
 
 
 def each_call(site: Site) -> Hint | None:
-    """Find an all-reduce that is only added to an argument, which the next call takes again."""
+    """Find an all-reduce that is only added to an argument, whose new value the next call takes."""
     if not (site.program.fed and site.adds and site.whole and site.computation.is_entry):
         return None
     if not site.in_shard_map and not site.program.remembered(_only_adds):
@@ -244,7 +247,7 @@ def _only_adds(program: Program) -> bool:
 
 
 def _added_to(site: Site) -> tuple[int, int] | None:
-    """Return the output and the parameter of a sum that is only added to that parameter."""
+    """Return the numbers of the output and the parameter, if a sum is only added to a parameter."""
     *_, (node, taken) = _scaled(site)
     if node is None or node.opcode != "add" or len({*node.operands}) < 2:
         return None
@@ -266,7 +269,7 @@ def _is_returned(site: Site) -> bool:
 
 
 def _scaled(site: Site) -> Iterator[tuple[Node, Node] | tuple[None, None]]:
-    """Yield a result's only user, then that one's, as long as they scale it by constants."""
+    """Yield a result's only user, then this user's only user, and so on through constant scales."""
     uses = site.uses(_THROUGH)
     while len(uses) == 1:
         ((node, taken),) = uses
@@ -284,14 +287,14 @@ def _scaled(site: Site) -> Iterator[tuple[Node, Node] | tuple[None, None]]:
     yield None, None
 
 
-# -- a predicate that is asked on each trip --------------------------------------------------------
+# -- a predicate that all devices exchange on each trip --------------------------------------------
 
 # XLA for TPU writes "or" as several operations on whole numbers.
 _OTHER = ("add", "multiply", "and", "minimum")
 
 
 def asked_each_trip(site: Site) -> Hint | None:
-    """Find the predicate of a vmapped while loop, in which each example has a predicate."""
+    """Find the predicate of a vmapped while loop, which combines the examples' predicates."""
     if not _is_predicate(site) or not site.program.remembered(_alone).get(site.computation.name):
         return None
     spec = f"P({site.over})"
@@ -306,7 +309,7 @@ def asked_each_trip(site: Site) -> Hint | None:
 
 
 def _is_predicate(site: Site) -> bool:
-    # A reduction that the program itself has in its condition has that operation's name.
+    # If the program's own condition has a reduction, the collective has this reduction's name.
     collective = site.collective
     return (
         collective.kind == "all-reduce"
@@ -320,7 +323,7 @@ def _is_predicate(site: Site) -> bool:
 
 
 def _alone(program: Program) -> dict[str, bool]:
-    """Return, for each computation in a loop, whether its loops only communicate by predicates."""
+    """Return, by computation, whether the loops around it communicate only by predicates."""
     computations = program.module.computations
     others = {s.computation.name for s in program.sites if not _is_predicate(s)}
 

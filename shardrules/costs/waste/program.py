@@ -1,4 +1,4 @@
-"""A judged program as the kinds of waste see it: its collectives' sites, loops and overlap."""
+"""Describe a judged program for the kinds of waste: its collectives' sites, loops and overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 _T = TypeVar("_T")
 
-# By an output and the parameter that it becomes: the runs, and the first runs of loops on the host.
+# For an output and the parameter that it becomes: the runs, and the first runs of host loops.
 Fed = Mapping[tuple[int, int], tuple[int, int]]
 
 # A run of fewer bytes takes about as long as its round trip: 5 us for an all-reduce at 100 GB/s.
@@ -72,7 +72,7 @@ class Hint:
     # over all runs; a combined collective's first part counts them. None as for bytes
     round_trips_before: int | None = None
     round_trips_after: int | None = None
-    # sent_before, sent_after: what one device sends, as an account's wire bytes, over all runs
+    # sent_before, sent_after: the wire bytes of one device, as in an account, over all runs
     sent_before: int | None = None
     sent_after: int | None = None
     waited_for: bool = False  # nothing large in its computation can overlap with it
@@ -134,13 +134,13 @@ class Program:
 
     @functools.cached_property
     def op_names(self) -> str:
-        """Return what other op_names suggest for a collective that has none; empty if none do."""
+        """Return what the text's op_names suggest for a collective without one, or ""."""
         text = self.module.text
         return next((what for what in ("shard_map/", "pmap", "op_name=") if what in text), "")
 
     @functools.cached_property
     def asks_which_device(self) -> bool:
-        """Return whether it reads a device's number; if not, no value belongs to one device."""
+        """Return whether it reads a device's number; otherwise no value belongs to one device."""
         asked = itertools.chain(*self.module.opcodes.values())
         return not {"partition-id", "replica-id"}.isdisjoint(asked)
 
@@ -165,7 +165,7 @@ class Program:
         """Return the loops by their bodies' names, without bodies that two loops share."""
         loops_of: dict[str, list[Node]] = {}
         wrapped: set[str] = set()  # computations that are nothing but a loop
-        # Callers first, whose flow has a wrapped loop in the place of its call.
+        # Callers first: the flow of a caller has the wrapped loop in place of the call.
         for name, computation in reversed(self.module.computations.items()):
             for position in computation.calling:
                 caller = computation.instructions[position]
@@ -229,7 +229,7 @@ class Program:
     def _into_loops(self, user: Node, taken: Node) -> list[tuple[Node, int]] | None:
         """Return where to follow a tuple's operand in loops that pass it on unchanged, or None."""
         elements = [k for k, operand in enumerate(user.operands) if operand is taken]
-        if user.opcode == "return":  # of a loop's body, which may pass it on in its own place
+        if user.opcode == "return":  # the end of a body, which may pass it on in its own place
             passed_on = len(elements) == 1 and self.before_loop(taken) is not None
             return [] if passed_on else None
         entered = []
@@ -288,21 +288,21 @@ class Site:
         self.taken = maker.shape
         # XLA leaves some collectives without a name.
         self.op_name = name = collective.op_name or module.metadata(maker).op_name
-        # If this is false, XLA's partitioner made it.
+        # If this is false, XLA's partitioner made the collective.
         called = name or self.program.op_names
         self.in_shard_map = "shard_map/" in called or "pmap" in called
         # Nothing in the text says whether a shard_map or XLA's partitioner made it.
         self.is_unnamed = not called
-        # A loop contains the shard_map that contains it.
+        # Whether a loop contains the shard_map that contains the collective.
         self.in_inner_shard_map = self.in_shard_map and bool(re.search("while.*shard_map", name))
         self.where = entry.place or collective.name  # for people
         # The axes in a line of code: 'data', or ('data', 'model').
         axes = entry.axes or self.split
         self.over = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis_name"
-        # How many devices share an array that is sharded over them, as in a line of code.
+        # The number of devices over these axes, as in a line of code.
         sizes = [program.mesh[axis] for axis in axes if axis in program.mesh]
         self.devices = str(math.prod(sizes)) if axes and len(sizes) == len(axes) else "n"
-        # For an array with a new first dimension for the shards; its others may be sharded, too.
+        # For an array with a new first dimension for the shards; other axes may split the rest.
         others = {axis for axis, size in program.mesh.items() if size > 1}.difference(axes)
         self.and_own = f"{self.over}, *spec" if others else self.over
         self.own_spec = f", spec being w's own without {self.over}" if others else ""
@@ -336,7 +336,7 @@ class Site:
 
     @functools.cached_property
     def split(self) -> tuple[str, ...]:
-        """Return the axis along which only parts of it are connected; empty if there is none."""
+        """Return the axis of which the groups connect only parts; empty if there is none."""
         sizes = tuple(self.program.mesh.values())
         known = self.entry.axes is None and math.prod(sizes) == self.program.device_count
         if not known or self.in_shard_map:
@@ -348,8 +348,8 @@ class Site:
     @property
     def is_written(self) -> bool:
         """Return whether the source asks for it by a shard_map, a constraint or a reduction."""
-        # A collective that the partitioner adds for another operation's operands, or in the
-        # backward pass, depends on its other choices, so no change of the source is sure to help.
+        # If the partitioner adds a collective for another operation's operands, or in the backward
+        # pass, this depends on its other choices, so no change of the source is sure to help.
         name = self.op_name.rpartition("/")[2]
         if self.in_shard_map or self.collective.kind != "all-reduce":
             return self.in_shard_map or name in CONSTRAINED
@@ -359,7 +359,8 @@ class Site:
     def is_named_by_array(self) -> bool:
         """Return whether it has the name of the array that it moves, as under jit on JAX 0.12.
 
-        A constraint may have made that array, sharded as it is; another operation moves it then.
+        A constraint may have made this array with its present sharding; then another operation
+        moves it.
         """
         return "is_spmd_generated" in (self.instruction.attribute("frontend_attributes") or "")
 
@@ -374,14 +375,14 @@ class Site:
 
     @property
     def is_gradient(self) -> bool:
-        """Return whether this sums a gradient under jit, where XLA does not move it by itself."""
+        """Return whether this sums a gradient under jit, on CPU, where XLA does not move it."""
         # XLA for TPU and GPU adds such sums first, and moves them behind loops.
         is_jit = not self.in_shard_map and not self.is_unnamed and not self.is_written
         is_backward = self.entry.phase == "backward"
         return self.adds and is_jit and is_backward and self.program.platform is None
 
     def own_gradients(self, kept: str, when: str) -> str:
-        """Return how to add up each shard's own gradient in ``kept``."""
+        """Return advice on how to add up each shard's own gradient in ``kept``."""
         return (
             "add up each shard's own gradient, jax.vmap(jax.grad(loss), (None, 0))(w, "
             "x.reshape(n, -1, *x.shape[1:])) for n shards of the batch, in "
@@ -414,7 +415,7 @@ class Site:
         together: bool = False,
         goes_with: Site | None = None,
     ) -> Hint:
-        """Return a hint; its numbers after the change are over all runs, 0 if the collective goes.
+        """Return a hint; the numbers after the change are over all runs, 0 for no collective.
 
         ``together``: the collective's other parts share its round trips. ``goes_with``: the site
         whose hint has the advice.
@@ -445,7 +446,7 @@ class Site:
         return bool(given) and given[0].equal_in(self.collective.groups)
 
     def smaller(self, advice: str, size: int, sent: int | None = None) -> Hint:
-        """Return a hint that each run takes fewer bytes, or is of another kind that sends fewer."""
+        """Return a hint for runs of fewer bytes, or of another kind that sends fewer bytes."""
         return self.hint(
             advice,
             bytes_after=self.in_all(size),
@@ -481,7 +482,7 @@ def is_constant(node: Node) -> bool:
 
 
 def is_unfilled(node: Node) -> bool:
-    """Return whether a value is a buffer that nothing reads unfilled, as a stack's start on TPU."""
+    """Return whether a value is a buffer that is filled before it is read (a TPU stack's start)."""
     return node.opcode == "custom-call" and walk.target(node.instruction) == "AllocateBuffer"
 
 
@@ -492,7 +493,7 @@ def is_zero(node: Node) -> bool:
 
 
 def _keeps_numbers(taken: Node, taker: Node) -> bool:
-    """Return whether a bitcast or a conversion gives the same numbers, rounded at most."""
+    """Return whether a bitcast or a conversion keeps the numbers, except for rounding."""
     if taker.opcode == "bitcast":  # with another element type, the bits are other numbers
         return taken.shape.element_type == taker.shape.element_type
     return taker.opcode != "convert" or FLOATS.match(taker.shape.element_type) is not None

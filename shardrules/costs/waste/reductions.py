@@ -1,4 +1,4 @@
-"""Finds all-reduces and all-gathers whose results are only reduced, or added to another's."""
+"""Find all-reduces and all-gathers whose results are only reduced, or added to other results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _only_summed(site: Site) -> Hint | None:
 
 
 def _size_after(site: Site) -> int | None:
-    """Return the bytes of the sum if nothing else is made of the result; else None."""
+    """Return the bytes of the sum if it is the only use of the result; else None."""
     uses = site.uses(walk.PASS_ON)
     if len(uses) != 1:
         return None
@@ -64,8 +64,8 @@ def _size_after(site: Site) -> int | None:
         return None
     if operands[place] is not taken or operands.count(taken) != 1:
         return None
-    # If the places differed by device, the shares would, too. A start that isn't zero would be
-    # summed over the devices.
+    # A scatter's places must be constants: if they differed by device, moving the sum would change
+    # the result. The start must be zero, since it would be summed over the devices, too.
     if taker.opcode == "scatter" and not is_constant(operands[1]):
         return None
     if not is_zero(operands[1 if taker.opcode == "reduce" else 0]):
@@ -78,16 +78,16 @@ def _size_after(site: Site) -> int | None:
     return (array.element_count * max(site.taken.bits, array.bits) + 7) // 8
 
 
-# -- what all compute of one device's values ------------------------------------------------------
+# -- results that all devices compute from one device's values ------------------------------------
 
-# A pipeline's last stage has its outputs in this way: psum(where(axis_index == last, y, 0)).
+# A pipeline's last stage sends its outputs in this way: psum(where(axis_index == last, y, 0)).
 
 _SPREAD = frozenset("bitcast broadcast copy reshape".split())
 _LOCAL = FUNCTIONS | frozenset("convolution dynamic-slice gather scatter".split())
 
 
 def _of_one_device(site: Site) -> Hint | None:
-    """Find a sum of one device's values and zeros, from which all devices compute the same."""
+    """Find a sum of one device's values and zeros from which all devices compute one result."""
     if not (site.adds and site.whole and site.in_shard_map):
         return None
     if not site.program.asks_which_device:
@@ -114,7 +114,7 @@ def _of_one_device(site: Site) -> Hint | None:
 
 
 def _mask(program: Program, chosen: Node) -> np.ndarray | None:
-    """Return on which devices a value is not zero, if a choice by their numbers shows it."""
+    """Return the devices on which a value may not be zero, if a choice by their numbers says so."""
     if chosen.opcode != "select":
         return None
     rows = slices.device_rows(program, made_by(chosen.operands[0], _SPREAD))
@@ -126,14 +126,18 @@ def _mask(program: Program, chosen: Node) -> np.ndarray | None:
 
 
 def _computed_of(site: Site, mask: np.ndarray) -> list[Node] | None:
-    """Return the smallest value through which all devices but its own read a result.
+    """Return the smallest value through which all other devices read a result.
 
-    Return an empty list if only its own device reads it, and None if there is no such value.
+    Return an empty list if only the device with the values reads the result. Return None if there
+    is no such value.
     """
-    # This looks for a cut of the dataflow. ``waiting`` has the values that depend on the result,
-    # each with the users that are not visited yet; users are visited in order. ``done`` are the
-    # values without such users. If all values but one are done, everything that follows reads the
-    # result through this one value, which is a cut.
+    # This looks for a cut of the dataflow: one value that everything later reads the result
+    # through. Then the device that has the values can compute this value alone, and the psum can
+    # bring it to the others instead. ``waiting`` has the values that depend on the result, each
+    # with the users that are not visited yet; users are visited in program order. ``done`` has the
+    # values without such users. If all values but one are done, this one is a cut. The operands of
+    # a user that can't move before the psum are never done, so only such an operand may be a later
+    # cut.
     program, node = site.program, site.node
     start = node.elements.get(site.operand) if node.shape.is_tuple else node
     if start is None:
@@ -150,7 +154,7 @@ def _computed_of(site: Site, mask: np.ndarray) -> list[Node] | None:
         elif _is_same(taker, waiting, site):
             others = {*taker.takers}
         else:
-            continue  # its operands still wait for this user
+            continue  # its operands keep waiting for this user
         for operand in given:
             waiting[operand].discard(taker)
         waiting[taker] = others
@@ -167,7 +171,7 @@ def _computed_of(site: Site, mask: np.ndarray) -> list[Node] | None:
 
 
 def _reads_own(program: Program, taker: Node, given: list[Node], mask: np.ndarray) -> bool:
-    """Return whether a choice takes a value only on the devices that have it."""
+    """Return whether a choice takes a value only on the devices that have the value."""
     if taker.opcode != "select" or taker.operands[0] in given:
         return False
     rows = slices.device_rows(program, made_by(taker.operands[0], _SPREAD))
@@ -220,7 +224,7 @@ def _over_shards(site: Site) -> Hint | None:
     over = re.findall(r"\d+", reduce.instruction.attribute("dimensions") or "")
     name = walk.applied(site.program.module, reduce.instruction)
     start = reduce.operands[1]
-    # For a maximum or a minimum, the start may be taken any number of times.
+    # A maximum or a minimum may take its start any number of times; a sum must start at zero.
     neutral = start.opcode == "constant" and (name != "add" or walk.is_zero(start.instruction))
     after = reduce.shape.bytes
     sent = accounts.wire_bytes("all-reduce", after, size)
@@ -229,7 +233,7 @@ def _over_shards(site: Site) -> Hint | None:
     shard = site.result.dimensions[int(along)] // size
     kept = itertools.chain(*(f for d, f in enumerate(array) if str(d) not in over))
     if any(f.origin == int(along) and f.stride * f.size > shard for f in kept):
-        return None  # it is not reduced over all shards
+        return None  # the reduction is not over all shards
     note = " (equal up to rounding)" if name == "add" else ""
     change = f"reduce on each device and {_NAMES[name]} that"
     if not site.in_shard_map:
@@ -247,6 +251,8 @@ _EACH = WHOLE | BARRIERS | UNARY | {"all-gather-done"}
 
 def _to_one_number(site: Site) -> Hint | None:
     """Find a reduction over all elements, as in vdot or in the norm of a reshaped array."""
+    # The gathered array goes alone, or multiplied by another gathered array, into a chain of
+    # reductions to one number. Of two gathers, the first pays for the all-reduce.
     entry, size = site.entry, site.collective.group_size
     if site.collective.kind != "all-gather" or size < 2 or not site.whole:
         return None
@@ -285,7 +291,9 @@ def _to_one_number(site: Site) -> Hint | None:
 
 
 def _multiplied(site: Site, product: Node) -> list[Site]:
-    """Return the gathers that are multiplied element by element; none if any other value is."""
+    """Return the gathers that are multiplied element by element; none if any factor isn't one."""
+    # Both factors must be gathers of the same kind that came here by the same moves. Only then does
+    # each shard of one meet the same shard of the other.
     contracted = [product.instruction.attribute(f"{s}_contracting_dims") for s in ("lhs", "rhs")]
     if contracted[0] != contracted[1]:
         return []
@@ -374,7 +382,7 @@ def add_first(site: Site) -> Hint | None:
 
 
 def _are_apart(program: Program) -> bool:
-    """Return whether no gradient depends on a reduced value, so that no example needs another."""
+    """Return whether no gradient depends on a reduced value; then no example needs another."""
     reduced = [s.node for s in program.sites if s.needed]
     if len({node.home.name for node in reduced}) > 1:
         return False  # a gradient after a loop may depend on a value that the loop reduces
@@ -393,7 +401,7 @@ def _added_to_another(site: Site) -> bool:
         return False
     return (
         first.adds
-        and first.needed  # otherwise it can go by itself, and this one stays
+        and first.needed  # an unneeded sum can be dropped alone, and this one stays
         and first.collective.groups == site.collective.groups
         and first.taken.element_type == site.taken.element_type
         and first.taken.element_count == site.taken.element_count

@@ -1,7 +1,7 @@
-"""Finds data that moves between devices because of the way a sharded dimension is written.
+"""Find data that moves between devices because of the way a sharded dimension is written.
 
-These are reshapes that put steps first, splits into parts, arrays that are joined one behind the
-other, and the places that a sort takes along.
+Four ways of writing cause this: reshapes that put steps first, splits into parts, arrays that are
+joined one behind the other, and the places that a sort moves along with the values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONVERTED = _MOVES | {"convert"}  # XLA for TPU moves the type that a product r
 
 
 def find(site: Site) -> Hint | None:
-    """Find what XLA sends for a reshape of (batch, ...) to (steps, batch / steps, ...)."""
+    """Find data that XLA sends to reshape (batch, ...) to (steps, batch / steps, ...)."""
     if not _is_reshape(site):
         return None
     steps = site.program.remembered(_steps).get(site.collective.op_name)
@@ -134,7 +134,7 @@ def _is_reshape(site: Site) -> bool:
 
 
 def _steps(program: Program) -> dict[str, int]:
-    """Return, for each reshape, the number of steps to which an all-to-all brings the rows."""
+    """Return the number of steps of each reshape whose rows an all-to-all moves."""
     found: dict[str, int] = {}
     for site in program.sites:
         if not _is_reshape(site) or site.collective.kind != "all-to-all":
@@ -152,7 +152,7 @@ def _steps(program: Program) -> dict[str, int]:
 
 
 def _before(program: Program, site: Site) -> tuple[int, ...] | None:
-    """Return the sizes of the only array from which all operands come by moves, or None."""
+    """Return the sizes of the array that all operands are moved from; None if there are several."""
     makers = {made_by(node, _CONVERTED) for node in site.sources}
     while len(makers) == 1:
         (maker,) = makers
@@ -184,7 +184,7 @@ _EXCHANGES = ("all-to-all", "collective-permute")
 
 
 def split(site: Site) -> Hint | None:
-    """Find what XLA sends to spread each part of a sharded dimension over all devices."""
+    """Find data that XLA sends to spread each part of a sharded dimension over all devices."""
     if site.in_shard_map or site.collective.kind not in _EXCHANGES:
         return None
     if "split" not in site.collective.op_name and "concatenate" not in site.collective.op_name:
@@ -246,8 +246,9 @@ def concatenated(site: Site) -> Hint | None:
 
 
 def _joined(program: Program) -> dict[str | None, int]:
-    """Return, for each line in which XLA sends arrays of one size to join them, their number."""
-    # XLA brings each array to another layout, joins them there, and brings the result back.
+    """Return the number of arrays that each source line joins, if XLA sends arrays of one size."""
+    # XLA brings each array to another layout, joins the arrays there, and brings the result back.
+    # So the last of a line's all-to-alls has the whole, and the others have the parts.
     lines: dict[str | None, list[Site]] = {}
     for site in filter(_is_concatenate, program.sites):
         if site.entry.source:
@@ -275,7 +276,7 @@ _NAMES = "abcdef"  # of the arrays that are joined
 
 
 def joined(site: Site) -> Hint | None:
-    """Find the exchanges by which XLA joins a few rows, as of an edge, to an array of many."""
+    """Find the exchanges by which XLA joins a few rows, such as an edge, to many rows."""
     return site.program.remembered(_at_edges).get(site)
 
 
@@ -292,12 +293,12 @@ def _at_edges(program: Program) -> dict[Site, Hint]:
 
 
 def _padded(program: Program, sites: list[Site]) -> Iterator[tuple[Site, Hint]]:
-    """Yield hints to pad each array to the size of the whole, and choose by the row."""
+    """Yield hints to pad each array to the size of the whole, and to choose by the row."""
     first, *others = sorted(sites, key=lambda site: -site.entry.wire_bytes)
     # XLA brings the arrays to a layout in which no device has parts of a row of the whole.
     nodes = program.flat(first.computation.name).nodes
     joins = [join for node in nodes if (join := _join(first, node)) is not None]
-    # One line may join along several dimensions: take what these bring.
+    # One line may join along several dimensions: take the joins of arrays that these sites bring.
     ends = {site.node for site in sites}
     joins = [join for join in joins if ends & _behind(join[2])]
     if not joins:
@@ -352,14 +353,14 @@ def _padded(program: Program, sites: list[Site]) -> Iterator[tuple[Site, Hint]]:
 
 
 def _behind(node: Node) -> set[Node]:
-    """Return what a value is moved from, and all between."""
+    """Return a value and all values that it is moved from."""
     return walk.reached(
         [node], lambda n: n.operands if n.opcode in _MOVES | {"get-tuple-element"} else []
     )
 
 
 def _join(site: Site, node: Node) -> tuple[int, list[int], Node] | None:
-    """Return the dimension along which an array is joined in a site's line, and its parts' rows."""
+    """Return the dimension, the parts' rows and the node of a join in a site's source line."""
     axis = (node.instruction.attribute("dimensions") or "").strip("{}")
     metadata = site.program.module.metadata(node.instruction)
     is_of_line = metadata.frames[:1] == site.collective.frames[:1]
@@ -370,7 +371,7 @@ def _join(site: Site, node: Node) -> tuple[int, list[int], Node] | None:
     return (int(axis), rows, node) if is_asked else None
 
 
-# -- places that are counted and sent -------------------------------------------------------------
+# -- places that XLA counts and sends -------------------------------------------------------------
 
 _COUNTED = FUNCTIONS | {"constant", "partition-id", "dynamic-slice"}
 _COUNTED |= {"collective-permute", "collective-permute-start", "collective-permute-done"}
@@ -378,7 +379,7 @@ _MOST = 256
 
 
 def counted(site: Site) -> Hint | None:
-    """Find the places that a sort takes along, which each device could count by itself."""
+    """Find places that a sort moves along with the values, and that each device could count."""
     if site.in_shard_map or site.collective.kind not in _EXCHANGES:
         return None
     name = site.collective.op_name
@@ -419,7 +420,7 @@ def _sorts(program: Program) -> set[tuple[str, str | None]]:
 
 
 def _is_counted(node: Node) -> bool:
-    """Return whether a value depends only on numbers that each device counts."""
+    """Return whether a value depends only on numbers that each device can count."""
     stack, seen = [node], {node}
     while stack and len(seen) < _MOST:
         maker = stack.pop()

@@ -1,8 +1,8 @@
-"""Finds arrays that XLA gathers whole and slices, on the way from one sharding to another.
+"""Find arrays that XLA gathers whole and slices, on the way from one sharding to another.
 
-From one sharding, XLA's partitioner can reach some others by one collective. For the rest it
-replicates the array, and its log warns of an involuntary full rematerialization. A constraint to a
-sharding in between asks for a way in steps of one collective each.
+From one sharding, XLA's partitioner can reach some other shardings by one collective. To reach the
+rest, it replicates the array, and its log warns of an involuntary full rematerialization. With a
+constraint to a sharding in between, each step takes one collective.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from shardrules.costs.waste.program import (
 )
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
-_MOST_AXES = 4  # the most mesh axes, since the ways between all shardings are compared
+_MOST_AXES = 4  # the most mesh axes, since we compare the ways between all shardings
 _MOST_STEPS = 2  # collectives: XLA replaced longer ways by others (JAX 0.10.2, three axes, CPU)
 
 # Such a gather has the name of the constraint, or of an elementwise operation before or after it.
 _BESIDE = CONSTRAINED.union(["add", "sub", "mul", "div", "max", "min", "select_n"])
 
-_DEVICES = -1  # the origin of the factor that the last gather adds; one less for each one before
+_DEVICES = -1  # the origin of the last gather's factor; -2 for the gather before it, and so on
 
 # The axes over which each of an array's dimensions is split, the major one first.
 _Spec = tuple[tuple[str, ...], ...]
 
 
 class _Way(NamedTuple):
-    """Steps from one sharding to another, and what one device sends for them."""
+    """Steps from one sharding to another, and the bytes that one device sends for them."""
 
     sent: int
     round_trips: int
@@ -54,7 +54,7 @@ class _Way(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    """Gathers for one constraint; each device keeps a slice of the result."""
+    """The gathers for one constraint; each device keeps a slice of the result."""
 
     gathers: list[Site]  # the last one first
     array: hlo.Shape  # the whole array, with its dimensions in the program
@@ -97,6 +97,8 @@ def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
         f"way of {' and '.join(map(written, between))} it sends {way.sent} B instead of {sent} "
         f"B. Before the constraint to {end} write {lines}"
     )
+    # Share out the bytes and round trips of the new way among the gathers: each takes at most as
+    # much as it costs now, and the last one takes the rest.
     left, trips = way.sent, way.round_trips
     for number, site in enumerate(gathers):
         is_last = number == len(gathers) - 1
@@ -118,7 +120,7 @@ def _hints(chain: _Chain) -> Iterator[tuple[Site, Hint]]:
 
 
 def written(spec: _Spec) -> str:
-    """Return a PartitionSpec as one types it."""
+    """Return a PartitionSpec as code."""
     parts = [repr(axes[0]) if len(axes) == 1 else repr(axes or None) for axes in spec]
     while parts and parts[-1] == "None":
         parts.pop()
@@ -129,7 +131,7 @@ def _is_constraint(site: Site) -> bool:
     return (
         site.collective.kind == "all-gather"
         and operation(site.collective) in _BESIDE
-        and site.entry.phase == "forward"  # else another way has costs not computed here
+        and site.entry.phase == "forward"  # otherwise another way has costs not computed here
         and site.whole
         and not site.in_shard_map
         and site.collective.group_size > 1
@@ -160,7 +162,8 @@ def _chain(site: Site) -> _Chain | None:
         ends.append(source)
         gathers.append(parts[0])
     start = _start(mesh, gathers, ends)
-    # If it is neither gathered nor sliced along an axis, that axis may split another dimension.
+    # If the array is neither gathered nor sliced along an axis, this axis may split another
+    # dimension.
     if start is None or {*after, *itertools.chain(*start)} != set(mesh):
         return None
     end: _Spec = tuple(after if d == part.dimension else () for d in range(len(sizes)))
@@ -174,7 +177,10 @@ def _chain(site: Site) -> _Chain | None:
 
 
 def _start(mesh: dict[str, int], gathers: list[Site], ends: list[Node]) -> _Spec | None:
-    """Return the sharding before gathers, the last one first, in the dimensions of the last end."""
+    """Return the sharding before gathers (last one first), in the dimensions of the last end."""
+    # Follow each device's own part as factors. Each gather adds a factor for its devices, which
+    # then moves through the reshapes. In the end, these factors show which axes split which
+    # dimension: compute each device's shard number, and look for axes that count in this order.
     own = factors.of(gathers[-1].taken.dimensions)
     array: factors.Factors | None = own
     for number, (site, end) in reversed([*enumerate(zip(gathers, ends))]):
@@ -218,9 +224,11 @@ def _axes(mesh: dict[str, int], places: np.ndarray) -> tuple[str, ...] | None:
 
 def _cheapest(mesh: dict[str, int], start: _Spec, end: _Spec, array: hlo.Shape) -> _Way | None:
     """Return the way from one sharding to another on which a device sends the fewest bytes."""
-    # Dijkstra's algorithm: the shardings are the nodes, and the bytes sent are the distance. The
-    # queue gives the cheapest way so far, so the first way that reaches ``end`` is the cheapest.
-    among = [d for d, axes in enumerate(zip(start, end)) if any(axes)]  # others stay whole
+    # Dijkstra's algorithm: the shardings are the nodes, and the bytes sent are the distances. No
+    # step sends a negative number of bytes, so the first way to ``end`` that the queue gives is the
+    # cheapest. It ends, since each sharding is expanded once. If the cheapest way takes more than
+    # ``_MOST_STEPS`` collectives, there is no answer, even if another way takes fewer.
+    among = [d for d, axes in enumerate(zip(start, end)) if any(axes)]  # the others stay whole
     queue: list[tuple[int, int, int, _Spec, _Way]] = []
     count = itertools.count()  # breaks ties, so that no two ways are compared
     heapq.heappush(queue, (0, 0, next(count), start, _Way(0, 0, (), 0, False)))

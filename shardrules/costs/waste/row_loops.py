@@ -1,8 +1,8 @@
-"""Finds loops over the rows of a sharded array, of which each device makes all trips.
+"""Find loops over the rows of a sharded array in which each device makes all trips.
 
 XLA's partitioner doesn't split a loop: for ``jax.lax.map(f, x)``, or a scan, over the sharded rows
-of x it gathers all of x, and each device computes every row. If no trip needs another, each device
-could make the trips of its own rows.
+of x it gathers all of x, and each device computes every row. If no trip needs another trip, each
+device could make the trips of its own rows.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from shardrules.hlo.known import exact
 from shardrules.hlo.proof import phases
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
-_MOST_TRIPS = 2**14  # of which the places that they read are compared
+_MOST_TRIPS = 2**14  # the most trips whose places we compare
 _NEAR = 64  # the most values to follow
 _EACH = WHOLE | BARRIERS | UNARY | {"all-gather-done"}
 _ELEMENTWISE = _EACH | frozenset("add subtract multiply divide maximum minimum select".split())
 _EFFECTS = frozenset("infeed outfeed send recv rng rng-get-and-update-state".split())
 _PASSES = WHOLE | BARRIERS | {"convert"}
 
-# For each trip of a loop the device, by its number in a group, whose rows it reads or writes.
+# For each trip of a loop, the device whose rows it reads or writes, by its number in a group.
 _Owners = tuple[int, ...]
 
 
 class _RowLoop(NamedTuple):
-    """A loop whose trips need no other trip, and each the rows of one device alone."""
+    """A loop whose trips need no other trip; each trip needs the rows of one device only."""
 
     node: Node
     trips: int
     added: list[Node]  # the elements of its carry to which each trip adds
-    stacked: list[Node]  # those into which each trip writes its own rows
+    stacked: list[Node]  # the elements into which each trip writes its own rows
     reads_number: bool  # whether a trip computes with its number
 
 
@@ -50,7 +50,7 @@ def looped_over(site: Site) -> Hint | None:
 
 
 def _found(program: Program) -> dict[Site, Hint]:
-    """Return hints by gathers; one change removes those for the loops of one source line."""
+    """Return hints by gathers; one change removes all gathers for the loops of one source line."""
     gathers = {
         site: owners
         for site in program.sites
@@ -79,11 +79,11 @@ def _is_by_partitioner(site: Site) -> bool:
     return is_gather and operation(site.collective) != "sharding_constraint"
 
 
-# -- which rows a trip reads and writes -----------------------------------------------------------
+# -- the rows that a trip reads and writes --------------------------------------------------------
 
 
 def _reading(site: Site) -> dict[str, _Owners]:
-    """Return the owners of what loops read, by their bodies; none if anything else reads it."""
+    """Return the owners of the rows that loops read, by their bodies; none if others read them."""
     found: dict[str, _Owners] = {}
     for use in site.uses(_EACH, True) if site.result is not None else []:
         owners = _read_by_trips(site, use)
@@ -109,16 +109,16 @@ def _read_by_trips(site: Site, use: Use) -> _Owners | None:
 
 
 def _cut(whole: Node, part: Node) -> int | None:
-    """Return the only dimension of which a part doesn't hold all."""
+    """Return the dimension in which a part is smaller; None if there are several or none."""
     sizes = zip(whole.shape.dimensions, part.shape.dimensions)
     cut = [d for d, (size, own) in enumerate(sizes) if size != own]
     return cut[0] if len(cut) == 1 else None
 
 
 def _owners(program: Program, whole: Node, part: Node, index: Node, count: int) -> _Owners | None:
-    """Return the owners of a loop's parts, if each trip has another part, and all have the whole.
+    """Return the owners of a loop's parts, if the trips' parts differ and cover the whole array.
 
-    ``count``: the number of devices that share the whole array, in order.
+    ``count`` is the number of devices that share the whole array, in order.
     """
     loop, d = program.loops.get(index.home.name), _cut(whole, part)
     trips = None if loop is None else trips_of(program, loop)
@@ -160,11 +160,15 @@ def _counters(program: Program, loop: Node, trips: int) -> Iterator[tuple[Node, 
             yield element, first.reshape(-1) + step.reshape(-1) * numbers
 
 
-# -- whether a trip needs another -----------------------------------------------------------------
+# -- whether a trip needs another trip ------------------------------------------------------------
 
 
 def _loop(program: Program, body: str, read: dict[Site, dict[str, _Owners]]) -> _RowLoop | None:
-    """Return a loop if no trip needs another trip, or another device than for what is gathered."""
+    """Return a loop if no trip needs another trip, or other devices except by these gathers."""
+    # First, the loop must have no effects and no collectives besides these gathers. Then follow
+    # each element of the carry through the body, from its place in the parameter to its place in
+    # the result. Each element must be a counter, unchanged, a sum that trips only add to, or a
+    # stack in which each trip writes its own rows; nothing else may read it.
     loop, flat = program.loops[body], program.flat(body)
     inside = walk.reached([body], lambda name: _called(program, name))
     gathers = {site.instruction.start for site in read}
@@ -190,7 +194,7 @@ def _loop(program: Program, body: str, read: dict[Site, dict[str, _Owners]]) -> 
         is_added, node = False, element
         while node is not end:
             if len(node.users) != 1:
-                return None  # something else reads what earlier trips have left
+                return None  # something else reads the results of earlier trips
             (user,) = node.users
             if user.opcode == "dynamic-update-slice" and user.operands[0] is node:
                 d, part = _cut(node, user.operands[1]), user.operands[1]
@@ -219,7 +223,7 @@ def _called(program: Program, name: str) -> set[str]:
 
 
 def _has_effect(program: Program, name: str) -> bool:
-    """Return whether a computation does anything besides its result, such as to print."""
+    """Return whether a computation has an effect besides its result, such as printing."""
     opcodes = program.module.opcodes[name]
     instructions = program.module.computations[name].instructions
     return not _EFFECTS.isdisjoint(opcodes) or (
@@ -229,7 +233,7 @@ def _has_effect(program: Program, name: str) -> bool:
 
 
 def _passes(program: Program, counters: dict[Node, np.ndarray], node: Node, user: Node) -> bool:
-    """Return whether an operation passes on an element of the carry, rounded at most."""
+    """Return whether an operation passes on an element of the carry, except for rounding."""
     if user.opcode != "select" or node is user.operands[0]:
         return user.opcode in _PASSES
     # On TPU the first trip selects the carry's initial value.
@@ -238,7 +242,7 @@ def _passes(program: Program, counters: dict[Node, np.ndarray], node: Node, user
 
 
 def _reads_number(counters: dict[Node, np.ndarray]) -> bool:
-    """Return whether a trip computes with its number, besides reading and writing there."""
+    """Return whether a trip computes with its number, besides using it as a place."""
     left = [*counters]
     for node in left:  # the list grows meanwhile
         for user in node.users:
@@ -249,7 +253,7 @@ def _reads_number(counters: dict[Node, np.ndarray]) -> bool:
     return False
 
 
-# -- what to do -----------------------------------------------------------------------------------
+# -- the advice -----------------------------------------------------------------------------------
 
 
 def _hints(
@@ -258,12 +262,13 @@ def _hints(
     first, *others = sorted(sites, key=lambda site: -(site.in_all(site.entry.wire_bytes) or 0))
     count, trips = first.collective.group_size, loops[0].trips
     before = [site.in_all(site.entry.wire_bytes) for site in sites]
-    # Behind the loop, or the backward pass, all devices' sums are added once.
-    added = [element.shape.bytes for loop in loops for element in loop.added]
-    read = [
-        _read_later(program, loop, element, loops) for loop in loops for element in loop.stacked
-    ]
-    later = [*itertools.chain(*read)]
+    # After the loop, or the backward pass, all devices' sums are added once.
+    added: list[int] = []
+    later: list[int] = []
+    for loop in loops:
+        added += [element.shape.bytes for element in loop.added]
+        for element in loop.stacked:
+            later += _read_later(program, loop, element, loops)
     runs = max(first.runs_of(loop.node.home.name) for loop in loops)
     total = sum(filter(None, before))
     sent = runs * (sum(later) + sum(accounts.wire_bytes("all-reduce", n, count) for n in added))
@@ -271,7 +276,7 @@ def _hints(
         return
     spec = f"P({first.over})"
     beside = {axis for axis, n in program.mesh.items() if n > 1}.difference(first.entry.axes or ())
-    # Without ``vary``, a gradient that f itself takes would be the sum of all devices'.
+    # Without ``vary``, a gradient that f itself takes would be the sum of all devices' gradients.
     axes = ", ".join(map(repr, first.entry.axes or ())) or first.over
     alone = f", axis_names={{{axes}}}" if beside else ""
     numbered = any(loop.reads_number for loop in loops)
@@ -315,14 +320,14 @@ def _phase(program: Program, loop: _RowLoop) -> str:
 def _read_later(
     program: Program, loop: _RowLoop, element: Node, loops: list[_RowLoop]
 ) -> list[int]:
-    """Return at most what a device sends for each reader of a loop's stacked results."""
+    """Return the most that a device sends for each reader of a loop's stacked results."""
     left = [loop.node.elements[k] for k in (element.index,) if k in loop.node.elements]
     count = program.device_count
     sent: list[int] = []
     for node in left:  # the list grows meanwhile
         for user in node.users:
             if user.opcode == "reduce" and node is user.operands[0]:
-                # XLA for CPU reduces a mean that two functions use once for each (JAX 0.10, 0.12).
+                # If two functions use a mean, XLA for CPU reduces it for each (JAX 0.10, 0.12).
                 sent += 2 * [accounts.wire_bytes("all-reduce", user.shape.bytes, count)]
             elif user.opcode in _ELEMENTWISE and len(left) < _NEAR:
                 left += [user] if user not in left else []
@@ -332,7 +337,7 @@ def _read_later(
 
 
 def _stays_sharded(user: Node, loops: list[_RowLoop]) -> bool:
-    """Return whether a result is only returned, or read by loops that are changed, too."""
+    """Return whether a result is only returned, or read by loops that also change."""
     if user.opcode == "tuple":
         nodes = [loop.node for loop in loops]
         return all(taker in nodes for taker in user.users)

@@ -1,4 +1,4 @@
-"""Finds collectives whose result each device reads in part, at an index from its own number."""
+"""Find collectives whose result each device reads in part, at an index from its own number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Part(NamedTuple):
     dimension: int  # the dimension of the slice; the others are read whole
     size: int  # the size of the slice in this dimension
     starts: tuple[int, ...]  # where each device's slice begins
-    of: tuple[tuple[factors.Factor, ...], ...]  # each dimension's factors, those of the result
+    of: tuple[tuple[factors.Factor, ...], ...]  # each dimension, as factors of the result
     node: Node  # the node that is sliced
 
     def follows(self, groups: Sequence[Sequence[int]]) -> bool:
@@ -40,7 +40,7 @@ class _Part(NamedTuple):
         return whole.index(sliced) if sliced in whole else None
 
     def order(self, result: hlo.Shape) -> list[int] | None:
-        """Return where each dimension of the result is; None if it isn't just transposed."""
+        """Return the place of each dimension of the result; None unless it is only transposed."""
         whole = factors.of(result.dimensions)
         of = [*map(list, self.of)]
         return [of.index(d) for d in whole] if sorted(of) == sorted(whole) else None
@@ -56,7 +56,7 @@ def uses_of(site: Site) -> list[Use]:
 
 
 def read_part(site: Site) -> _Part | None:
-    """Return the only part of a result that each device reads; None if it reads several, or all."""
+    """Return the only part of a result that each device reads; None if it reads several or all."""
     parts = [_part(site, use) for use in uses_of(site)]
     return parts[0] if len({part and part[:-1] for part in parts}) == 1 else None
 
@@ -84,7 +84,7 @@ def _part(site: Site, use: Use) -> _Part | None:
 
 
 def device_rows(program: Program, node: Node) -> np.ndarray | None:
-    """Return an integer's value on each device, also if loops pass it on; None if unknown."""
+    """Return an integer's value on each device, also through loops that pass it on, or None."""
     return program.remembered(Rows).of(node)
 
 
@@ -92,7 +92,7 @@ class Rows:
     """The values of integers, with a row for each device, or for each trip of a loop."""
 
     def __init__(self, program: Program, counters: dict[Node, np.ndarray] | None = None):
-        """Read the rows of a loop's trips, given those of its counters; without, the devices'."""
+        """Read rows for devices, or for a loop's trips, given the rows of its ``counters``."""
         self._program = program
         self._of_devices = counters is None
         # Remember each value, since a chain of n sums a + a has 2 ** n paths.
@@ -134,8 +134,8 @@ class Rows:
 
 # XLA for TPUs turns a smaller reduce-scatter into an all-reduce (JAX 0.10.2: 64 KiB, not 1 MiB).
 _LEAST_ON_TPU = 2**20
-# It does the same to larger ones if a shard is smaller than a tile (JAX 0.10.2, v5e: 18 shapes
-# compiled). Rows as long as a tile, scattered by whole rows, stay a reduce-scatter.
+# It does the same to a larger one if a shard is smaller than a tile (JAX 0.10.2, v5e: 18 shapes
+# compiled). If rows are as long as a tile and scattered whole, it stays a reduce-scatter.
 _LANES = 128
 
 
@@ -185,7 +185,7 @@ def only_a_slice(site: Site) -> Hint | None:
 
 
 def _was_scattered(site: Site) -> bool:
-    """Return whether the source asks for a reduce-scatter, by the names in its reduction."""
+    """Return whether the source asks for a reduce-scatter; the names in its reduction show it."""
     # A sum between TPU slices is a send, which has no reduction.
     module = site.program.module
     for name in site.instruction.calls:
@@ -214,6 +214,8 @@ def gather_read_in_part(site: Site) -> Hint | None:
     groups, dimension = site.collective.groups, part.along(site.result)
     if dimension is None:
         return None
+    # A slice along the gathered dimension must be one whole shard, the device's own or one that a
+    # permute can bring. A slice along another dimension is what an all-to-all brings.
     if dimension == int(along):
         if part.size != site.taken.dimensions[dimension]:
             return None
@@ -252,7 +254,7 @@ def gather_read_in_part(site: Site) -> Hint | None:
 
 
 def gather_read_at_an_index(site: Site) -> Hint | None:
-    """Find a gather for a few rows that all devices read, at an index that the program computes."""
+    """Find a gather for a few rows that all devices read at an index that the program computes."""
     along, size = site.collective.dimension, site.collective.group_size
     if site.collective.kind != "all-gather" or site.in_shard_map or site.is_unnamed:
         return None

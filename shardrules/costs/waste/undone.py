@@ -1,4 +1,4 @@
-"""Finds all-to-alls that bring back what the one before sent: neither of the two is needed."""
+"""Find all-to-alls that undo an earlier all-to-all, so that neither of the two is needed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def find(site: Site) -> Hint | None:
 
 def _pairs(program: Program) -> dict[Node, Site]:
     """Return, for each all-to-all, the one that it undoes, or that undoes it."""
-    # Evaluate both with the sender's number in place of each element. The second undoes the first
-    # if it gives each device its own number everywhere.
+    # Evaluate both all-to-alls and the moves between them, with the sender's number in place of
+    # each element. The second undoes the first if every element on a device is this device's own
+    # number: then each element is back where it came from.
     pairs = {}
     for site in program.sites:
         if site.collective.kind != "all-to-all" or site.operand or not (site.needed and site.whole):
@@ -60,13 +61,13 @@ def _pairs(program: Program) -> dict[Node, Site]:
 
 
 def _only_for(before: Node, last: Node) -> bool:
-    """Return whether all values that depend on the first one go into the second one."""
+    """Return whether all values that depend on the first node go into the second node."""
     makers = walk.reached([last], lambda node: node.operands)
     return walk.reached([before], lambda node: [] if node is last else node.takers) <= makers
 
 
 def _before(site: Site) -> Site | None:
-    """Return the all-to-all on which an all-to-all's operands depend; None if there are others."""
+    """Return the only all-to-all that an all-to-all's operands depend on, or None."""
     stack, seen, exchanges = [*site.node.operands], set(), set()
     while stack:
         node = stack.pop()
@@ -85,8 +86,8 @@ def _before(site: Site) -> Site | None:
 
 def _origins(site: Site, before: Site, count: int) -> list[np.ndarray] | None:
     """Return, for each device of a group, the devices that its elements come from in the end."""
-    # The first dimension of each array is the device. A tuple is a list. None is a value that isn't
-    # followed.
+    # The first dimension of each array is the device. A list stands for a tuple, and None for a
+    # value that we can't follow.
     values: dict[Node, Any] = {}
     node = before.node
     numbers = np.arange(count, dtype=np.int16)
@@ -113,7 +114,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _exchanged(site: Site, operands: list[np.ndarray], count: int) -> list[np.ndarray] | None:
-    """Return an all-to-all's results on all devices; None for a form that isn't known."""
+    """Return an all-to-all's results on all devices; None for an unknown form."""
     devices = range(count)
     if len(operands) == count:
         return [np.stack([operands[d][k] for d in devices]) for k in devices]
@@ -128,7 +129,7 @@ def _exchanged(site: Site, operands: list[np.ndarray], count: int) -> list[np.nd
 
 
 def _moved(node: Node, given: list[Any], count: int) -> Any:
-    """Return the value of a node that moves elements, or changes each one by itself."""
+    """Return the value of a node that moves elements, or changes each element alone, or None."""
     opcode = node.opcode
     if opcode == "get-tuple-element":
         return given[0][node.index] if isinstance(given[0], list) else None
@@ -159,7 +160,7 @@ def _dimensions(node: Node) -> list[int]:
 
 
 def _bitcast(array: np.ndarray, before: hlo.Shape, after: hlo.Shape) -> np.ndarray | None:
-    """Return the same memory as another array, by both layouts."""
+    """Return the array that has the same memory under another layout, or None."""
     if not factors.is_same_memory(before, after):
         return None
     orders = [factors.in_memory(shape) for shape in (before, after)]

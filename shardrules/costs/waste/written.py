@@ -1,8 +1,8 @@
-"""Finds parts of sharded arrays that are written at a fixed place, which XLA gathers whole.
+"""Find sharded arrays that XLA gathers whole, because a part at a fixed place is written.
 
 For ``x.at[1:-1].set(v)`` along a sharded dimension, XLA's partitioner gathers x and v on all
-devices, writes there, and each device keeps its own part. For a mask and a pad it exchanges the few
-rows that change their device.
+devices, writes v there, and each device keeps its own part. For a mask and a pad instead, it
+exchanges only the few rows that change their device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from shardrules.hlo.known import exact
 from shardrules.hlo.proof import phases
 from shardrules.hlo.reader.flow import Node, made_by
 
-_MOST = 256  # the most steps to follow back from what is written
-# How XLA takes what it gathered to the place where it is written, or adds it there first.
-# Behind other functions, a constraint of the program made the array whole.
+_MOST = 256  # the most steps to follow back from a written value
+# Operations by which XLA brings a gathered array to the place where it is written, and operations
+# that combine it there with the old values. Behind any other function, a constraint of the program
+# made the array whole.
 _TO_PLACE = WHOLE | {"slice", "pad"}
 _COMBINED = frozenset(["add", "multiply", "minimum", "maximum"])
-# From what JAX calls a write to the method of ``x.at[...]``, and to what it makes of x and v.
+# For JAX's name of a write: the method of ``x.at[...]``, and the expression that it makes of x, v.
 _WRITES = {
     "scatter": ("set", "v"),
     "dynamic_update_slice": ("set", "v"),
@@ -39,11 +40,11 @@ _INDICES = "ijklmnop"  # names for the indices into an array's dimensions
 
 
 class _Write(NamedTuple):
-    """A part of a sharded array that is written at a fixed place, and what is gathered for it."""
+    """A part of a sharded array that is written at a fixed place, and the gathers for it."""
 
     node: Node  # the dynamic-update-slice
-    pads: tuple[tuple[int, int], ...]  # how much of each dimension is before and behind the part
-    part: tuple[int, ...]  # the sizes of what each device keeps of the array
+    pads: tuple[tuple[int, int], ...]  # the sizes before and behind the part, in each dimension
+    part: tuple[int, ...]  # the sizes of each device's own part of the array
     gathers: list[Site]
     of_values: bool  # whether the written values are gathered, too
 
@@ -57,7 +58,7 @@ class _Write(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Return at most what a device sends: rows at its borders, to pad what is written."""
+        """Return the most that a device sends: rows at its borders, to pad the written values."""
         sizes, count = self.node.shape.dimensions, math.prod(self.part)
         kept = self.node.shape.bytes * count // math.prod(sizes)
         rows = sum(2 * sum(self.pads[d]) * kept // self.part[d] for d in self.borders)
@@ -72,7 +73,7 @@ class _Write(NamedTuple):
 
     @property
     def round_trips(self) -> int:
-        """Return at most how often rows are sent to a neighbour: on each side, and at corners."""
+        """Return the most round trips with neighbours: on each side, and at corners."""
         trips, borders = 0, self.borders if self.of_values else []
         for d in borders:
             count, (low, high) = self.shards(d), self.pads[d]
@@ -83,7 +84,7 @@ class _Write(NamedTuple):
 
     @property
     def mask(self) -> tuple[list[str], list[str]]:
-        """Return indices into the array, and where they are in the part."""
+        """Return code for the indices into the array, and for the conditions to be in the part."""
         indices: list[str] = []
         inside: list[str] = []
         sizes = self.node.shape.dimensions
@@ -168,11 +169,13 @@ def _hints_of(write: _Write) -> Iterator[tuple[Site, Hint]]:
 
 
 def _write(program: Program, node: Node) -> _Write | None:
-    """Return what is gathered to write a part, if each device keeps its own part of the array."""
+    """Return a write with its gathers, if each device keeps its own part of the array."""
+    # All must hold: the place is fixed, each device keeps its own part, nothing else reads the
+    # gathered arrays, no combined gather stays for other parts, and a pad moves few rows.
     pads = _pads(program, node)
     if pads is None:
         return None
-    # Of an array of one number, XLA for CPU makes a pad of what is written into it.
+    # If all elements of the array are one number, XLA for CPU pads the written values with it.
     base, values = node.operands[:2] if node.opcode != "pad" else (None, node.operands[0])
     sizes, written = node.shape.dimensions, values.shape.dimensions
     part = _kept(program, node)
@@ -187,14 +190,15 @@ def _write(program: Program, node: Node) -> _Write | None:
     if any(len(program.parts(s.instruction)) != _met(s, gathers) for s in gathers):
         return None
     for d, pad in enumerate(pads if of_values else ()):
-        # Padding sends rows to the next device alone only if what is written is nearly all.
+        # Only if the written part is nearly the whole does padding send rows just to the next
+        # device.
         if any(pad) and sum(pad) > -(-written[d] // (sizes[d] // part[d])):
             return None
     return _Write(node, pads, part, gathers, bool(of_values))
 
 
 def _pads(program: Program, node: Node) -> tuple[tuple[int, int], ...] | None:
-    """Return what is before and behind a part in each dimension; None if the program decides."""
+    """Return the sizes before and behind a part in each dimension; None if they aren't fixed."""
     if node.opcode == "pad":
         each = re.findall(r"[\d_-]+", node.instruction.attribute("padding") or "")
         pads = [tuple(map(int, pad.split("_"))) for pad in each]
@@ -213,12 +217,12 @@ def _pads(program: Program, node: Node) -> tuple[tuple[int, int], ...] | None:
 
 
 def _met(site: Site, gathers: list[Site]) -> int:
-    """Return how many parts of a combined collective are among these."""
+    """Return how many parts of a site's combined collective are among these gathers."""
     return sum(other.instruction is site.instruction for other in gathers)
 
 
 def _kept(program: Program, node: Node) -> tuple[int, ...] | None:
-    """Return the sizes of the part of an array that each device keeps as its own; else None."""
+    """Return the sizes of the part of an array that each device keeps, or None."""
     uses = program.uses(node, 0, WHOLE)
     parts = {use.user.shape.dimensions for use in uses if use.user.opcode == "dynamic-slice"}
     sizes = node.shape.dimensions
@@ -236,7 +240,7 @@ def _kept(program: Program, node: Node) -> tuple[int, ...] | None:
 
 
 class _Paths:
-    """What leads from gathers to the place where a part is written."""
+    """The paths from gathers to the place where a part is written."""
 
     def __init__(self, program: Program, end: Node):
         self._program = program
@@ -255,7 +259,7 @@ class _Paths:
             made = made_by(node, {"get-tuple-element", "all-gather-done"})
             parts = [] if made.fused else self._program.parts(made.instruction)
             if parts and all(map(_is_for_write, parts)):
-                # Of a combined gather follow the element that is read.
+                # Follow only the element of a combined gather that is read here.
                 part = parts[node.index] if 0 <= node.index < len(parts) > 1 else parts[0]
                 sites.append(part)
                 self._met.add(made)
@@ -270,7 +274,7 @@ class _Paths:
         return sites if not stack else []
 
     def are_elsewhere(self) -> bool:
-        """Return whether anything else reads what the gathers bring."""
+        """Return whether anything else reads the gathered arrays."""
         forward = [*self._met]
         while forward:
             for taker in forward.pop().takers:

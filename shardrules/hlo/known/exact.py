@@ -1,4 +1,4 @@
-"""Evaluates small integers and booleans exactly, for every device at once.
+"""Evaluate small integers and booleans exactly, for every device at once.
 
 ``axis_index`` is arithmetic on ``partition-id``, or a look-up in a constant table. An uncertain
 result (a division by zero, a shift by too much, sizes that don't fit) gives None; the proof then
@@ -149,7 +149,7 @@ OPCODES = _ELEMENTWISE | frozenset(
 def evaluate(
     instruction: Instruction, arrays: Sequence[np.ndarray], shapes: Sequence[Shape]
 ) -> np.ndarray | None:
-    """Return an instruction's rows, computed from its operands'; None if they aren't certain."""
+    """Return an instruction's rows, computed from its operands' rows; None if not certain."""
     shape, kind = instruction.shape, dtype(instruction.shape)
     if kind is None or 0 in shape.dimensions:
         return None
@@ -175,11 +175,12 @@ def evaluate(
 
 
 def _ones(shape: Shape) -> tuple[int, ...]:
-    """Return the shape of rows that hold one number each, which all elements equal."""
+    """Return the shape of rows that store one number each, for a value whose elements are equal."""
     return (-1,) + (1,) * len(shape.dimensions)
 
 
 def _fits(rows: np.ndarray, shape: Shape) -> bool:
+    """Return whether each row has the shape's dimensions, or one number for all elements."""
     return rows.shape[1:] == shape.dimensions or rows.shape[1:] == _ones(shape)[1:]
 
 

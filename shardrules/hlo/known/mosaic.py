@@ -1,4 +1,4 @@
-"""Reads TPU kernels that a program contains as text: does a kernel use only its operands?
+"""Read TPU kernels that a program contains as text: does a kernel use only its operands?
 
 A ``tpu_custom_call`` contains its kernel as an MLIR module. JAX writes bytecode. XLA writes text
 for the kernels that it generates itself (for ``lax.ragged_dot``); these custom calls have neither a

@@ -1,4 +1,4 @@
-"""Finds all-reduces that work as all-gathers: each device adds its own piece to zeros.
+"""Find all-reduces that work as all-gathers: each device adds its own piece to zeros.
 
 XLA for TPU writes a small all-gather like this: each device writes its piece into an array of
 zeros, at a place that follows from the device id, and an all-reduce adds these arrays. Elements of
@@ -27,9 +27,8 @@ _Within = list[tuple[hm.Computation, hm.Instruction | None]]
 _PACKED = frozenset(
     "add bitcast-convert constant convert or parameter shift-left shift-right-logical".split()
 )
-_STEPS = (
-    16  # instructions to follow from the all-reduce to the piece, or from the piece to the zeros
-)
+# Instructions to follow from the all-reduce to the piece, or from the piece to the zeros.
+_STEPS = 16
 
 
 class Piece(NamedTuple):
@@ -42,7 +41,7 @@ class Piece(NamedTuple):
 
 
 def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Value]) -> Piece | None:
-    """Return the piece of an update whose start differs along one dimension and is known."""
+    """Return the piece that an update writes, if its start is known and varies in one dimension."""
     sizes = zip(full.dimensions, block.dimensions)
     partial = [n for n, (whole, part) in enumerate(sizes) if whole != part]
     if len(partial) != 1 or len(starts) != len(full.dimensions) or full.dynamic or block.dynamic:
@@ -101,7 +100,7 @@ def of(
 
 
 def _passed_on(computation: hm.Computation, position: int) -> int:
-    """Return the position of the value that copies, reshapes and bitcasts pass on."""
+    """Return the position of the value behind copies, reshapes and bitcasts."""
     for _ in range(_STEPS):
         instruction = computation.instructions[position]
         target = (
@@ -118,6 +117,8 @@ def _passed_on(computation: hm.Computation, position: int) -> int:
 
 def _zeros(module: hm.Module, within: _Within, position: int) -> bool:
     """Return whether an array is all zeros, following its value into and out of fusions."""
+    # ``within`` is the stack of fusions that we are in: a fusion's result leads to its root, and
+    # its parameter leads back to the operand in the computation that calls it.
     for _ in range(_STEPS):
         computation, fusion = within[-1]
         instruction = computation.instructions[position]

@@ -1,8 +1,8 @@
 """Values that need more than one state.
 
-These are flat arrays with a state for each range of elements, integers known on each device, and
-the operand and result of a started operation. XLA's GPU combiner packs several all-reduces into one
-flat array by bitcast and concatenate; ranges keep the packed arrays apart.
+``Ranged`` is a flat array with a state for each range of elements: XLA's GPU combiner packs several
+all-reduces into one flat array by bitcast and concatenate, and ranges keep the packed arrays apart.
+``Exact`` is integers known on each device. ``Started`` is a ``-start``'s operand and its result.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tupl
 def without_padding(
     cuts: Sequence[tuple[int, int]], constant: Callable[[int], bool]
 ) -> list[tuple[int, int]]:
-    """Join each range of constants to the range before it, and leading ones to the next range."""
+    """Join each range of constants to the range before it, or to the next range at the start."""
     kept: list[tuple[int, int]] = []
     for stop, state in cuts:
         if kept and constant(state):
@@ -129,7 +129,8 @@ def without_padding(
 def keeps_order(before: Shape, after: Shape) -> bool:
     """Return whether a bitcast surely keeps all elements and their row-major order."""
     # A bitcast reads the same bytes under another layout: if layouts or element widths differ, it
-    # permutes or splits elements. Without printed layouts only a single element is certain.
+    # permutes or splits elements. Without printed layouts, only a bitcast of one element is sure to
+    # keep the order.
     return before.element_type == after.element_type and (
         before.element_count == after.element_count == 1
         or (before.is_row_major and after.is_row_major)

@@ -1,4 +1,4 @@
-"""The state of one value: the devices on which it is equal, why it differs, and on what evidence.
+"""The state of one value: the devices on which it is equal, why it differs, and the evidence.
 
 States are interned: a state is a small integer, and combining two states is a dictionary look-up.
 """
@@ -49,7 +49,7 @@ class Blocker(NamedTuple):
 
 
 def listed(blockers: Iterable[Blocker]) -> str:
-    """Return a text for some blockers; one entry names all parameters without a sharding."""
+    """Return the blockers as one text, with all parameters that lack a sharding in one entry."""
     end = f" has {UNSHARDED}"
     said = [*map(str, blockers)]
     names = [text.removeprefix("parameter ").removesuffix(end) for text in said if end in text]
@@ -88,8 +88,8 @@ class ValueState(NamedTuple):
     # Pairs of a relation and its cause; all these relations together refine ``optimistic``.
     causes: tuple[tuple[int, Cause], ...] = ()
     blockers: tuple[Blocker, ...] = ()  # on the value's path, at most _KEEP
-    # All statements that the proof depends on. Without one of them, an unaudited proof could look
-    # audited.
+    # All statements that the proof depends on. This list must be complete: if one were missing, an
+    # unaudited proof could look audited.
     supports: tuple[Support, ...] = ()
     # The value depends on constants of the program only, as padding does.
     constant: bool = False
@@ -138,7 +138,7 @@ class States:
         return state if fields.apart == hd.EQUAL else self.intern(fields._replace(apart=hd.EQUAL))
 
     def either(self, a: int, b: int) -> int:
-        """Return the state of one of two values: equal, and apart, only where both values are."""
+        """Return the state of a value that is either of two: equal or apart only where both are."""
         if a == b:
             return a
         apart = self.relations.coarsen(self._all[a].apart, self._all[b].apart)
@@ -222,13 +222,14 @@ def union(a: tuple[_T, ...], b: tuple[_T, ...]) -> tuple[_T, ...]:
 #
 # Float arithmetic, sums, max of floats, sort, gather and select of arrays keep data different. If a
 # program relies on them giving equal results by chance, it needs an allowance.
-# Of scalars: the result is often the same for different operands.
+
+# Opcodes that often give the same scalar for different operands.
 _ROUNDS = frozenset(
     "and ceil clamp compare convert count-leading-zeros floor is-finite maximum minimum or popcnt "
     "remainder round-nearest-afz round-nearest-even shift-right-arithmetic shift-right-logical "
     "sign".split()
 )
-# The result is a constant if both operands are one value, or if one operand is zero.
+# The result is a constant if both operands are one value (_SAME) or if one operand is zero (_ZERO).
 _SAME = frozenset("compare divide remainder subtract xor".split())
 _ZERO = frozenset("and divide multiply power".split())
 EQUALIZING = _ROUNDS | _SAME | _ZERO

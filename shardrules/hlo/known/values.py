@@ -43,15 +43,15 @@ class Values:
     def __init__(self, states: hs.States, budget: int):
         self.states = states
         self.relations = states.relations
-        # From the state of an uninitialised buffer to its state after a loop has filled it; to the
-        # same state if no loop fills it.
+        # Maps the state of an uninitialised buffer to its state after a loop has filled it, or to
+        # itself if no loop fills it.
         self.unwritten: dict[int, int] = {}
         # The piece that each device writes at its own place, by computation and instruction.
         self.pieces: dict[tuple[str, str], pieces.Piece | None] = {}
         # How many more instructions may be evaluated. An instruction with large arrays or many
         # ranges counts as several.
         self.budget = budget
-        # Caches: the state of a computed number, by its operands' state and its own relation; and
+        # Two caches: the state of a computed number, by its operands' state and its own relation;
         # the clamped start of a slice, by the start and its limit.
         self._of_numbers: dict[tuple[int, int], int] = {}
         self._clamps: dict[tuple[Exact, int], Value] = {}
@@ -85,6 +85,9 @@ class Values:
         """Return the value that is either of two: devices are equal only where both values are."""
         if a is b or a == b:
             return a
+        # Keep as much structure as both values have: join tuples element by element, started
+        # operations part by part, and ranges cut by cut. A single state stands for every part of
+        # the other value. If the structures don't match, join one state for each whole value.
         combine = combine or self.states.either
         if type(a) is int and type(b) is int:
             return combine(a, b)
@@ -172,6 +175,8 @@ class Values:
         self, computation: hm.Computation, instruction: hm.Instruction, operands: Sequence[Value]
     ) -> Value:
         """Evaluate a deterministic op whose operands or result need more than one state."""
+        # Try the most precise form first: exact integers, then a choice by a known predicate, then
+        # ranges of elements. One merged state for all operands is always sound.
         opcode = instruction.opcode
         exactly, ranged = opcode in exact.OPCODES and bool(operands), False
         for operand in operands:
@@ -240,11 +245,13 @@ class Values:
             self.pieces[key] = piece._replace(state=self.states.refine(earlier.state, piece.state))
 
     def choose(self, which: Exact, options: list[Any]) -> Value:
-        """Return the value that is, on each device, the option that the device's number selects."""
+        """Return the value that each device gets if it takes the option that its number selects."""
         numbers = which.array.reshape(-1).astype(np.int64)
         count = self.relations.device_count
+        # XLA executes the last branch of a conditional if the index is out of range.
         numbers = np.where((numbers < 0) | (numbers >= len(options)), len(options) - 1, numbers)
         used = np.unique(numbers).tolist()
+        # One option on all devices: the result is that option. It keeps the selector's supports.
         if len(used) == 1:
             supports = self.states[which.state].supports
             return self.with_state(
@@ -252,6 +259,7 @@ class Values:
                 self.states.intern(hs.ValueState(supports=supports)) if supports else 0,
             )
         taken = [options[u] for u in used]
+        # Tuples: choose for each element, with the selector renumbered to the options in use.
         width = next((len(t) for t in taken if isinstance(t, tuple)), None)
         if width is not None:
             columns = [
@@ -260,6 +268,7 @@ class Values:
             ]
             index = Exact(which.state, np.searchsorted(used, numbers))
             return tuple([self.choose(index, list(c)) for c in zip(*columns)])
+        # Exact integers: build the row of each device from the option that it takes.
         if all(
             isinstance(t, Exact)
             and t.array.dtype == taken[0].array.dtype
@@ -280,7 +289,8 @@ class Values:
         labels = np.empty((3, count), np.int64)
         for number, state in zip(used, states):
             chosen_here, fields = numbers == number, self.states[state]
-            # They may also be one value, as in two equal branches, so they don't count as apart.
+            # Options that are equal everywhere, or have the same state, may also be one value, as
+            # in two equal branches. Devices that take different such options don't count as apart.
             option = len(states) if fields.proven == hd.EQUAL else states.index(state)
             kinds = (fields.proven, fields.optimistic, fields.apart)
             for row, relation, own in zip(labels, kinds, (number, number, option)):
@@ -291,7 +301,7 @@ class Values:
         )
 
     def _cuts(self, value: Value, count: int) -> Sequence[tuple[int, int]] | None:
-        """Return the ranges of a value with ``count`` elements; None if it has another number."""
+        """Return the ranges of a value with ``count`` elements; None if its size is different."""
         if isinstance(value, Ranged):
             self.budget -= len(value.cuts) >> 4
             return value.cuts if value.cuts[-1][0] == count else None
@@ -333,6 +343,8 @@ class Values:
         self, instruction: hm.Instruction, operands: Sequence[Value], shapes: Sequence[hm.Shape]
     ) -> Value | None:
         """Return the ranges of an operation's result; None if it mixes ranges."""
+        # Ranges are of flat arrays, so an operation keeps them apart only if it takes or joins
+        # contiguous elements in row-major order. Otherwise the result gets one merged state.
         opcode, shape = instruction.opcode, instruction.shape
         if shape.is_tuple or any(s.is_tuple for s in shapes[:1]):
             return None
@@ -375,7 +387,7 @@ class Values:
     def _place(
         self, indices: Sequence[Value], shape: hm.Shape, sizes: Sequence[int]
     ) -> tuple[int, int] | None:
-        """Return the flat range of a block that starts at one place on all devices, or None."""
+        """Return the flat range of a block; None if its place differs by device or isn't known."""
         full, starts = shape.dimensions, []
         if not len(indices) == len(sizes) == len(full):
             return None

@@ -3,7 +3,7 @@
 A collective is *redundant* if every device could compute the result from its own operand. The
 result of each kind, and when it is redundant:
 
-- all-reduce: a function of the group's operands in order. Redundant if they are equal.
+- all-reduce: a function of the group's operands in order. Redundant if the operands are equal.
 - all-gather: as all-reduce. Redundant if the operands are equal: it then repeats one shard.
 - reduce-scatter: a function of the operands in order and of the device's position in its group.
   Redundant if the operands are equal.
@@ -55,9 +55,9 @@ _HOW = {
 }
 OVERWIDE_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 
-# The attributes that say how a collective connects devices, and those that don't affect it
-# (output_to_operand_aliasing only places the result: XLA for GPUs, JAX 0.12). Any other attribute
-# may have an effect.
+# The attributes that say how a collective connects devices, and the attributes without an effect on
+# its result (output_to_operand_aliasing only places the result: XLA for GPUs, JAX 0.12). Any other
+# attribute may have an effect.
 _ATTRIBUTES = frozenset(
     "async_execution_thread backend_config channel_id constrain_layout control-predecessors "
     "dimensions frontend_attributes has_dynamic_root metadata operand_layout_constraints origin "
@@ -65,8 +65,8 @@ _ATTRIBUTES = frozenset(
     "source_target_pairs statistics "
     "to_apply use_global_device_ids".split()
 )
-# Reductions whose result doesn't depend on the operands' order for integers and booleans. For
-# floats it always may, even for max and min: max(-0.0, 0.0) depends on the order.
+# Reductions whose result doesn't depend on the operands' order for integers and booleans. With
+# floats, the result of any reduction may depend on the order: even max(-0.0, 0.0) does.
 _ORDERLESS = frozenset("add multiply minimum maximum and or xor".split())
 _WHOLE = re.compile(r"[su]\d+|pred")
 
@@ -101,7 +101,7 @@ def read_channel(
     relations: hd.Relations,
     cache: dict[Any, Any],
 ) -> Channel:
-    """Return how a collective connects devices; raise an error if its attributes contradict."""
+    """Return how a collective connects devices; raise an error for contradictory attributes."""
     values: dict[str, tuple[str, int]] = {}
     unknown = ""
     for key, start, end in instruction.attributes():
@@ -135,7 +135,7 @@ def _connections(
     relations: hd.Relations,
     cache: dict[Any, Any],
 ) -> tuple[_Connections, str]:
-    """Return the groups or pairs of a collective, and why they are in doubt ("" if they aren't)."""
+    """Return the groups or pairs of a collective, and why they are uncertain ("" if certain)."""
     number = values.get("channel_id", ("", 0))[0].strip()
     permute = kind == "collective-permute"
     text, place = values.get(
@@ -174,7 +174,7 @@ def _connections(
 
 
 def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations) -> _Connections:
-    """Return the groups of devices, with the ids read as channel_id and the global flag say."""
+    """Return the groups of devices; channel_id and the global flag say what the ids mean."""
     lists, mesh = hn.read_groups(text)
     if flat is None:
         mode = "cross_partition" if channel else "cross_replica"
@@ -194,7 +194,7 @@ def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations
 
 
 def unknown_kind(instruction: hm.Instruction) -> bool:
-    """Return whether this is an unknown collective, such as XLA's new collective-reduce."""
+    """Return whether this is a collective of an unknown kind, such as XLA's collective-reduce."""
     kind = re.sub("-(start|update|done)$", "", instruction.opcode)
     return kind not in KINDS and (
         kind.startswith(("all-", "collective-", "reduce-scatter", "ragged-all-"))
@@ -231,7 +231,7 @@ def orderless(reduction: str, instruction: hm.Instruction) -> bool:
 
 def reduction_of(computation: hm.Computation) -> str:
     """Return the opcode of a reduction, or a checksum if it applies several operations."""
-    if not computation.calling:  # otherwise the callees' names are part of the checksum
+    if not computation.calling:  # a computation that calls others has their names in its checksum
         computation = computation.original
     root = computation.instructions[computation.root]
     plain = {computation.instructions[o].opcode for o in root.operands} == {"parameter"}
@@ -269,6 +269,8 @@ def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations
 
 def pair_groups(pairs: np.ndarray, relations: hd.Relations) -> hd.Groups:
     """Return the groups of devices that the given pairs connect."""
+    # The groups are the classes of the linked relation that have an end of a pair. Sorting devices
+    # by their class puts the members of each group next to each other.
     ends = pairs.T
     relation = relations.linked(ends)
     labels = relations.labels(relation)
@@ -313,7 +315,7 @@ def send_blocker(instruction: hm.Instruction) -> hs.Blocker:
 
 
 def read_send(instruction: hm.Instruction, relations: hd.Relations) -> Channel:
-    """Return a send's channel; without pairs in the text it may reach any device."""
+    """Return a send's channel; if the text has no pairs, the send may reach any device."""
     match = _PAIRS.search(instruction.attribute("frontend_attributes") or "")
     # As for a permute, but channel 0 means no channel (XLA's GetP2PConfigForSendRecv).
     channel = (instruction.attribute("channel_id") or "").strip(" 0") != ""
@@ -365,9 +367,10 @@ class Exchange:
 
     def _moved(self, groups: hd.Groups, ordered: bool, how: str, relation: int) -> np.ndarray:
         """Return the devices' labels after a collective."""
-        # Devices get equal labels if they surely hold the same value afterwards. For groups, the
-        # ranges of labels don't overlap: joined values are below 2 * count, devices in no group
-        # have 2 * count to 3 * count, exchanged pieces have 4 * count and more.
+        # Two devices get the same label only if they surely hold the same value afterwards. So the
+        # labels of different kinds of values must not overlap: values that a group joins are below
+        # 2 * count, devices in no group have 2 * count to 3 * count, and exchanged pieces have
+        # 4 * count and more.
         labels = self.relations.labels(relation)
         count = self.relations.device_count
         if how == "permute":
@@ -393,6 +396,9 @@ class Exchange:
 
     def state(self, channel: Channel, how: str, state: int, guard: int, what: str) -> int:
         """Return the state of a result; ``guard`` is the state of the predicates around it."""
+        # Transform each relation of the state by the collective: the proven one, the optimistic
+        # one, and each cause's own. If the predicates around the collective may differ within a
+        # group, some members may not take part: then nothing is proven about the result.
         groups, ordered = channel.groups, channel.ordered
         rest = what if how == "exchange" else ""
         key = (how, ordered, state, guard, id(groups), rest)
@@ -401,8 +407,8 @@ class Exchange:
         old, rules = self.states[state], self.states[guard]
         proven = self.relation(groups, ordered, how, old.proven)
         optimistic = self.relation(groups, ordered, how, old.optimistic)
-        # An exchange gives each position its own piece, and that is a cause of its own (below);
-        # the operands' causes act as in a join.
+        # An exchange gives each position its own piece, which is a separate cause (below). The
+        # operands' causes act as in a join.
         plain = "join" if how == "exchange" else how
         causes = [(self.relation(groups, ordered, plain, r), c) for r, c in old.causes]
         if how == "exchange":
@@ -439,9 +445,9 @@ class Exchange:
 
     def _apart(self, groups: hd.Groups, how: str, apart: int, uniform: bool) -> int:
         """Return ``ValueState.apart`` after a collective."""
-        # A later step may add moved data to data that stayed, as a ring of permutes does, so the
-        # members of a group count as equal. Two groups stay apart if their members' data differ
-        # even after sorting.
+        # A later step may add moved data to data that stayed, as a ring of permutes does. So the
+        # members of a group no longer count as apart. Two groups stay apart if their members' data
+        # differ even after sorting.
         if apart == hd.EQUAL or not (uniform and groups.complete):
             return hd.EQUAL
         return self.relation(groups, False, "first" if how == "first" else "join", apart)
@@ -454,7 +460,7 @@ class Exchange:
 def result_how(instruction: hm.Instruction, channel: Channel) -> str:
     """Return how a collective transforms relations: join, exchange, permute or first."""
     if channel.kind == "all-to-all" and channel.groups.matrix is not None:
-        # If each member sends one value to all members, all of them receive the same values.
+        # If each member sends one value to all members, all members receive the same values.
         alone = len(instruction.operands) > 1 and len(set(instruction.operands)) == 1
         return "join" if alone else "exchange"
     return _HOW.get(channel.kind, "exchange")

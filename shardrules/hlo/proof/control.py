@@ -1,4 +1,4 @@
-"""Evaluates loops and branches in the proof."""
+"""Evaluate loops and branches in the proof."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def loop(visit: Visit) -> Value:
     stated = loops.stated_count(instruction)
     trips = loops.counted(proof.module, instruction, start)
     evaluated = _LoopEvaluation(proof, instruction, guard)
-    # There are three ways, and the most exact comes first: with a known count, evaluate iterations
-    # until the carry repeats; evaluate iterations while the predicate's numbers are known; or join
-    # all iterations. If the text states another count than the counter's arithmetic gives, neither
-    # is certain, so any count is assumed.
+    # There are three ways. Try the most exact way first. With a known count, evaluate iterations
+    # until the carry repeats. Otherwise, evaluate iterations while the predicate's numbers are
+    # known. If neither succeeds, join all iterations. If the text states a count that differs from
+    # the counter's arithmetic, neither count is certain, so assume any count.
     if trips is not None and stated not in (None, trips):
         trips, value = None, None
     elif trips is not None:
@@ -70,19 +70,19 @@ class _LoopEvaluation:
 
     def settled(self, start: Value, trips: int | None) -> Value | None:
         """Evaluate until the carry's states no longer change; None if they never settle."""
-        # Any iteration may be the last, so the result is the join of all of them: each pass joins
-        # the body's result to the body's argument, until nothing changes (Kleene's iteration). This
-        # ends because a join only refines the proven partition of the devices, and there are
-        # finitely many partitions. But if each element of the carry is fed by the next, each pass
-        # changes only one of them. So after 32 passes all elements get one merged state, which is
-        # sound and converges soon. If the carry still changes after 64 passes (changes of causes
-        # and blockers count, too), the loop becomes a blocker.
+        # Any iteration may be the last, so the result is the join of all iterations. Each pass
+        # joins the body's result to the body's argument, until nothing changes (Kleene's
+        # iteration). This ends because a join only refines the proven partition of the devices, and
+        # there are finitely many partitions. But if each element of the carry takes its value from
+        # the next element, each pass changes only one element. So after 32 passes all elements get
+        # one merged state, which is sound and converges soon. If the carry still changes after 64
+        # passes (changes of causes and blockers count, too), the loop becomes a blocker.
         carry, guard = start, self.guard
         states = self.values.states
         for step in range(64):
             before = guard
             # The predicate decides which devices run the next iteration, so its state guards the
-            # body's collectives. Like the carry, it may differ between more devices in each pass.
+            # body's collectives. Like the carry, the guard only becomes finer with each pass.
             predicate = self.values.collapse(self.proof.evaluate(self.condition, (carry,), guard))
             if trips is None:
                 guard = states.refine(guard, predicate)
@@ -108,8 +108,9 @@ class _LoopEvaluation:
         def renamed(value: Value, names: dict[int, int]) -> Value:
             return self.values.mapped(value, lambda state: names.get(state, state))
 
-        # An uninitialised buffer that the loop fills gets another state inside of the loop, so that
-        # a write into it counts as filling it. Whatever stays unwritten gets its old state back.
+        # An uninitialised buffer that the loop fills gets another state inside the loop, so that a
+        # write into the buffer counts as filling it. Parts that stay unwritten get their old state
+        # back after the loop.
         filled, empty = self._filled(carry, trips), list(self.values.unwritten)
         inside = {state: customcalls.empty_buffer(self.values, True) for state in empty}
         carry = tuple([renamed(c, inside if k in filled else {}) for k, c in enumerate(carry)])
@@ -119,9 +120,9 @@ class _LoopEvaluation:
 
     def _filled(self, carry: tuple[Value, ...], trips: int) -> set[int]:
         """Return the carry's buffers that a loop fills, judged by its first two iterations."""
-        # The second iteration must write as many elements as the first, at another place, and
-        # enough elements that all iterations together fill the buffer. FILLED states the assumption
-        # that the other iterations do the same.
+        # The second iteration must write as many elements as the first, at another place, and so
+        # many that all iterations together fill the buffer. The other iterations are assumed to do
+        # the same; FILLED states this assumption.
         steps = [carry]
         for _ in range(2):
             following = self.proof.evaluate(self.body, (steps[-1],), self.guard)
@@ -138,9 +139,10 @@ class _LoopEvaluation:
 
     def _iterated(self, carry: Value, trips: int) -> Value | None:
         """Evaluate iterations until the carry repeats; None if it doesn't repeat soon."""
-        # The carry's initial value no longer matters once an iteration replaces it: a carry that
-        # starts sharded and is summed in each iteration ends equal. From the first repetition on,
-        # the carries form a cycle, so the number of trips gives the last carry's place in it.
+        # This is more exact than a join, because an iteration may replace the initial carry: a
+        # carry that starts sharded and is summed in each iteration ends equal. Equal carries have
+        # equal successors, so from the first repetition on the carries form a cycle, and the number
+        # of trips gives the last carry's place in the cycle.
         history = [carry]
         seen = {carry: 0}
         for step in range(1, min(trips, _MAX_STEPS) + 1):
@@ -158,7 +160,7 @@ class _LoopEvaluation:
         return carry
 
     def stepped(self, carry: Value, stated: int | None) -> Value | None:
-        """Evaluate a loop whose predicate is known on every device; None if it isn't."""
+        """Evaluate a loop whose predicate is known on every device; None if it isn't known."""
         guard = self.guard
         for step in range(_MAX_STEPS + 1):
             predicate = self.proof.evaluate(self.condition, (carry,), guard)
@@ -171,8 +173,8 @@ class _LoopEvaluation:
                 return carry
             guard = self.values.states.refine(guard, predicate.state)
             following = self.proof.evaluate(self.body, (carry,), guard)
-            # Devices that run take the body's result, the others keep their carry. Elements that no
-            # longer change are the same in both.
+            # Devices that run take the body's result, and the others keep their carry. An element
+            # that no longer changes is the same in both, so it keeps its old value.
             which = Exact(predicate.state, running.astype(np.int64))
             chosen = self.values.choose(which, [carry, following])
             if isinstance(carry, tuple) and isinstance(chosen, tuple):
@@ -190,11 +192,11 @@ class _LoopEvaluation:
 
     @functools.cached_property
     def ages(self) -> dict[int, _Age]:
-        """Return the elements of the carry that stop changing, and after how many iterations."""
-        # An element that the body passes on never changes. A deterministic function of such
-        # elements stops changing after the first iteration, a function of those after the second,
-        # and so on. Each round of the outer loop adds the elements that depend only on elements
-        # already in ``ages``; it ends with a round that adds none.
+        """Return the carry's elements that stop changing, and after how many iterations they do."""
+        # An element that the body passes on never changes (age 0). A deterministic function of
+        # elements of age n or less stops changing one iteration later (age n + 1). Each round of
+        # the outer loop adds the elements that depend only on elements already in ``ages``. It ends
+        # with a round that adds none.
         returned = self.root.operands if self.root.opcode == "tuple" else ()
         passed = [_passed(self.body, k, self.proof.module.unknown) for k in range(len(returned))]
         ages: dict[int, _Age] = {k: (0, frozenset()) for k, e in enumerate(passed) if e == k}
@@ -236,7 +238,7 @@ def _unwritten_count(values: Values, value: Value, count: int) -> int:
 
 
 def _apart_as(values: Values, value: Value, out: Value) -> Value:
-    """Return a loop's value, apart on the devices on which the body's result is apart."""
+    """Return a loop's value; its devices are apart if they are apart in the body's result."""
     # A value that differs after every iteration differs after the loop (if the loop runs at all),
     # even if the carry was equal at the start.
     if isinstance(value, tuple) and isinstance(out, tuple) and len(value) == len(out):
@@ -247,7 +249,10 @@ def _apart_as(values: Values, value: Value, out: Value) -> Value:
 
 
 def _forget(before: Value, after: Value) -> Value:
-    """Return the next carry without exact numbers that have changed: such a carry can repeat."""
+    """Return the next carry with a state in place of each exact number that has changed.
+
+    A carry that contains a counter's numbers would never repeat.
+    """
     if isinstance(after, Exact) and after != before:
         return after.state
     if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
@@ -274,6 +279,9 @@ def conditional(visit: Visit) -> Value:
             f"{len(operands)} operands"
         )
         return proof.abandoned(instruction.calls, why, operands)
+    # The branch number's state guards the collectives in all branches. If the numbers are known,
+    # each device takes its branch's result. If not, the result joins all branches and differs
+    # where the branch numbers may differ, except for elements that all branches compute alike.
     which, values = operands[0], proof.values
     state = values.collapse(which)
     inner = values.states.refine(guard, state)
@@ -288,7 +296,7 @@ def conditional(visit: Visit) -> Value:
         numbers = np.where((numbers < 0) | (numbers > last), last, numbers)
 
     def chosen(options: list[Value], same: list[int]) -> Value:
-        """Return each device's result; ``same``: for each branch, the first with its result."""
+        """Return each device's result; ``same`` maps a branch to the first with the same result."""
         if not any(same):
             return options[0]
         if numbers is not None:
@@ -314,14 +322,14 @@ def conditional(visit: Visit) -> Value:
 def _origin(
     proof: Proof, computation: hm.Computation, operand: int, branch: hm.Computation, index: int
 ) -> Any:
-    """Return a key that two branches share if they return one value at ``index``, else None."""
+    """Return a key for the value at ``index``, or None; equal keys mean equal values."""
     unknown = proof.module.unknown
     root = branch.instructions[branch.root]
     if root.opcode == "tuple" and index < len(root.operands):
         result = _behind_copies(branch, root.operands[index], unknown)
         constant = branch.instructions[result]
         if constant.opcode == "constant" and constant.start not in unknown:
-            if "..." in constant.literal:  # the text elides it, so it only equals itself
+            if "..." in constant.literal:  # the text elides its value, so it equals only itself
                 return "elided", branch.name, result
             return "constant", constant.shape, constant.literal
     element = _passed(branch, index, unknown)
@@ -332,7 +340,7 @@ def _origin(
 
 
 def _behind_copies(computation: hm.Computation, position: int, unknown: dict[int, str]) -> int:
-    """Return the position of the value that copies, if any, pass on."""
+    """Return the position of the value behind copies, if there are any."""
     # A copy with an unknown attribute may be more than a copy.
     while (
         instruction := computation.instructions[position]
@@ -342,7 +350,7 @@ def _behind_copies(computation: hm.Computation, position: int, unknown: dict[int
 
 
 def _passed(computation: hm.Computation, index: int, unknown: dict[int, str]) -> int | None:
-    """Return which element of the parameter is returned unchanged at ``index``; None if none is."""
+    """Return the element of the parameter that is returned unchanged at ``index``, or None."""
     root = computation.instructions[computation.root]
     if root.opcode != "tuple" or index >= len(root.operands):
         return None

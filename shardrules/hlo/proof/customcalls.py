@@ -1,4 +1,4 @@
-"""Resolves custom calls by their tag, the registry, XLA's own targets, or the kernel's text."""
+"""Resolve custom calls by their tag, the registry, XLA's own targets, or the kernel's text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardrules.registry.table import PROVEN, Registration
 
 LOCAL = "a function of its operands on each device"
 
-# Targets that XLA emits itself, or that JAX emits for its own numerical routines, and what each
-# does. A wrong entry makes wrong proofs: the description must hold for every use of the target.
+# Targets that XLA emits itself, or that JAX emits for its own numerical routines, with their
+# effects. A wrong entry makes wrong proofs: the description must hold for every use of the target.
 OWN_TARGETS: dict[str, str] = {
     "AssumeGatherIndicesInBound": "passes its operand on (TPU: a promise about gather indices)",
     "GatherScatterIndicesBitpacked": "packs gather or scatter indices (TPU)",
@@ -60,7 +60,7 @@ _OWN_PREFIXES: dict[str, str] = {
     "cuDNN; dropout takes its seed from the operands or the configuration",
     "__onednn$": "a matrix product by oneDNN",
 }
-# Targets that return uninitialised memory, which differs between devices until overwritten.
+# Targets that return uninitialised memory, which differs between devices until it is overwritten.
 UNINITIALISED = frozenset(["AllocateBuffer"])
 FILLED = hs.Support(
     "an uninitialised buffer",
@@ -143,7 +143,7 @@ def read_mesh(text: str) -> dict[str, int] | None:
 
 
 def empty_buffer(values: Values, filling: bool) -> int:
-    """Return the state of an uninitialised buffer (``filling``: inside a loop that fills it)."""
+    """Return the state of an uninitialised buffer, which a loop around it fills if ``filling``."""
     loop = ", in a loop that fills it" if filling else ""
     state = values.states.blocked(
         hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")
@@ -168,7 +168,8 @@ def aliased(instruction: Instruction) -> set[int]:
 
 
 def spread_steps(module: Module) -> set[tuple[str, int]]:
-    """Return the places of copies of spread collectives that end in another fusion's done."""
+    """Return the places of a spread collective's copies whose done is in another fusion."""
+    # Only the copy in the done counts: the other copies with its chain_id are the same collective.
     steps: dict[str, list[tuple[str, int]]] = {}
     done: set[str] = set()
     if not module.mentions(ASYNC_DONE):
@@ -234,6 +235,8 @@ class _CustomCall:
 
 def resolve(module: Module, instruction: Instruction, registry: Any) -> CallEffects:
     """Resolve a call by its tag, the registry, the table or the kernel's text, in this order."""
+    # The tag comes first: shardrules wrote it at the kernel's own call, when types were known. The
+    # registry's rules are by name. The table and the text only serve kernels that have neither.
     call = _CustomCall(module, instruction)
     resolution = _by_tag(call) or _by_rule(call, registry) or _by_table(call) or _by_text(call)
     return resolution or call.unknown("has no rule")
@@ -308,7 +311,7 @@ def _by_table(call: _CustomCall) -> CallEffects | None:
 
 
 def _by_text(call: _CustomCall) -> CallEffects | None:
-    """Return the effects of a kernel that the program contains as text; XLA for TPU writes some."""
+    """Return the effects of a kernel from its text; XLA for TPU writes some kernels as text."""
     if call.target != "tpu_custom_call" or not mosaic.is_local(call.config or ""):
         return None
     name = repr(call.kernel) if call.kernel else f"the kernel at {call.op_name or 'no op_name'}"

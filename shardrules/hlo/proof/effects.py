@@ -1,4 +1,4 @@
-"""Applies the effect of a kernel's rule to the states of the kernel's operands."""
+"""Apply the effect of a kernel's rule to the states of the kernel's operands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from shardrules.registry import axistypes
 def applied(
     visit: Visit, effect: axistypes.Effect, state: int, resolution: customcalls.CallEffects
 ) -> int:
-    """Return an output's state from the effect that its rule has and the operands' merged state."""
+    """Return the state of an output, given its effect and the merged state of the operands."""
+    # A local kernel's output is equal where its operands are equal. A kernel that communicates acts
+    # like a collective over the lines of its axes, and needs a mesh that fits the program. A typed
+    # output is equal along the axes that its type does not name, whatever its operands are.
     proof, states = visit.proof, visit.proof.values.states
     if effect.kind == "local":
         return state

@@ -1,8 +1,8 @@
-"""Evaluates the instructions of each computation and gives each of them a value.
+"""Evaluate the instructions of each computation and give each instruction a value.
 
 Each computation is evaluated once for each distinct set of arguments. A table of handlers (see
 ``handlers``) says what each opcode does; a handler is called with a ``Visit``. ``CallGraph`` says
-which computations run in a way that no evaluation follows.
+which computations also run in a way that no evaluation follows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 
 
 _SPEAK = hc.COMMUNICATE | {"custom-call"}
-# Opcodes whose handlers neither report nor record anything about the computation they are in.
+# Opcodes whose handlers report and record nothing about the computation that contains them.
 _QUIET = (ELEMENTWISE | LOCAL | APPLIERS | {"parameter", "constant", "tuple"}) - frozenset(
     "dynamic-update-slice send send-done outfeed".split()
 )
@@ -64,8 +64,8 @@ class CallGraph:
 
     def __init__(self, module: hm.Module):
         self.module = module
-        # By name: why a computation also runs in a way that no evaluation covers. Nothing is proven
-        # about the collectives in it, even if its other callers were evaluated.
+        # Maps the name of each computation that also runs without being evaluated to the reason.
+        # Nothing is proven about its collectives, even if its other callers were evaluated.
         self.unfollowed: dict[str, hs.Blocker] = {}
         self.talking: set[str] = set()  # computations that communicate, directly or through calls
         self._impure: set[str] = set()
@@ -93,7 +93,7 @@ class CallGraph:
                 self._impure.add(name)
 
     def _is_quiet(self, computation: hm.Computation) -> bool:
-        """Return whether neither a computation nor its callees are named in messages or records."""
+        """Return whether no message and no record names a computation or one of its callees."""
         if not self.module.opcodes[computation.name] <= _QUIET_CALLS or self.module.unknown:
             return False
         for position in computation.calling:
@@ -111,7 +111,7 @@ class CallGraph:
         return understood and self._impure.isdisjoint(instruction.calls)
 
     def applied(self, instruction: hm.Instruction) -> str:
-        """Return a text that names a nondeterministic computation that an instruction applies."""
+        """Return a text on the nondeterministic computation that an instruction applies, or ""."""
         impure = next((name for name in instruction.calls if name in self._impure), None)
         return f"computation {impure!r}, which is not a deterministic function" if impure else ""
 
@@ -121,7 +121,7 @@ class CallGraph:
         return f"{name} has an unknown attribute, {key}"
 
     def abandon(self, names: Iterable[str], why: str) -> hs.Blocker:
-        """Record that computations and their callees also run without being evaluated."""
+        """Record that computations and all their callees also run without being evaluated."""
         blocker = hs.Blocker(why)
         stack = list(names)
         while stack:
@@ -314,8 +314,10 @@ class Proof:
         # An abstract interpretation (Cousot and Cousot, POPL 1977): instead of numbers, each
         # instruction makes a state, the partition of the devices into classes with equal values.
         # Instructions stand after their operands, so one pass in order suffices. Calls recurse into
-        # this method, and only loops iterate (``control``). Equal arguments give equal results, so
-        # results are kept: a layer that is called a hundred times is evaluated once.
+        # this method; recursion ends, since the reader rejects a call of a computation that is not
+        # defined yet. Only loops iterate (``control``). Equal arguments give equal results, so
+        # results are kept: a layer that is called a hundred times is evaluated once. The budget
+        # ends the evaluation of text that would take exponential time (``handlers.budget_for``).
         name = computation.name
         if name in self.reach.quiet and len(arguments) >= self.parameter_count(computation):
             computation = computation.original

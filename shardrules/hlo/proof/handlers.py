@@ -59,8 +59,8 @@ def prove(
 
 def budget_for(size: int) -> int:
     """Return the most instructions to evaluate in a module of ``size`` instructions."""
-    # A module may call its computations with new arguments each time, which takes exponential time.
-    # Real modules need fewer than 3 evaluations for each instruction.
+    # If a module calls its computations with new arguments each time, evaluation takes exponential
+    # time. Real modules need fewer than 3 evaluations for each instruction.
     return 40 * size + 100_000
 
 
@@ -139,7 +139,7 @@ def _element(visit: Visit) -> Value:
 
 
 def _first_operand(visit: Visit) -> Value:
-    """Return the first operand's value; it waits for the others, whose differences it takes on."""
+    """Return the first operand's value, refined by the other operands, which it waits for."""
     proof, operands = visit.proof, visit.operands
     if len(operands) > 1:
         rest = proof.values.merged(operands[1:])
@@ -239,7 +239,7 @@ def _async_start(visit: Visit) -> Started:
 
 
 def _async_update(visit: Visit) -> Value:
-    """Evaluate an update; XLA for TPUs (JAX 0.12) gives some calls their operands only here."""
+    """Evaluate an update; XLA for TPUs (JAX 0.12) passes some calls' operands only here."""
     begun, *brought = visit.operands
     if not brought or not isinstance(begun, Started) or not isinstance(begun.operand, tuple):
         return _first_operand(visit)
@@ -267,6 +267,8 @@ _PLACEWISE = ("all-reduce", "collective-permute", "collective-broadcast")
 
 def _collective(visit: Visit) -> Value:
     """Evaluate a collective, and record its operands."""
+    # Every evaluation joins its operands into the collective's record. Judging needs this: a
+    # collective is redundant only if its operands are equal at all calls and on all trips.
     proof, computation, position, instruction, operands, guard = visit
     values = proof.values
     kind = hc.OPCODES[instruction.opcode]
@@ -301,7 +303,7 @@ def _collective(visit: Visit) -> Value:
 def _recorded(
     visit: Visit, what: str, operands: Sequence[Value], channel: hc.Channel
 ) -> Sequence[Value]:
-    """Record the operands of one evaluation of a collective, and return them."""
+    """Record the operands of one evaluation of a collective; return them, blocked if unknown."""
     values, guard, where = visit.proof.values, visit.guard, (visit.computation.name, visit.position)
     record = visit.proof.records.get(where)
     if channel.unknown:
@@ -315,7 +317,7 @@ def _recorded(
 
 
 def _send(visit: Visit) -> int:
-    """Record the data that a send takes to another TPU slice, for the recv-done that returns it."""
+    """Record the data that a send takes to another TPU slice; its recv-done will return it."""
     proof, computation, position, instruction, operands, guard = visit
     where = (computation.name, position)
     if where not in proof.records:
@@ -330,7 +332,7 @@ def _send(visit: Visit) -> int:
 
 
 def _recv_done(visit: Visit) -> Value:
-    """Return the data from another TPU slice: the result of the collective that a send began."""
+    """Return the data from another TPU slice: the result of the collective that a send begins."""
     proof, computation, position, instruction, _, _ = visit
     receiver, instructions = instruction.operands[0], computation.instructions
     if computation.name not in proof.cache:
@@ -375,7 +377,7 @@ def _result(
 
 
 def _spread(visit: Visit, target: str) -> Value | None:
-    """Evaluate the start or done of a TPU collective spread over fusions; None if it is unclear."""
+    """Evaluate the start or done of a TPU collective spread over fusions; None if not certain."""
     proof, computation, _, instruction, operands, _ = visit
     inner = [
         (o, v)

@@ -1,4 +1,4 @@
-"""Where the proof starts: the number of devices, the mesh, the entry parameters' states."""
+"""Find the proof's inputs: the number of devices, the mesh, the entry parameters' states."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _counts_in_text(module: hm.Module) -> tuple[int, int]:
 def find_mesh(
     module: hm.Module, device_count: int, given: Sequence[str | None] = ()
 ) -> dict[str, int] | None:
-    """Return the only mesh that the text or given shardings name; None without exactly one."""
+    """Return the mesh that the text or given shardings name; None if they name none or several."""
     text = module.text
     named: set[tuple[tuple[str, int], ...]] = set()
     if module.mentions("shardrules.mesh"):
@@ -117,7 +117,7 @@ def promises(
 def parameter_values(
     module: hm.Module, states: hs.States, given: Sequence[str | None] | None
 ) -> list[Any]:
-    """Return the entry parameters' values, read from the shardings in the text or given ones."""
+    """Return the entry parameters' values, read from their shardings (printed or given)."""
     parameters = module.entry.parameters
     if given is not None and len(given) != len(parameters):
         raise errors.HloError(
@@ -127,6 +127,8 @@ def parameter_values(
             given=len(given),
             parameters=len(parameters),
         )
+    # A sharding in the text comes before a given one. A parameter without any sharding, or with an
+    # unreadable one, gets a blocker: each device may have its own data, but need not.
     state = _state_reader(states)
     replication_stated = module.mentions("parameter_replication=")
     values: list[Any] = []
@@ -167,7 +169,10 @@ def parameter_values(
 
 
 def _state_reader(states: hs.States) -> Callable[[hs.Cause, str, bool, bool], int]:
-    """Return a function that reads a sharding; ``sure``: the text says which replicas agree."""
+    """Return a function that reads a sharding as a state.
+
+    Its argument ``sure`` says that the text states which replicas agree.
+    """
     relations = states.relations
     replica = relations.intern(relations.places // relations.all_partitions)
     # If only the number of slices is given, their order is an assumption.
@@ -179,6 +184,9 @@ def _state_reader(states: hs.States) -> Callable[[hs.Cause, str, bool, bool], in
         return None if tiles is None else relations.intern(relations.tiles_on_devices(tiles))
 
     def state(cause: hs.Cause, text: str, shared: bool, sure: bool) -> int:
+        # Devices with the same tile hold the same data, but replicas do so only if the text says it
+        # (``shared``). Devices with other tiles count as apart. Replicas count as apart only if the
+        # text says which of them agree (``sure``).
         within = same_tile(text)
         if within is None:
             how = f"has sharding {text}, which may give each device its own data"

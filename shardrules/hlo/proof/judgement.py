@@ -1,4 +1,4 @@
-"""The results of ``judge``: collectives, their verdicts, and what is proven about each output."""
+"""The results of ``judge``: collectives, their verdicts, and the facts proven about each output."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Collective:
 
     @property
     def source(self) -> hm.Frame | None:
-        """Return the innermost source line outside of installed packages, if one is there."""
+        """Return the innermost source line outside of installed packages, if there is one."""
         return hm.users(self.frames)
 
     @property
@@ -106,7 +106,7 @@ class Collective:
     @property
     def notation(self) -> str:
         """Return its groups, or a permute's pairs, in one canonical form."""
-        # In all kinds but all-reduce, a device's place in its group says which part it sends or
+        # Except in an all-reduce, a device's place in its group says which part it sends or
         # receives, so the order matters.
         alike = self.kind == "all-reduce"
         return self.connections.in_any_order if alike else self.connections.in_order
@@ -178,9 +178,9 @@ class Verdict:
 
 
 class Broken(NamedTuple):
-    """An output that its sharding calls equal on some devices, although that isn't proven."""
+    """An output that isn't proven equal on some devices, although its sharding promises that."""
 
-    # Whether it comes from different data by steps that keep data different; if not, it may be
+    # Whether it comes from different data by steps that keep data different. If False, it may be
     # equal.
     differs: bool
     # The mesh axes along which equality isn't proven; None if they aren't known.
@@ -191,7 +191,7 @@ class Broken(NamedTuple):
 
 
 class Output:
-    """What is proven about one array that the program returns or takes.
+    """The facts proven about one array that the program returns or takes.
 
     Attributes:
       path: its place in the entry's result, ``()`` for a lone array.
@@ -244,8 +244,8 @@ class Output:
             within = mesh.constant_along(promised)
             axes = tuple(a for a in within if a in mesh.varying(relation)) or None
         shown = tuple(g for g in _classes(promised) if not self.equal_in([g]))
-        # Unless it differs for sure, name the blockers rather than the causes: if they gave equal
-        # values, the output might be equal.
+        # Unless the output surely differs, name the blockers, not the causes: if the blockers gave
+        # equal values, the output might be equal.
         told = state if differs or not state.blockers else state._replace(causes=())
         why = why_varying(told, called, relations, mesh, axes or ())
         return Broken(differs, axes, shown, *why)
@@ -283,13 +283,13 @@ class Judgement:
     Attributes:
       module: the judged module.
       verdicts: in the order of the text.
-      outputs: what is proven about each array that the module returns.
+      outputs: the facts proven about each array that the module returns.
       mesh: axis sizes in order; None if no mesh is known.
       partitions, replicas: the program's device counts; the partitions of all TPU slices.
       opaque: the opaque calls without a usable rule, each once.
       promises: path and sharding of each output, None for an output without one (a token);
         None if the program does not state them.
-      inputs: what the sharding of each parameter says, in their order.
+      inputs: the facts that the sharding of each parameter states, in the parameters' order.
     """
 
     module: hm.Module
@@ -327,7 +327,7 @@ class Judgement:
 
     @property
     def unproven(self) -> tuple[Verdict, ...]:
-        """Return the verdicts on collectives that may hang, or whose operands can't be followed."""
+        """Return the verdicts on collectives that may hang or have operands with blockers."""
         return self._of("unproven")
 
     @property
@@ -350,8 +350,8 @@ def why_varying(
 ) -> tuple[str, str]:
     """Return a text on the first cause of a difference within groups, and the thing that differs.
 
-    ``groups`` is a relation; ``EQUAL`` is one group of all devices. ``among`` are the axes to name,
-    or None to name all.
+    ``groups`` is a relation; ``EQUAL`` is one group of all devices. ``among`` lists the axes that
+    the text may name; None allows all.
     """
     for relation, cause in state.causes:
         if relations.refine(groups, relation) != groups:

@@ -1,4 +1,4 @@
-"""How often computations run: loops, their nesting and their trip counts."""
+"""Find out how often computations run: loops, their nesting and their trip counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Run:
 
     depth: int  # number of while loops around it
     count: int | None  # runs in one execution of the module; None if a loop's count isn't known
-    at_most: bool = False  # it is in a branch; ``count`` counts every branch as taken
+    at_most: bool = False  # it is in a branch, and ``count`` counts every branch as taken
     each: int = 1  # runs if each loop of unknown count makes one trip
 
 
@@ -32,15 +32,15 @@ class Run:
 # more, the program must leave the loops early, so the number of runs is unknown.
 _MOST = 2**63
 _MAX_STEPS = 1000  # the most copies and fusions to follow from a number to its computation
-# Opcodes that run each computation they name once; others may run it any number of times.
+# Opcodes that run each computation they name once; other opcodes may run it any number of times.
 _FUSED = ("fusion", "call")
 _ONCE = frozenset("call call-start fusion fusion-start async-start conditional".split())
 
 
 def executions(module: hm.Module) -> dict[str, Run]:
     """Return how often each computation that ENTRY reaches runs."""
-    # The text defines a computation before its callers. Reading it backwards, all callers of a
-    # computation have added their runs before the computation passes its own on to its callees.
+    # The text defines a computation before its callers, so read it backwards: when we reach a
+    # computation, all of its callers have added their runs, and its own runs are complete.
     runs = {module.entry.name: Run(0, 1)}
     for name in reversed(module.computations):  # callers first
         if name not in runs:
@@ -108,8 +108,8 @@ def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.C
 
 def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruction) -> int | None:
     """Return a while loop's trip count, for its cost; None if it isn't static."""
-    # XLA prints known_trip_count on CPU and GPU. On TPU the count follows from the bound, start and
-    # step, if all three are constants.
+    # XLA prints known_trip_count on CPU and GPU. On TPU, the limit, start and step give the count
+    # if all three are constants.
     stated = stated_count(loop)
     if stated is not None:
         return stated
@@ -132,7 +132,7 @@ def stated_count(loop: hm.Instruction) -> int | None:
 
 
 def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
-    """Return the trip count that follows from a loop's counter; None if it isn't clear."""
+    """Return the trip count that a loop's counter gives; None if it isn't certain."""
     counter = _Counter(module, loop, start)  # raises an error if the loop lacks a part
     if module.unknown and _holds_unknown(module, loop):
         return None
@@ -152,7 +152,7 @@ def _holds_unknown(module: hm.Module, loop: hm.Instruction) -> bool:
 
 
 _FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-# What an operand is: ("element", index of the carry) or ("constant", number).
+# One operand of an operation: ("element", index in the carry) or ("constant", number).
 _Side = tuple[str, int]
 # The fusions around an instruction, innermost first: a fusion's computation, the fusion, and the
 # fusions around it. A place is an instruction with its computation and the fusions around it.
@@ -170,7 +170,7 @@ class _Counter:
         self._start = start
 
     def trips(self) -> int | None:
-        """Return the trip count; None if the condition, limit, start or step isn't clear."""
+        """Return the trip count; None if the condition, limit, start or step isn't certain."""
         # The condition must compare the counter with a limit, on either side. Swap the sides so
         # that the counter is on the left.
         comparison = self._operation(self._condition, self._condition.root, ("compare",))
@@ -192,7 +192,7 @@ class _Counter:
         if limit is None or start is None or not step or kind in (None, np.bool_):
             return None
         trips = _trips(direction, start, limit, step)
-        # If the counter overflows before it stops, the trip count is another.
+        # If the counter overflows before it stops, the loop makes another number of trips.
         bounds = np.iinfo(kind)
         wraps = trips is None or not bounds.min <= start + trips * step <= bounds.max
         return None if wraps else trips
@@ -200,7 +200,7 @@ class _Counter:
     def _operation(
         self, computation: hm.Computation, position: int, opcodes: Collection[str]
     ) -> tuple[hm.Instruction, type | None, list[_Side | None]] | None:
-        """Return an operation on two numbers, with their type and both sides; None if unclear."""
+        """Return an operation on two numbers, with their type and both sides; None if uncertain."""
         place = _behind(self._module, computation, position)
         if place is None or place[1].opcode not in opcodes or len(place[1].operands) != 2:
             return None
@@ -221,7 +221,7 @@ class _Counter:
         return None if index is None else ("element", index)
 
     def _fixed(self, side: _Side | None) -> int | None:
-        """Return a number that is the same in all iterations; None if it isn't clear."""
+        """Return a number that is the same in all iterations; None if it isn't certain."""
         if side is None or side[0] == "constant":
             return side and side[1]
         # A number in the carry counts if the body doesn't change it.
@@ -236,7 +236,7 @@ class _Counter:
         return root.operands[index] if inside else None
 
     def _step(self, counter: _Side) -> int | None:
-        """Return the number that each iteration adds to the counter; None if that isn't clear."""
+        """Return the number that each iteration adds to the counter; None if it isn't certain."""
         position = self._returned(counter[1])
         if position is None:
             return None
@@ -253,7 +253,10 @@ class _Counter:
 def _behind(
     module: hm.Module, computation: hm.Computation, position: int, around: _Fusions = None
 ) -> _Place | None:
-    """Return where a number is computed, behind copies and fusions; None if its type changes."""
+    """Return where a number is computed, looking through copies and fusions.
+
+    Return None if its type changes on the way.
+    """
     for _ in range(_MAX_STEPS):  # nested fusions could take exponential time
         instruction = computation.instructions[position]
         if instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
@@ -283,7 +286,7 @@ def _constant(place: _Place | None) -> int | None:
 
 
 def _trips(direction: str, start: int, limit: int, step: int) -> int | None:
-    """Return how often a counter passes its condition; None if it may never stop."""
+    """Return how often the counter meets the condition; None if it may never stop."""
     if step < 0:  # mirror all numbers, so that the counter ascends
         direction, start, limit, step = _FLIPPED[direction], -start, -limit, -step
     way = limit - start + (direction == "LE")

@@ -1,10 +1,10 @@
-"""Finds the phase (forward, backward) and the source line of each part of a collective.
+"""Find the phase (forward, backward) and the source line of each part of a collective.
 
-XLA combines collectives, and names the combined one after its first part, all parts or nothing.
-Each part keeps its own metadata on the instruction that extracts it (a get-tuple-element; on GPU,
-the users of a slice of the flat array). We read that first, so combining makes no difference. A
-part without a name there gets the phase and the line of its operands, or else of its users, by the
-majority of their bytes.
+XLA combines collectives. It names the combined collective after its first part, after all parts, or
+not at all. Each part keeps its own metadata on the instruction that extracts it (a
+get-tuple-element; on GPU, the users of a slice of the flat array). We read this metadata first, so
+combining makes no difference. If it has no name, the part gets the phase and the line of its
+operands, or else of its users, by the majority of their bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SAME = frozenset("bitcast reshape copy get-tuple-element".split())
 _FORMS = _SAME | frozenset("parameter slice transpose".split())
 _SLICE = re.compile(r"\{\[(\d{1,18}):(\d{1,18})\]\}")
 _NEAR = 64  # instructions to visit for a name
-# What makes one array of several, or of several parts.
+# Opcodes that make one array from several arrays, or from several parts.
 _PACKS = frozenset("concatenate dynamic-update-slice pad".split())
 
 # An instruction's name and bytes.
@@ -59,7 +59,7 @@ _WRITTEN = re.compile(
 
 def operation(op_name: str) -> str:
     """Return the JAX operation at the end of an op_name."""
-    # Up to JAX 0.4 the operation's parameters follow: psum[axes=('model',) axis_index_groups=None].
+    # In JAX 0.4 and older, the parameters follow: psum[axes=('model',) axis_index_groups=None].
     return re.sub(r"\[.*?\]$", "", op_name).rpartition("/")[2]
 
 
@@ -82,7 +82,7 @@ def lines(
 ) -> tuple[hm.Frame, ...]:
     """Return the source lines of an instruction; for a scan's own operations, its loop's lines.
 
-    ``position``: the instruction's, which XLA may have moved to before the loop.
+    ``position`` is the place of the instruction, which XLA may have moved to before the loop.
     """
     if not metadata.frames or not _OF_A_SCAN.fullmatch(metadata.op_name):
         return metadata.frames
@@ -96,7 +96,7 @@ def lines(
 
 
 def _next_loops(computation: hm.Computation, position: int) -> list[hm.Instruction]:
-    """Return the loops that take what an instruction makes, also behind other instructions."""
+    """Return the loops that use an instruction's result, directly or behind other instructions."""
     instructions, users, queue = computation.instructions, computation.users(), [position]
     for place in queue:  # the list grows meanwhile
         if instructions[place].opcode != "while" and len(queue) < _NEAR:
@@ -105,7 +105,7 @@ def _next_loops(computation: hm.Computation, position: int) -> list[hm.Instructi
 
 
 def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
-    """Return the phase of most bytes ("mixed" without a majority), and the first name with it."""
+    """Return the phase of most bytes ("mixed" without a majority), and the first name in it."""
     sizes: collections.Counter[str] = collections.Counter()
     first: dict[str, hm.Metadata] = {}
     for metadata, size in names:
@@ -126,8 +126,9 @@ class PartNames:
         self._computation = computation
         self._instructions = computation.instructions
         self._named = "op_name" in module.text
-        # By a collective's position: the collective and its -done, and the instructions that take
-        # ranges of its flat result. By an operand's position: the arrays that are packed into it.
+        # Three caches. By a collective's position: the collective with its -done, and the
+        # instructions that take ranges of its flat result. By an operand's position: the arrays
+        # that are packed into the operand.
         self._ends: dict[int, list[int]] = {}
         self._cuts: dict[int, _Ranges] = {}
         self._packed: dict[int, _Ranges] = {}
@@ -155,9 +156,9 @@ class PartNames:
         return self._around(made_of or [whole], takers)
 
     def is_stacked(self, position: int, operand: int) -> bool:
-        """Return whether a loop made an operand, and nothing behind it packs other arrays in.
+        """Return whether a loop made an operand, and no later operation packs other arrays into it.
 
-        The proof may know the part of the loop's first trip apart from those of the other trips.
+        The proof may have separate ranges for the loop's first trip and for its other trips.
         """
         queue, is_a_loops = [self._instructions[position].operands[operand]], False
         for place in queue:  # the list grows meanwhile
@@ -172,7 +173,7 @@ class PartNames:
         return is_a_loops
 
     def _around(self, made_of: Sequence[int], takers: Sequence[int]) -> tuple[str, hm.Metadata]:
-        """Return phase and source of the nearest named instructions, operands before users."""
+        """Return the phase and source of the nearest named operands, or else of the users."""
         if not self._named:
             return "unknown", hm.Metadata()
         names = self._nearest(made_of, lambda place: self._instructions[place].operands)
@@ -218,7 +219,7 @@ class PartNames:
         return _overlapping(self._cuts[position], *elements)
 
     def _own(self, takers: Sequence[int]) -> list[_Weighed]:
-        """Return the first name of each taker, or of the only users that change the part's form."""
+        """Return the name of each taker, or of the first named user that only changes its form."""
         names = []
         for position in takers:
             for _ in range(16):

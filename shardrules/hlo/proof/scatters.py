@@ -1,7 +1,7 @@
 """Reduce-scatters that XLA for TPU writes as a fusion of an all-reduce and a slice of its result.
 
-The code emitted for the fusion moves as much as a reduce-scatter. The fusion contains a pad of the
-operand, the all-reduce, the offset of the device's piece, and the slice at that offset::
+XLA emits code for the fusion that moves as much as a reduce-scatter. The fusion contains a pad of
+the operand, the all-reduce, the offset of the device's piece, and the slice at that offset::
 
     %all-reduce-scatter (input: f32[8008,768]) -> f32[1008,768] {
       %pad = f32[8064,768] pad(%input, %zero), padding=0_56x0_0

@@ -1,8 +1,8 @@
-"""Reads collectives between TPU slices.
+"""Read collectives between TPU slices.
 
-A program for several slices has the text of one slice's program: it counts one slice's partitions,
+The text of a program for several slices is one slice's program: it counts one slice's partitions,
 and its groups are groups within each slice. Between slices, data goes through the hosts to
-Megascale's runtime: a send and a recv with one name are one collective::
+Megascale's runtime: a send and a recv with the same name are one collective::
 
     send(%x, %token), frontend_attributes={_xla_host_transfer_rendezvous="all-reduce_0",
         _xla_megascale_transfer_type="ALL_REDUCE", _xla_megascale_reduce_operation="SUM",
@@ -114,7 +114,7 @@ def rendezvous(instruction: hm.Instruction) -> str:
 
 
 def pairs_of(computation: hm.Computation) -> dict[int, int]:
-    """Return, for each recv, the send of its name in the same computation, if there is one."""
+    """Return the send of each recv: the one with the same name in the same computation."""
     ends: dict[str, list[tuple[str, int]]] = {}
     for position, instruction in enumerate(computation.instructions):
         if instruction.opcode in ("send", "recv") and (name := rendezvous(instruction)):
@@ -154,7 +154,9 @@ def read_send(instruction: hm.Instruction, relations: hd.Relations) -> hc.Channe
 
 
 def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> list[list[int]] | str:
-    """Return the devices of each group, or of each pair; or why the target can't be read."""
+    """Return the devices of each group or pair, or a text that says why they can't be read."""
+    # Read the names of devices in one of the two notations. Then map names to devices: by the given
+    # ids, or by slice and place, if the notation has places or the group has all devices.
     same, listed = (form.match(hints, start) for form in (_SAME_ID, _LISTED))
     unknown = f"a target that can't be read, {hints[start : start + 40]}"
     if not relations.order_known:
@@ -192,7 +194,7 @@ def _lists(hints: str, start: int, permute: bool, relations: hd.Relations) -> li
 
 
 def unreached(channel: hc.Channel, relations: hd.Relations) -> int:
-    """Return the relation that sets each device apart that a permute brings nothing to."""
+    """Return the relation in which each device that a permute sends nothing to is alone."""
     reached = channel.groups.ends[1] if channel.groups.ends is not None else np.arange(0)
     labels = np.arange(relations.device_count) + 1
     labels[reached] = 0

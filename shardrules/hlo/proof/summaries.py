@@ -1,8 +1,9 @@
 """Summaries of computations: which arguments each result merges, if each argument has one state.
 
-Most computations are fusions of elementwise operations. Their result is the merge of some
-parameters' states, in an order that the text fixes, so reading the instructions once serves every
-layer and every trip. Computations without a summary are evaluated (see ``evaluation``).
+Most computations are fusions of elementwise operations. The state of such a fusion's result is the
+merge of some parameters' states, in an order that the text fixes. So the instructions are read once
+for all layers and all trips of loops. Computations without a summary are evaluated for each set of
+arguments (see ``evaluation``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MOST_DEPTH = 20  # nested calls in one summary
 def summarise(proof: Any, computation: hm.Computation, depth: int = 0) -> list[Word] | Word | None:
     """Return the word of a quiet computation's result, or a list of words for a tuple.
 
-    Return None if the result depends on more than merges.
+    Return None if the result depends on more than a merge of its parameters' states.
     """
     words: list[Any] = []
     steps = 0
@@ -67,7 +68,7 @@ def _called(proof: Any, instruction: hm.Instruction, given: list[Any], depth: in
 
 
 def _joined(words: list[Word]) -> Word:
-    """Return one word for all; a parameter may be equal again only if every word says so."""
+    """Merge words; a parameter may be equal again only if every word that has it says so."""
     if len(words) == 1:
         return words[0]
     numbers = dict.fromkeys(itertools.chain.from_iterable(words))

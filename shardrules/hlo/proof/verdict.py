@@ -1,4 +1,4 @@
-"""Judges each collective as redundant, overwide, unproven, needed or internal, and says why."""
+"""Judge each collective as redundant, overwide, unproven, needed or internal, and say why."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def judge(
         the parameters' shardings.
       parameter_shardings: an HLO sharding or None for each entry parameter; used for parameters
         without one in the text. With replicas, ``"{replicated}, parameter_replication={true}"``
-        says that all of them hold the same data.
+        says that all replicas hold the same data.
       own_mesh: the program's own mesh, used if ``mesh`` is None; its axis order is not checked.
       unpartitioned: also accept a module that the partitioner has not seen, whose text lacks the
         partitioner's collectives.
       output_shardings: path and HLO sharding of each output, ``("['w']", "{replicated}")``; read
         from the text's root instruction if None.
-      slices: for a program over several TPU slices, whose text is one slice's program: slice and id
-        of each device in the mesh's order; or the number of slices, if the mesh takes one slice
-        after the other and the devices of each slice in the same order.
+      slices: for a program over several TPU slices, whose text is one slice's program. Pass the
+        slice and id of each device in the mesh's order. Or pass the number of slices, if the mesh
+        lists one slice after the other, and the devices of each slice in the same order.
 
     Raises:
       HloSyntaxError: the text can't be read, or the groups of a collective don't fit the module.
@@ -80,6 +80,9 @@ def judge(
       >>> judgement.verdicts[0].collective.axes
       ('data',)
     """
+    # The proof is about devices. The mesh names their axes, gives the sizes for kernels' rules, and
+    # the number of devices if the text lacks it. Check at the end that a caller's mesh has an order
+    # that fits the groups.
     if isinstance(module, str):
         module = parser.parse(module)
     given_mesh = hd.axes_of(mesh)
@@ -180,6 +183,9 @@ class _Judge:
 
     def _instruction(self, computation: hm.Computation, position: int) -> list[Verdict]:
         """Return the verdicts on one collective: operand by operand, range by range."""
+        # First find out what to judge: a fusion may be a reduce-scatter, and some kinds have one
+        # verdict for all operands. Then judge each operand, as an all-gather if the devices add
+        # their pieces to zeros. A packed operand has a verdict for each range of elements.
         instruction = computation.instructions[position]
         record, reached = self._record(computation, position)
         shapes = [computation.instructions[o].shape for o in instruction.operands]
@@ -224,6 +230,7 @@ class _Judge:
                     made = self._internal(made, computation, position, self.states[state_id])
                 verdicts.append(made)
                 start = stop
+            # The ranges of an array that a loop stacks may only be trips: merge equal verdicts.
             if len(cuts) > 1 and self.names(computation.name).is_stacked(position, number):
                 value = self.proof.values.collapse(value)
                 whole = self._verdict(
@@ -247,21 +254,22 @@ class _Judge:
         value: Value,
         channel: hc.Channel,
     ) -> pieces.Piece | None:
-        """Return the piece that each device contributes to an all-reduce that is an all-gather."""
+        """Return the piece that each device adds, if an all-reduce works as an all-gather."""
         seen, groups = self.proof.values.pieces, channel.groups.matrix
         if channel.kind != "all-reduce" or channel.unknown or not seen:
             return None
         if not pieces.adds(self.module, instruction, channel.reduction):
             return None
         piece = pieces.of(self.module, computation, instruction.operands[number], seen, groups)
-        # If the sum has a blocker that the piece lacks, some evaluation was abandoned.
+        # If the sum has a blocker that the piece lacks, some evaluation was abandoned: then the
+        # piece's state does not cover all runs.
         if piece is None or value == piece.state:
             return piece
         blockers = self.states[self.proof.values.collapse(value)].blockers
         return piece if set(blockers) <= {*self.states[piece.state].blockers} else None
 
     def _record(self, computation: hm.Computation, position: int) -> tuple[Record, bool]:
-        """Return the record of a collective, and whether it covers all its runs."""
+        """Return a collective's record, and whether the record covers all runs."""
         instruction = computation.instructions[position]
         record = self.proof.records.get((computation.name, position))
         blocker = self.proof.reach.unfollowed.get(computation.name)
@@ -330,7 +338,7 @@ class _Judge:
 
     @functools.cached_property
     def axes_in_text(self) -> dict[int, set[tuple[str, ...]]]:
-        """Return, for each relation of groups, the axes by which collectives name the groups."""
+        """Return the axes that the text's collectives name for each relation of groups."""
         found: dict[int, set[tuple[str, ...]]] = {}
         for channel in {id(r.channel): r.channel for r in self.proof.records.values()}.values():
             mesh = hd.mesh_of(channel.mesh, self.relations) if channel.mesh else None
@@ -362,9 +370,10 @@ class _Judge:
         reached: bool,
     ) -> Verdict:
         """Return the verdict on one operand, or one range of it, from its state and its guard."""
-        # The first that applies, in this order: it may hang (unproven), its groups are uncertain
-        # (unproven), its operands are equal (redundant), or equal over some of its axes (overwide),
-        # or they differ whatever the blockers return (needed). Otherwise a blocker decides.
+        # The first case that applies decides. 1: the collective may hang (unproven). 2: its groups
+        # are uncertain (unproven). 3: its operands are equal (redundant), 4: or equal over some of
+        # its axes (overwide), 5: or not, whatever the blockers return (needed). 6: the answer
+        # depends on a blocker (unproven).
         state, rules = self.states[state_id], self.states[guard_id]
         size = part.bytes if part else collective.operand_bytes
 
@@ -412,7 +421,7 @@ class _Judge:
             if overwide is not None:
                 reason, needed, copies = overwide
                 return verdict("overwide", reason, needed, state.blockers, copies=copies)
-        # Blockers don't matter here: even if all gave equal values, no more would be proven.
+        # Blockers don't matter here: if all of them gave equal values, no more would be proven.
         if self._within(groups, state.optimistic) == proven and not (ragged and is_equal):
             why, _ = why_varying(state, groups.relation, self.relations, self.mesh)
             return verdict("needed", f"not proven equal: {why}")
@@ -424,8 +433,8 @@ class _Judge:
     def _internal(
         self, verdict: Verdict, computation: hm.Computation, position: int, state: hs.ValueState
     ) -> Verdict:
-        """Return the verdict, as *internal* if XLA, not the program, made this permute."""
-        # The names only tell who made it. The proof that it is redundant doesn't depend on them.
+        """Return the verdict; it becomes *internal* if XLA, not the program, made this permute."""
+        # The names only tell who made the permute. The proof that it is redundant doesn't use them.
         collective, reason = verdict.collective, _MOVES_NOTHING
         if phases.is_written(collective.op_name):
             return verdict
@@ -442,7 +451,7 @@ class _Judge:
         return dataclasses.replace(verdict, verdict="internal", reason=reason)
 
     def _within(self, groups: hd.Groups, relation: int) -> int:
-        """Return the relation of devices that are equal and in one group."""
+        """Return the relation in which devices are equal if they share a group and a value."""
         if groups.ends is not None:
             sources, targets = self.relations.labels(relation)[groups.ends]
             if (sources == targets).all():  # a permute only compares sources with targets
@@ -453,8 +462,8 @@ class _Judge:
         self, collective: Collective, channel: hc.Channel, state: hs.ValueState, proven: int
     ) -> tuple[str, tuple[str, ...] | None, int] | None:
         """Return reason, needed axes and copies of an overwide collective; None if it isn't one."""
-        # With axes, drop those along which the operand is equal. Without axes, the operand must be
-        # equal in subgroups of one size.
+        # With axes: the axes along which the operand is equal are not needed. Without axes: the
+        # operand must be equal in subgroups that all have the same size.
         if collective.axes is not None and self.mesh is not None:
             varying = set(self.mesh.varying(state.proven))
             needed = tuple(a for a in collective.axes if a in varying)

@@ -1,1 +1,1 @@
-"""Reads HLO text into a module: instructions, attributes, shardings, device groups."""
+"""Read HLO text into a module: instructions, attributes, shardings, device groups."""

@@ -1,4 +1,4 @@
-"""Adds the mesh and the shardings to a module's text, in notation that XLA's parser accepts too.
+"""Add the mesh and the shardings to a module's text, in notation that XLA's parser accepts too.
 
 The mesh goes into the header's ``frontend_attributes``, under the same key as in a kernel's tag. A
 parameter's sharding goes to the place where XLA prints it (JAX 0.12 prints none).
@@ -26,7 +26,7 @@ def annotated(
     text = module.text
     added: list[tuple[int, str]] = []
     name = _NAME.match(text)
-    # The reader would misread an axis name with other characters.
+    # An axis name with other characters would be misread.
     if mesh and name and all(_AXIS.fullmatch(axis) for axis in mesh):
         tag = 'shardrules.mesh="{}"'.format(",".join(f"{a}={n}" for a, n in mesh.items()))
         attributes_at = text.find(_ATTRIBUTES, 0, text.find("\n") + 1 or len(text))

@@ -1,7 +1,7 @@
 """The notation of HLO text: comments, brackets, quotes, and ``key=value`` attributes.
 
-A newline counts as a space (XLA's hlo_lexer.cc): an instruction ends where no comma with an
-attribute follows, and a value ends with its own brackets.
+A newline counts as a space (XLA's hlo_lexer.cc). So the end of a line doesn't end an instruction:
+it ends where no comma with an attribute follows, and a value ends with its own brackets.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
 
 def blanked(text: str) -> str:
     """Return the text with spaces in place of comments, so that no offset changes."""
-    # From fast to slow: first blank the comments that XLA prints. If others seem to begin, check
-    # whether they are only in strings. If they aren't, replace comments one by one.
+    # From fast to slow: first blank the comments that XLA prints. If other comments seem to begin,
+    # check whether they are all inside strings. If not, replace comments one by one.
     begin, *rest = text.split(_PRINTED_COMMENT)
     pieces = [begin]
     for piece in rest:
@@ -156,6 +156,8 @@ def _dictionary_end(text: str, start: int, end: int) -> int:
 
 def value_end(text: str, key: str, start: int, end: int) -> int:
     """Return the end of an attribute's value; raise an error if it has none."""
+    # A value is a string, text in braces, a word, or a bracket. Brackets may follow a word, and
+    # more brackets may follow these, such as a layout or T(1,0).
     first = text[start : start + 1]
     if first == '"':
         quoted = _BRACKET.match(text, start, end)

@@ -1,10 +1,10 @@
 """Device groups, meshes, and the relation "devices i and j hold the same value".
 
-A device is its flattened id in HLO, ``replica * num_partitions + partition``. A program for several
-TPU slices has the text of one slice's program: a device of slice s is its id there plus s times the
-number of devices in a slice. A relation is an equivalence relation on the devices: an array that
-gives each device the lowest device of its class. Relations are interned as small ids, so that
-comparing or combining two costs one dictionary look-up for any number of devices.
+A device is its flattened id in HLO, ``replica * num_partitions + partition``. The text of a program
+for several TPU slices is one slice's program: the number of a device of slice s is its id in this
+text plus s times the number of devices in a slice. A relation is an equivalence relation on the
+devices: an array that gives each device the lowest device of its class. Relations are interned as
+small ids, so comparing or combining two costs one dictionary look-up for any number of devices.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Relations:
         self.by_id: dict[int, int] = {}  # devices of several slices, by their ids
         if order is not None:
             self._lay_out(order)
-        self.places = np.argsort(self.devices)  # and the place of each device in the mesh
+        self.places = np.argsort(self.devices)  # the place of each device in the mesh
         self._ids: dict[Any, int] = {}  # by the labels, as a tuple or in bytes
         self._arrays: list[np.ndarray] = []
         self._refined: dict[tuple[int, int], int] = {}
@@ -86,7 +86,7 @@ class Relations:
         return np.array(tiles)[self.places % self.all_partitions]
 
     def intern(self, labels: np.ndarray) -> int:
-        """Return the relation in which devices of equal labels (none below 0) are equal."""
+        """Return the relation in which devices with the same label (0 or more) are equal."""
         if self.device_count <= _FEW:
             first: dict[int, int] = {}
             key: Any = tuple(map(first.setdefault, labels.tolist(), itertools.count()))
@@ -182,7 +182,7 @@ class Groups:
     # its pairs connect.
     members: np.ndarray
     sizes: np.ndarray  # the number of members of each group
-    # The relation in which members of a group are equal and a device in no group equals no other.
+    # The relation in which members of a group are equal; a device in no group is a class alone.
     relation: int
     complete: bool  # every device is in exactly one group
     ends: np.ndarray | None = (
@@ -234,12 +234,12 @@ class Groups:
 
     @functools.cached_property
     def moves(self) -> bool:
-        """Return whether data moves; False for a permute that gives each device its own data."""
+        """Return whether data moves; False for a permute whose pairs all send to themselves."""
         return self.ends is None or bool((self.ends[0] != self.ends[1]).any())
 
     @functools.cached_property
     def reaches_all(self) -> bool:
-        """Return whether every device receives data, so that a permute leaves none with zeros."""
+        """Return whether every device receives data; a permute fills the others with zeros."""
         targets = self.members if self.ends is None else self.ends[1]
         return self.complete and np.unique(targets).size == self.members.size
 
@@ -288,7 +288,9 @@ class Mesh:
         return self.along(groups.relation) if groups.complete else None
 
     def along(self, relation: int) -> tuple[str, ...] | None:
-        """Return the axes along which, and only along which, devices are equal, or None."""
+        """Return the axes whose lines are the relation's classes, or None if it follows no axes."""
+        # Only axes along which devices are equal may be in a line. The lines along all of these
+        # axes must then be exactly the classes.
         if relation not in self._along:
             varying = self.varying(relation)
             names = tuple(n for n, size in self.axes if size > 1 and n not in varying)

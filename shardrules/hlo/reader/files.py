@@ -1,4 +1,4 @@
-"""Decodes a file's bytes to text: unpacks gzip, and raises errors for files that are not text."""
+"""Decode a file's bytes to text: unpack gzip, and raise errors for files that are not text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OPTIMIZED = re.compile(r"(.+)\.(?:[^./]*_)?after_optimizations\.(?:txt|hlo)(?:\
 
 
 def before_optimizations(path: pathlib.Path) -> pathlib.Path | None:
-    """Return the text before XLA's passes that a dump has beside the text after them, or None."""
+    """Return the dump's file from before XLA's passes, given the file from after them, or None."""
     # Before: module_0001.jit_f.before_optimizations.txt. After: .cl_933746096.after_... on TPU,
     # .cpu_after_... on CPU, .sm_9.0_gpu_after_... on GPU.
     match = _OPTIMIZED.fullmatch(path.name)
@@ -51,6 +51,8 @@ def before_optimizations(path: pathlib.Path) -> pathlib.Path | None:
 
 def decode(data: bytes, name: str) -> str:
     """Return a file's bytes as text; raise HloError if they are not text."""
+    # Look for the kinds of files that people pass by mistake, from the most specific kind to the
+    # least, so that the error names the kind.
     if data.startswith(_GZIP):
         try:
             data = _unpacked(data, name)

@@ -1,8 +1,8 @@
 """The flow of values through a computation whose fusions are dissolved.
 
-A fusion is replaced by its instructions, separately at each call, a call of nothing but a loop by
-that loop, and an element of a tuple is the value that was put into the tuple. A computation's flow
-is made on demand, and kept.
+The instructions of a fusion replace it, separately at each call. A loop replaces a call that runs
+nothing else. The value that was put into a tuple replaces an element of the tuple. A computation's
+flow is computed on demand and cached.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def of(module: hm.Module, name: str) -> Flat:
 
 
 def made_by(node: Node, through: frozenset[str] | set[str]) -> Node:
-    """Return the first node that has none of these opcodes, following first operands."""
+    """Follow first operands through these opcodes; return the first other node."""
     while node.opcode in through and node.operands:
         node = node.operands[0]
     return node
 
 
 def called_loop(module: hm.Module, call: hm.Instruction) -> hm.Instruction | None:
-    """Return the loop that is all that a call runs, or None.
+    """Return the loop if a call runs one loop and nothing else; None otherwise.
 
-    XLA for CPU wraps small loops so since JAX 0.12.
+    XLA for CPU puts small loops into such calls since JAX 0.12.
     """
     if len(call.calls) != 1:
         return None
@@ -71,7 +71,10 @@ class Node:
         return [*self.users, *self.elements.values()]
 
     def enlist(self) -> None:
-        """Add this node to its operands' users; a tuple is added once a node takes all of it."""
+        """Add this node to its operands' users.
+
+        A tuple becomes a user of its elements only when some node takes the whole tuple.
+        """
         for operand in dict.fromkeys(self.operands):
             if operand.opcode == "tuple" and not operand.users:
                 operand.enlist()
@@ -112,7 +115,7 @@ class Flat:
     def _dissolved(
         self, computation: hm.Computation, given: list[Node], depth: int = 0
     ) -> list[Node]:
-        """Return a computation's nodes by position; ``given`` are the operands of its fusion."""
+        """Return a computation's nodes by position; a fusion's operands are ``given``."""
         fused = depth > 0
         nodes: list[Node] = []
         for i in computation.instructions:
@@ -140,7 +143,7 @@ class Flat:
     def _element(
         self, instruction: hm.Instruction, whole: Node, index: int, shape: hm.Shape, fused: bool
     ) -> Node:
-        """Return the value of a tuple's element, or the one node that takes the element."""
+        """Return the value of a tuple's element if it is known, else the node that takes it."""
         if whole.opcode == "tuple" and 0 <= index < len(whole.operands):
             return whole.operands[index]
         if index not in whole.elements:

@@ -1,4 +1,4 @@
-"""Keeps Python's cycle collector away from the tuples of a module."""
+"""Keep Python's cycle collector away from the tuples of a module."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Keep the cycle collector from scanning a module's tuples again and again."""
-    # About 100,000 tuples stay alive and the collector would free nothing, yet take a third of the
-    # time for 4 MB of text. Freezing moves the tuples into the oldest generation.
+    # About 100,000 tuples stay alive. For 4 MB of text, the collector would take a third of the
+    # time and free nothing. Freezing moves the tuples into the oldest generation.
     collecting = gc.isenabled()
     gc.disable()
     try:

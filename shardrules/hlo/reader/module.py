@@ -1,4 +1,4 @@
-"""The data of a compiled HLO module, which ``parser.parse`` makes and nothing changes.
+"""The data of a compiled HLO module. ``parser.parse`` makes it, and nothing changes it afterwards.
 
 An ``Instruction`` keeps offsets into the text instead of parsed attributes: most attributes
 (layouts, backend configs) are never used, and parsing them all would take longer than the proof.
@@ -126,7 +126,7 @@ _LIBRARY = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
 
 def users(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame outside of installed packages, else the innermost of all."""
+    """Return the innermost frame outside of installed packages, or else the innermost frame."""
     own = (frame for frame in frames if not _LIBRARY.match(frame.file))
     return next(own, frames[0] if frames else None)
 
@@ -211,8 +211,8 @@ class Computation:
       root: the position of the instruction that gives the result.
       is_entry: it is the module's entry computation.
       calling: positions of the instructions that call computations.
-      original: the earlier computation that this one repeats in all but names and metadata, or
-        itself.
+      original: the earlier computation that this one repeats except for names and metadata;
+        itself if it repeats none.
       called: the names of the computations that it calls, in the order of ``calling``.
     """
 
@@ -236,7 +236,7 @@ class Computation:
 
     @functools.cached_property
     def instructions(self) -> tuple[Instruction, ...]:
-        """Return its instructions; a repetition's are read when they are first asked for."""
+        """Return the instructions; a repetition reads its own at the first access."""
         return self._read(self.name)
 
     def repeated(
@@ -249,9 +249,10 @@ class Computation:
         return repetition
 
     def calls(self) -> list[tuple[Instruction, tuple[str, ...]]]:
-        """Return the original's instructions that call computations, with the names to call here.
+        """Return the instructions that call computations, with the names of these computations.
 
-        A repetition may call other computations than its original, at the same places.
+        The instructions are the original's. A repetition calls at the same places, but may call
+        other computations than its original does.
         """
         calling = [self.original.instructions[position] for position in self.calling]
         if self.original is self:
@@ -283,7 +284,7 @@ class Computation:
 
 
 def behind(computation: Computation, position: int, opcodes: Collection[str]) -> Instruction:
-    """Return the first instruction that has none of these opcodes, following first operands."""
+    """Follow first operands through these opcodes; return the first other instruction."""
     instruction = computation.instructions[position]
     while instruction.opcode in opcodes and instruction.operands:
         instruction = computation.instructions[instruction.operands[0]]
@@ -300,7 +301,7 @@ def parameter_element(computation: Computation, instruction: Instruction) -> int
 
 
 class Users(list[list[int]]):
-    """For each instruction of a computation, the positions of its users, each once."""
+    """The users of each instruction of a computation, by position; each user is listed once."""
 
     def __init__(self, computation: Computation):
         self._instructions = computation.instructions
@@ -466,7 +467,7 @@ class FrameTable:
         return self._own[frame_id]
 
     def metadata(self, text: str) -> Metadata:
-        """Return the metadata that the inside of ``metadata={...}`` states."""
+        """Return the metadata for the text between the braces of ``metadata={...}``."""
         op_name = self._OP_NAME.search(text)
         frame_id = self._FRAME_ID.search(text)
         source_file = self._SOURCE_FILE.search(text)

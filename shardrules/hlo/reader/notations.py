@@ -90,6 +90,8 @@ class TextMesh:
 
 def read_mesh(text: str) -> tuple[TextMesh, int]:
     """Read ``mesh['data'=4,'model'=2]``, with device ids inside or after it; return its end too."""
+    # First read the axes, which give the number of devices. Then read the device ids, as a list or
+    # as a transposed iota; without them, the devices are in order.
     match = _MESH.match(text)
     if not match:
         raise NotationError(f"expected mesh['axis'=size,...], got {text[:60]!r}")
@@ -191,7 +193,7 @@ def _lists_of(matrix: np.ndarray) -> IdLists:
 
 
 def id_count(mode: str, partitions: int, replicas: int) -> int:
-    """Return how many ids there are for groups in a mode (see ``flatten_groups``)."""
+    """Return the number of ids that a mode's groups choose from (see ``flatten_groups``)."""
     counts = {"cross_partition": partitions, "flattened": partitions * replicas}
     return counts.get(mode, replicas)
 
@@ -313,6 +315,7 @@ def _named_holders(text: str, inner: str, partitions: int) -> np.ndarray | None:
         not dims.startswith("[") or leftover or "?" in dims
     ):  # unreduced=, manual=, an open dimension
         return None
+    # A group along the sharded axes has one partition of each tile, so the columns are the tiles.
     return _axis_groups(mesh, _AXIS_REF.findall(dims)).T
 
 
@@ -344,7 +347,7 @@ def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
 
 
 def listed(rows: Sequence[Sequence[int]]) -> str:
-    """Return lists of devices, ``{{0,3},{1,2}}``, as text; if long, its start and a checksum."""
+    """Return lists of devices as text, ``{{0,3},{1,2}}``; shorten long text, with a checksum."""
     text = str(list(map(tuple, rows))).replace(",)", ")").translate(_AS_LISTED)
     if len(text) <= 80:
         return text

@@ -1,8 +1,8 @@
-"""Reads HLO text into a ``Module``.
+"""Read HLO text into a ``Module``.
 
-One regular expression reads an instruction as XLA prints it. Any other (nested tuples, attributes
-over several lines, text written by hand) is read piece by piece: shape, operands, attributes.
-Nothing is skipped silently: unreadable text is an ``HloSyntaxError`` with its place.
+One regular expression reads an instruction as XLA prints it. Any other instruction (nested tuples,
+attributes over several lines, text written by hand) is read piece by piece: shape, operands,
+attributes. Nothing is skipped silently: unreadable text raises ``HloSyntaxError`` with its place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SHAPE = (
     r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
     r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)"
 )
-# The rest of a line that is one whole instruction: quotes close on the line, and spaces occur only
-# after commas and in metadata, windows and shardings; any other space may precede an instruction.
+# The rest of a line that contains one whole instruction: quotes close on the line, and spaces occur
+# only after commas and in metadata, windows and shardings. Elsewhere a new instruction may begin.
 _INNER = "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
 _REST = (
     r'(?:, [^ \t-\r"]*+(?:(?:"[^"\\\n]*+(?:"|\\.[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")'
@@ -80,14 +80,14 @@ _make = tuple.__new__
 
 
 class _Reader:
-    """Reads one text; keeps its computations, and the state of the one that is being read."""
+    """Reads one text; stores its computations, and the state of the computation in progress."""
 
     def __init__(self, text: str, source: str):
         self.text, self.source = text, source
         self.computations: dict[str, hm.Computation] = {}  # those read so far, by name
         self._shapes: dict[str, hm.Shape] = {}
         self._opcodes: dict[str, str] = {}
-        self._spans: list[tuple[int, int]] = []  # of computations that repeat no other
+        self._spans: list[tuple[int, int]] = []  # of the computations that aren't repetitions
         self._depth = 0
         # The state of the computation that is being read.
         self._name = ""
@@ -114,6 +114,8 @@ class _Reader:
             raise wrong.not_hlo(text, position, self.source)
         entry: hm.Computation | None = None
         repeats = Repeats(text, self.computations)
+        # Each round reads one computation or one table. A short body that repeats an earlier one is
+        # not parsed: its instructions are read on demand (``_later``).
         while True:
             printed = _PRINTED_HEADER.match(text, position)
             if printed:
@@ -152,7 +154,7 @@ class _Reader:
             if is_entry:
                 entry = computation
         if entry is None:
-            # As in XLA, the last computation of handwritten text; XLA prints ENTRY and a layout.
+            # As in XLA, the last computation of handwritten text. XLA prints ENTRY and a layout.
             if not self.computations or "entry_computation_layout" in header:
                 raise self.error(len(text), f"{self.source} has no ENTRY computation{wrong.CUT}")
             entry = computation
@@ -210,6 +212,8 @@ class _Reader:
 
     def _computation(self, name: str, position: int) -> tuple[hm.Computation, int]:
         """Read instructions from after the opening brace to after the closing one."""
+        # This loop reads most of the text, so it keeps everything in locals. ``_instruction`` reads
+        # what ``_LINE`` doesn't match. ``_add`` checks lines that are the root or may be wrong.
         text, opening = self.text, position - 1
         self._name, self._instructions, self._places = name, [], {}
         self._parameters, self._root = {}, -1
@@ -249,7 +253,7 @@ class _Reader:
                 if usual and label not in places:
                     parameters[_NUMBERS[inside]] = start
             elif inside and opcode != "constant":
-                try:  # %a, %b, as XLA prints them now
+                try:  # %a, %b: XLA's present notation
                     if inside[0] != "%":
                         operands = self._operands(inner[0], label, start)[0]
                         count = len(instructions)
@@ -450,7 +454,7 @@ class _Reader:
         return self._places[name]
 
     def _add_element(self, label: str, start: int) -> None:
-        """Add a get-tuple-element for ``%tuple#1``, which dumps of JAX 0.12 leave out."""
+        """Add the get-tuple-element for ``%tuple#1``; dumps of JAX 0.12 leave it out."""
         name, *numbers = label.split("#")
         place = self._places.get(name)
         if label in self._places or place is None:

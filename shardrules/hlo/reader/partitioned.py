@@ -1,4 +1,4 @@
-"""Tells how far XLA has compiled a module: it has its collectives only once it is partitioned.
+"""Find out how far XLA has compiled a module; before partitioning, its collectives are missing.
 
 Before XLA's SPMD partitioner, instructions and custom calls have shardings, and the collectives
 that these shardings need are missing. After it, only parameters keep their shardings (JAX 0.4.28
@@ -32,8 +32,8 @@ _PRODUCERS = _FUSED | {"broadcast"}
 
 def is_compiled(module: hm.Module) -> bool:
     """Return False if the text shows that XLA's passes have not run to the end, else True."""
-    # XLA schedules last, but up to JAX 0.4.28 it does not schedule for CPU. There, a text may be
-    # too small to show any pass; such a text counts as compiled.
+    # XLA schedules last, but up to JAX 0.4.28 it does not schedule for CPU. A text from there may
+    # be too small to show the work of any pass; such a text counts as compiled.
     if module.header.get("is_scheduled") == "true":
         return True
     early = False
@@ -45,8 +45,8 @@ def is_compiled(module: hm.Module) -> bool:
             taken.update(i.operands)
         if early:
             continue
-        # A reshape, or an operation that XLA would have fused into its only user, shows that passes
-        # are yet to run.
+        # Two things show that passes have not run yet: a reshape, and an operation that XLA would
+        # have fused into its only user.
         alone = {
             n for n, i in enumerate(instructions) if taken[n] == 1 and _is_fused(i, _PRODUCERS)
         }

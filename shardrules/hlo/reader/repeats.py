@@ -1,8 +1,12 @@
-"""Finds computations that repeat an earlier one in all but names and metadata.
+"""Find computations that repeat an earlier one except for names and metadata.
 
-In a program with unrolled layers, most of the text repeats the same few fusions. Two regular
-expressions compare a body with the first one like it in a third of the time that reading it takes.
-The instructions of a repetition are read on demand.
+In a program with unrolled layers, most of the text repeats the same few fusions. Comparing a body
+with the first similar one takes two regular expressions, and a third of the time of reading it. The
+instructions of a repetition are read on demand.
+
+A body is cut at its names. Two bodies are alike if the texts between their names are equal, and if
+two names are equal in one body exactly where they are equal in the other. Then only the called
+computations may differ in meaning: a repetition must call repetitions of the same originals.
 """
 
 from __future__ import annotations
@@ -22,17 +26,17 @@ _Key = tuple[Any, ...]
 
 
 class Repeats:
-    """The computations of one text that others may repeat."""
+    """The computations of one text that later computations may repeat."""
 
     def __init__(self, text: str, computations: dict[str, hm.Computation]):
         self._text = text
         self._computations = computations  # those read so far
-        # By a quick fingerprint of a body: the first body with it, or None once that is cut.
+        # The first body with each fingerprint, or None after this first body has been cut.
         self._first: dict[_Key, tuple[hm.Computation, str] | None] = {}
-        # By a body's key, which is the text between its names and the pattern of equal names:
-        # ``_alone`` has the first body and its names. Once there is a second body, ``_known`` has
-        # the places of called computations among the names, and the computation to repeat for each
-        # choice of called computations.
+        # A body's key is the text between its names and the pattern of equal names. ``_alone`` maps
+        # a key to its first computation and the names in it. After a second body with this key,
+        # ``_known`` maps it to the places of called computations among the names, and to the
+        # computation to repeat for each choice of called computations.
         self._alone: dict[_Key, tuple[hm.Computation, list[str]]] = {}
         self._known: dict[_Key, tuple[list[int], dict[_Key, hm.Computation]] | None] = {}
         self._glance: _Key = ()
@@ -40,9 +44,10 @@ class Repeats:
         self._names: list[str] = []  # the names in that body
 
     def find(self, start: int, end: int) -> tuple[hm.Computation, tuple[str, ...]] | None:
-        """Return the original that a body repeats, and the names that the body calls; or None."""
+        """Return the original that a body repeats and the names that the body calls, or None."""
         # From cheap to expensive: compare fingerprints, then the text between names, then the
-        # called computations. The first body with a fingerprint is cut only when a second comes.
+        # called computations. The first body with a fingerprint is cut only when a second body has
+        # the same fingerprint.
         body = self._text[start:end]
         root = body.rfind(" = ")
         self._key = ()
@@ -108,9 +113,10 @@ class Repeats:
 def _called(
     computation: hm.Computation, parts: tuple[str, ...], names: list[str]
 ) -> list[int] | None:
-    """Return the places of called computations among the names; None if others can't repeat it."""
-    # Names may differ if each is an instruction's own name, an operand or a called computation.
-    # No string contains a name or metadata if all quotes close between two names.
+    """Return the places of called computations among the names; None if this can't be repeated."""
+    # Names may differ in a repetition only if each is an instruction's own name, an operand or a
+    # called computation. Count them to be sure that there are no others. Names and metadata must
+    # not be inside strings: that is so if every quote closes before the next name.
     whole = "\0".join(parts)
     if "\\" in whole or unknown_attributes.unknown_keys(whole):
         return None

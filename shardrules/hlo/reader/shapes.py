@@ -1,4 +1,4 @@
-"""Reads shapes."""
+"""Read the shapes of arrays, tuples and buffers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def _made(match: re.Match[str]) -> hm.Shape:
 
 
 def read(text: str, position: int) -> tuple[hm.Shape, int]:
-    """Return a shape and its end; a loop reads it, since recursion could exhaust the stack."""
+    """Return a shape and its end."""
+    # A loop with a stack of its own, since nested text could exhaust Python's stack.
     stack: list[list[hm.Shape]] = []  # the elements so far of each tuple that is still open
     while True:
         position = skip(text, position)

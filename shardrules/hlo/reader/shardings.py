@@ -1,7 +1,7 @@
-"""Reads shardings of a program's parameters from other sources, if its own text lacks them.
+"""Read the shardings of a program's parameters from other sources, if its own text lacks them.
 
-JAX 0.12 prints none in compiled text. The text of the same module before XLA's passes has them, and
-people write them as specs over a mesh.
+JAX 0.12 prints no shardings in compiled text. The text of the same module before XLA's passes has
+them, and users write them as specs over a mesh.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def lacking(module: Module) -> bool:
 def of_other_text(module: Module, other: Module) -> list[str | None]:
     """Return shardings from another text of the program, such as the one before XLA's passes.
 
-    Raise HloError if that text is of another program, or states no shardings.
+    Raise HloError if the other text belongs to another program or states no shardings.
     """
     ours, theirs = module.entry.parameters, other.entry.parameters
     found = [parameter.attribute("sharding") for parameter in theirs]
@@ -64,7 +64,7 @@ def of_other_text(module: Module, other: Module) -> list[str | None]:
 def _fits(
     module: Module, other: Module, ours: Instruction, theirs: Instruction, text: str | None
 ) -> bool:
-    """Return whether a parameter's pieces have the shape that the other text's sharding gives."""
+    """Return whether a parameter has the shape that the other text's sharding gives each device."""
     names = [text.metadata(p).op_name for text, p in ((module, ours), (other, theirs))]
     if all(names) and names[0] != names[1]:
         return False
@@ -86,9 +86,10 @@ def _fits(
 
 
 def named_mesh(text: str, given: Sequence[str | None], device_count: int) -> dict[str, int] | None:
-    """Return the only mesh that shardings in a text, or given ones, name, or None.
+    """Return the mesh that the shardings name; None if they name none or several.
 
-    If no sharding names a mesh, the groups of collectives may.
+    The shardings are those in the text and the given ones. If none of them names a mesh, read the
+    groups of the collectives.
     """
 
     def read(pattern: re.Pattern[str], part: str) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -103,7 +104,7 @@ def named_mesh(text: str, given: Sequence[str | None], device_count: int) -> dic
 
 
 def _mesh_at(text: str, device_count: int) -> tuple[tuple[str, int], ...] | None:
-    """Return the mesh at the start of a text; None unless it is the program's own, row-major."""
+    """Return the axes of the mesh at the start of a text, if it is the program's and row-major."""
     try:
         mesh, _ = notations.read_mesh(text)
     except notations.NotationError:
@@ -126,7 +127,7 @@ def read_specs(text: str) -> list[str]:
 
 
 def as_hlo(text: str, mesh: Mapping[str, int] | None, rank: int) -> str:
-    """Return a spec as an HLO sharding for an array of this rank; keep an HLO sharding as it is."""
+    """Return a spec as an HLO sharding for an array of this rank; don't change an HLO sharding."""
     if _is_hlo(text):
         return text
     dims = _spec(text)

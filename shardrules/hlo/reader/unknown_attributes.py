@@ -1,4 +1,4 @@
-"""Finds attributes that the proof does not know."""
+"""Find attributes that the proof does not know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEY = re.compile(r",\s*+([\w\-]++)\s*+=")
 
 
 def unknown_keys(text: str) -> set[str]:
-    """Return what looks like the key of an unknown attribute, in strings and metadata too."""
+    """Return all words that look like keys of unknown attributes, even in strings and metadata."""
     return {*_KEY.findall(text)} - attributes.KNOWN
 
 
@@ -25,7 +25,7 @@ def find(
 
     Args:
       text: the module's text.
-      spans: the bodies of computations that repeat no other; a repetition has no unknown ones.
+      spans: the bodies of all computations except repetitions, which have no unknown attributes.
       computations: all computations of the module.
     """
     by_offset: dict[int, str] = {}
@@ -41,7 +41,8 @@ def find(
         having_one = list(pattern.finditer(text, *span))
         if not having_one:
             continue
-        # An instruction written as an operand has no attributes, but stands before its user's.
+        # Leave out instructions that are written as operands: they have no attributes, but the
+        # attributes of their user follow them in the text.
         having = (
             i for i in computation.instructions if i.text is text and i.attributes_start < i.end
         )
@@ -61,5 +62,8 @@ def find(
 
 
 def _in_string(text: str, start: int, position: int) -> bool:
-    """Return whether a position is in a string, by counting quotes; ``start`` is in no string."""
+    """Return whether a position is in a string, by counting quotes from ``start``, outside of any.
+
+    With an escape in between, the count isn't reliable: return False.
+    """
     return text.count('"', start, position) % 2 == 1 and text.find("\\", start, position) < 0

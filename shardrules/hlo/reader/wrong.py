@@ -1,4 +1,4 @@
-"""Makes the errors for text that is not HLO, or that is cut off."""
+"""Make the errors for text that is not HLO, or that is cut off."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from shardrules.registry.binding import caller_place
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# The lines that need no warning, since their call cast something or the warning was given.
+# The lines that need no more warning: their call cast something, or they were already warned about.
 _settled: set[str] = set()
 
 _OUTSIDE = "it is not inside of a shard_map. Call it in the function that jax.shard_map maps"
@@ -98,9 +98,9 @@ def vary(x: Any, *axes: str) -> Any:
 
 
 def _warn_of_no_effect(call: str, axes: tuple[str, ...], why: str) -> None:
-    """Warn once for a line that has not cast anything, and say what to do instead."""
+    """Warn once about a line that has not cast anything, and say what to do instead."""
     scope, where = state().scope, caller_place()
-    # Don't warn in a trace that is made only for notes, or of a shard_map that is retraced with its
+    # Don't warn in a trace that is made only for notes, nor while a shard_map is retraced with its
     # check off and on.
     if where in _settled or scope.notes is not None or scope.unchecked != "leave":
         return

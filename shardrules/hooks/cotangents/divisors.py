@@ -32,7 +32,8 @@ def divisors_of(
     A sum over elements counts as a division by one over their number.
     """
     # Follow the operand back through divisions by known numbers. Then follow the result forward, as
-    # long as all its uses divide by the same number and the jaxpr doesn't return it.
+    # long as all its uses divide by the same number and the jaxpr doesn't return it. Both walks
+    # end, since each step goes to another equation and a jaxpr has no cycles.
     divisors: list[float] = []
     maker = maker_of(made, operand)
     while maker is not None and (divisor := _scaled_by(maker, number)) != 1:
@@ -43,7 +44,7 @@ def divisors_of(
     while returned.isdisjoint(names):
         scales: set[float] = set()
         divided: dict[Any, None] = {}
-        for name in names:  # the list grows meanwhile
+        for name in names:  # the loop appends to the list
             for eqn, _ in used.get(name, ()):
                 if eqn.primitive.name in _SAME_SIZE:
                     names += eqn.outvars

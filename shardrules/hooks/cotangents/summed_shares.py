@@ -1,9 +1,9 @@
 """Tell whether a cotangent may be the sum of shares at each step of a linear program.
 
 With the check off, each device transposes its own share of the cotangent of a value that is equal
-on the devices. With the check on, all of them transpose the sum. Both give the same gradients if
+on the devices. With the check on, all devices transpose the sum. Both give the same gradients if
 each step's transpose is linear and rounds no share. The transposes of JAX's own linear primitives
-are linear; that of an author's function is only if its jaxpr proves it.
+are linear. An author's transpose counts as linear only if its jaxpr proves it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
     """Say why an equation's transpose may not be linear on each device; empty if it is."""
     name = name_of(eqn)
     if name == "custom_linear_solve":
-        # An iterative solver (cg) is not linear: it would solve each device's share to its own
-        # tolerance, even where the shares cancel.
+        # An iterative solver (cg) is not linear: on each device it would solve a share to that
+        # share's tolerance, even where the shares cancel.
         return "" if _solves(eqn) else f"{name!r} is solved by a function that may not be linear"
     is_authors = hijax_object(door, eqn.primitive, eqn.params) is not None
     if is_authors or not transposed_by_jax(door, eqn.primitive) or is_opaque(eqn) or _calls(eqn):
@@ -146,7 +146,7 @@ def why_by_arguments(door: Door, eqn: Eqn) -> str:
 def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozenset[object]]:
     """Return a key that distinguishes programs: a digest of their text, and their primitives.
 
-    The text only names primitives, and doesn't show whether a batching rule is an author's.
+    The text alone names primitives, but doesn't show whether an author wrote a batching rule.
     """
     text, found = hashlib.sha256(), set()
     for program in programs:
@@ -157,7 +157,7 @@ def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozen
 
 
 def absent_tangents(eqn: Eqn) -> Sequence[bool]:
-    """Return which tangents of a custom_vjp's linear part are zero; none are in JAX 0.6.0."""
+    """Return which tangents of a custom_vjp's linear part are zero; JAX 0.6.0 marks none."""
     none_zero = [False] * (len(eqn.invars) - eqn.params["num_res"])
     zeros: Sequence[bool] = eqn.params.get("in_zeros", none_zero)
     return zeros
@@ -172,7 +172,7 @@ class CustomRules:
 
     def __init__(self, door: Door, rule_of: Callable[[Any], Any]):
         self.door = door
-        self._rule_of = rule_of  # maps the bwd that JAX binds to the author's functions
+        self._rule_of = rule_of  # maps a bwd that JAX binds to the author's functions
 
     def left(self, closed: Any) -> collections.Counter[Any]:
         """Return how often each rule is left in a program."""
@@ -183,7 +183,7 @@ class CustomRules:
     def alike(self, programs: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
         """Return which rules are left in each program, numbered in the order of first appearance.
 
-        The programs' text doesn't show whether a rule in a derivative is one that it ran.
+        The programs' text doesn't show whether a derivative already ran a rule that it holds.
         """
         met: dict[Any, int] = {}
         return tuple(
@@ -194,8 +194,9 @@ class CustomRules:
     def new(self, closed: Any, before: Any, ran: Container[Any]) -> bool:
         """Return whether a derivative holds rules that neither ran nor were in the program before.
 
-        A custom_jvp's rule ran if the differentiated program held it. A custom_vjp's rule that was
-        there and didn't run has no tangents, as long as the derivative holds no more calls of it.
+        A custom_jvp's rule ran if the differentiated program held it. If the program held a
+        custom_vjp's rule that didn't run, the rule has no tangents, as long as the derivative
+        doesn't call it more often than the program did.
         """
         counts = self.left(before)
         return any(
@@ -281,8 +282,8 @@ def computed(parts: CustomVjpInfo, jaxpr: Any, made: int) -> Computed:
 def computes_as(now: set[Computed], before: set[Computed], pairs: Mapping[Any, Any]) -> bool:
     """Return whether each bwd computes the same as before; ``pairs`` maps rules to earlier ones.
 
-    A bwd whose rule wasn't there before (the body makes it again) is identified by name, place and
-    shapes. If two bwds that compute different things can't be distinguished so, return False.
+    If the body makes a rule again at each trace, its bwd is identified by name, place and shapes.
+    If these don't distinguish two bwds that compute different things, return False.
     """
     rules = {one.rule for one in before}
 
@@ -319,7 +320,7 @@ def gradient_over(axes: frozenset[str]) -> str:
 
 
 class Shares(Reach):
-    """Finds the steps of a linear program by which gradients may differ with the check off."""
+    """Finds the steps of a linear program that may make gradients differ with the check off."""
 
     def __init__(
         self,
@@ -335,7 +336,8 @@ class Shares(Reach):
         sizes = door.manual_sizes()
         self._every = frozenset(axis for axis, size in sizes.items() if size != 1)
         # Along an axis without casts, each of n shares is one nth of the sum. If n is a power of
-        # two and the type has float32's range, rounding a share is the same as rounding the sum.
+        # two and the dtype has float32's range, rounding the shares gives the same result as
+        # rounding the sum.
         self.differing = frozenset(a for a in self._every if again or sizes[a] & (sizes[a] - 1))
         self.summed: frozenset[str] = frozenset()  # the axes over which casts sum cotangents
         self.sums: frozenset[str] = frozenset()  # the axes over which psums sum tangents
@@ -357,7 +359,8 @@ class Shares(Reach):
     @property
     def over(self) -> frozenset[str]:
         """Return the axes over which a gradient that a rule takes differs with the check off."""
-        # With the check off, no cast sums the gradient, and a psum's transpose is a psum.
+        # With the check off, no cast sums the gradient, and the transpose of a psum is a psum. With
+        # the check on, a cast's transpose sums it, and the transpose of a psum is a cast.
         return self._every & (self.summed | self.sums)
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:

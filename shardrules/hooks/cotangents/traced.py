@@ -31,7 +31,7 @@ class VjpRule(NamedTuple):
 class CustomVjpInfo:
     name: str  # the bwd's name, for messages
     fwd: Any  # the custom_vjp's fwd, as JAX wraps it
-    gradients: Sequence[None]  # not empty once its fwd took a gradient
+    gradients: Sequence[None]  # not empty once fwd has taken a gradient
     perturbed: Sequence[bool]  # for each primal, with ``symbolic_zeros=True``; else empty
     in_tree: Any  # the pytree of the primals
     in_avals: tuple[Any, ...]
@@ -55,7 +55,7 @@ class CustomVjpInfo:
             return cotangents
 
         def call(path: Path, value: Any, placeholder: Any) -> Any:
-            # A None covers a whole subtree of primals; JAX drops cotangents of a None.
+            # A None stands for a whole subtree of primals; JAX drops the cotangents of a None.
             index = None if value is None else indices.get(id(placeholder))
             return value if index is None else function(path, index, value)
 
@@ -125,9 +125,9 @@ class Trace:
 
 
 def as_arrays(door: Door, bwd: Any, args: Sequence[Any]) -> list[Trace]:
-    """Trace a bwd with saved numbers made arrays; return nothing if there are none, or it fails.
+    """Trace a bwd with its saved numbers as arrays; return nothing if it saves none, or fails.
 
-    With the check on, such numbers are arrays if they were cast.
+    With the check on, a saved number is an array if it was cast.
     """
     leaves, structure = jax.tree_util.tree_flatten(args)
     if not any(map(_is_number, leaves)):
@@ -146,7 +146,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 class TracedFwd:
-    """A custom_vjp's fwd, traced again; this fails if it closes over values of an ended trace."""
+    """A custom_vjp's fwd, traced again; tracing fails if fwd uses values of an ended trace."""
 
     def __init__(self, bwd: Any):
         self.door = bwd.door
@@ -217,7 +217,7 @@ class TracedFwd:
         return None
 
     def saved_scale(self) -> float:
-        """Return the number by which its residuals are divided."""
+        """Return the number by which the residuals are divided."""
         used = [at >= self.output_count for at in range(len(self.jaxpr.outvars))]
         jaxpr = self.door.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
         return self._origins_of(jaxpr).scale

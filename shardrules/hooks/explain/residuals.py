@@ -23,8 +23,8 @@ class NamedValue(NamedTuple):
     # ``jax.checkpoint`` reads it, so a policy that names it changes nothing
     status: str
     shape: str  # of one value, on all devices, ``"float32[8,16]"``
-    bytes: int  # of all values that the loops around it make, on all devices
-    is_output: bool  # whether its block returns it
+    bytes: int  # of all values of this name that the enclosing loops make, on all devices
+    is_output: bool  # whether the checkpointed block returns it
     source: str  # ``file:line``, empty if JAX keeps none
 
 
@@ -93,7 +93,7 @@ class _Names(Fold[_Copied]):
         self.line = internals.load().source_line
         self.has_backward = False
         self.values: dict[_EqnPlace, NamedValue] = {}
-        # The named values that enter such a pass, each with whether it went through the host.
+        # The named values that enter these passes, each with whether it went through the host.
         self.kept: set[tuple[_EqnPlace, bool]] = set()
 
     def literal(self, value: Any) -> _Copied:

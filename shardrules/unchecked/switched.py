@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 def switched(
     how: Again | None, scope: Scope | None, registry: Registry, mesh: Mapping[str, int] | None
 ) -> Switched | str:
-    """Compile a program with each check on that can be, as ``install(unchecked="check")`` does.
+    """Compile a program with every check on that can be on, as ``install(unchecked="check")`` does.
 
-    ``how`` and ``scope`` say how it was traced, and in which scope of the hooks. Returns the reason
-    if it can't be retraced: tracing depends on something that has changed since, or it changes
-    something that can't be restored.
+    ``how`` and ``scope`` say how the program was traced, and in which scope of the hooks. If it
+    can't be retraced, return the reason: tracing depends on something that has changed since, or
+    tracing changes something that can't be restored.
     """
     under = scope or Scope()
     if how is None:

@@ -1,8 +1,8 @@
 """Hide retraces from the program, which didn't ask for them.
 
-Their prints, logs and warnings are dropped, and the Python state that they change is restored. If
-they would change something outside of Python's objects, it is prevented and the retrace fails.
-Other threads are not affected.
+A retrace's prints, logs and warnings are dropped, and the Python state that it changes is restored.
+If it would change something outside of Python's objects, the change is prevented and the retrace
+fails. Other threads are not affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardrules.unchecked.python_state import Kept
 
 @dataclasses.dataclass
 class _Look:
-    """What was withheld from a thread while it retraced."""
+    """The warnings and changes that were suppressed while a thread retraced."""
 
     # The warnings that were dropped: text, category, line.
     warnings: list[tuple[str, type[Warning], int]] = dataclasses.field(default_factory=list)
@@ -84,7 +84,7 @@ def unseen(kept: Kept) -> Iterator[None]:
         except Exception:
             if not look.refused:
                 raise
-        if look.refused:  # raise even if the body caught the error and went on
+        if look.refused:  # raise even if the body caught the error
             raise retrace.Unseeable(look.refused)
 
 
@@ -113,7 +113,7 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _patch() -> None:
-    """Patch prints, logs and warnings to drop those of threads that retrace, and only those."""
+    """Patch prints, logs and warnings to drop the output of threads that retrace, and no other."""
     out: Any = _Elsewhere(sys.stdout)
     err: Any = _Elsewhere(sys.stderr)
     handle, show = logging.Logger.callHandlers, warnings.showwarning

@@ -35,7 +35,7 @@ def _named(axes: Any, call: str = "") -> frozenset[str]:
 
 
 def one_by_one(call: str, axes: tuple[Any, ...]) -> str:
-    """Return what to type instead of a tuple, a list or a set of axes; empty otherwise."""
+    """Return the call to type if axes were passed as a tuple, a list or a set; empty otherwise."""
     flat: list[Any] = []
     for axis in axes:
         if isinstance(axis, (set, frozenset)):

@@ -55,8 +55,8 @@ def _entry(e: Registration, kind: str, ordered: bool) -> ComparedRule:
 
 def written(rule: Rule) -> str:
     """Return a rule as text: its name, with a digest of its code if it is a function."""
-    # The name alone doesn't suffice: two lambdas of one function share a name even if they closed
-    # over different axes. The processes would then trace different programs, and hang.
+    # The name alone doesn't suffice: two lambdas that one function makes share a name, even if they
+    # close over different axes. The processes would then trace different programs, and hang.
     if rule.identity is None:
         return rule.name
     code = hashlib.sha256(_text(rule.identity, ()).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Read from the events of a profile's planes which operation ran where and when.
+"""Read a profile's events: which operation ran where and when.
 
 This module understands three kinds of planes that XLA's profilers write (for names and stats see
 xla/tsl/profiler/utils/xplane_schema.cc):
@@ -70,12 +70,12 @@ class Events:
     def __init__(self) -> None:
         self._origin: int | None = None
         self._programs: list[wire.WireProgram] = []  # the programs of the host that is being read
-        # Keyed by device and program; a program that the profile lacks has no proto.
+        # Keyed by device and program; a program without HLO in the profile has no proto.
         self.timelines: dict[tuple[str, wire.WireProgram], Timeline] = {}
         self.numbers: dict[str, int] = {}  # maps an operation's name to its number
         # Start and end of each step, by the host that marked it.
         self.markers: dict[str, list[tuple[float, float]]] = {}
-        # The planes that were understood, with the number of their operations.
+        # The planes that could be read, with the number of their operations.
         self.planes: dict[str, int] = {}
 
     def read(self, data: memoryview, host: str) -> None:
@@ -151,7 +151,7 @@ class Events:
             for batch in self._batches(lines.get(line_name)):
                 codes = self._codes(batch.name, names)
                 at = np.searchsorted(starts, batch.start, side="right") - 1
-                # Skip operations of the first line, which the second line repeats.
+                # Skip operations that an earlier line holds, since the second line repeats them.
                 kept = (at >= 0) & (codes >= 0) & ~np.isin(codes, seen)
                 of_line.append(np.unique(codes[kept]))
                 count += int(kept.sum())
@@ -192,7 +192,7 @@ class Events:
         return self.timelines.setdefault((device, program), Timeline())
 
     def _codes(self, column: np.ndarray, names: dict[int, str]) -> np.ndarray:
-        """Return the numbers of operations, given a plane's numbers for their names; -1 if none."""
+        """Map a plane's numbers of names to numbers of operations; -1 for other names."""
         distinct, positions = np.unique(column, return_inverse=True)
         codes = [
             self.numbers.setdefault(names[number], len(self.numbers)) if number in names else -1

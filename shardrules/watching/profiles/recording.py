@@ -18,8 +18,8 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching import compiling
 from shardrules.watching.profiles.profile import UNFINISHED
 
-_CALLS = 2  # calls of a program since the last compilation, after which the script is warm
-_RESTARTS = 9  # how often a compilation may end a recording before the last one
+_CALLS = 2  # the script is warm after this many calls of a program without a compilation
+_RESTARTS = 9  # the most recordings that a compilation may end before the last one
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 
 _Folder = tempfile.TemporaryDirectory[str]  # deletes only what it made itself
@@ -49,7 +49,8 @@ class Recorder(watching.Listener):
         self._recording = False
         self._looks = False
         self._own: _Folder | None = None  # the folder of the current recording
-        self._best: tuple[int, _Folder] | None = None  # steps left after the best one; its folder
+        # of the best recording so far: how many steps were left, and its folder
+        self._best: tuple[int, _Folder] | None = None
         self._restarts = 0
         self._ended = "the script ended"
         self._hold = contextlib.ExitStack()

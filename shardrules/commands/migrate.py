@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     before = trial.run(arguments, look=True)
     flags.say(*filter(None, [closing.behind(target, ARGUMENTS, "migrate")]))
     code = _report(arguments, target.file, before)
-    if -before.code in (signal.SIGINT, signal.SIGTERM):  # end by the signal that ended the script
+    if -before.code in (signal.SIGINT, signal.SIGTERM):  # end by the same signal as the script
         signal.signal(-before.code, signal.SIG_DFL)
         os.kill(os.getpid(), -before.code)
     return (before.code if before.code >= 0 else 128 - before.code) or code

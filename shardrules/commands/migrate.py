@@ -69,7 +69,8 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
         nonlocal runs
         runs += 1
         flags.say(f"running the script again with {counted(len(patch.sites), 'site')} switched on")
-        text = "".join(patch.after.get(file, ()))  # the patched script registers some rules itself
+        # Leave out the flags for rules that the patched script registers itself.
+        text = "".join(patch.after.get(file, ()))
         left = {
             flag: [v for v in values if rules.to_write(f"--{flag}={v}") not in text]
             for flag, values in (("rule", arguments.rule), ("rules", arguments.rules))

@@ -123,6 +123,8 @@ def _chosen(given: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
     """Choose the compiled text of each module, and describe the files that are left out."""
+    # A dump holds many texts of each module; take the one after optimizations. Other files may be
+    # HLO that a user or ``run --keep`` wrote: take those by suffix or by their first word.
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:

@@ -45,7 +45,7 @@ def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[str], str]]:
 
     def recording(
         *args: Any, **kwargs: Any
-    ) -> Any:  # JAX replaces the state with each kernel, so keep all of them
+    ) -> Any:  # JAX makes a new state for each kernel, so keep all of them
         states.append(original(*args, **kwargs))
         return states[-1]
 

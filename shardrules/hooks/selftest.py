@@ -110,6 +110,8 @@ def _difference(body: SelftestBody) -> str:
     import jax
     from jax.sharding import PartitionSpec as P
 
+    # Trace the body in a shard_map, and compare the axes over which its result varies. Then trace
+    # the gradient for ``w``, and compare the axes of its all-reduces.
     door = internals.load()
     results: list[frozenset[str]] = []
 

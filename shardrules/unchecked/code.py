@@ -1,4 +1,4 @@
-"""Read from a function's bytecode which names it uses and whether it draws random numbers."""
+"""Read a function's bytecode: which names it uses, and whether it draws random numbers."""
 
 from __future__ import annotations
 

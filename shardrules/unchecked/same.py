@@ -49,6 +49,9 @@ def assert_same_unchecked(
     Examples:
       >>> sites = testing.assert_same_unchecked(loss, params, batch)
     """
+    # Run the program as written, then with the checks on. Compare the results leaf by leaf. If a
+    # gradient that is zero up to rounding differs, compare the difference with the gradient's own
+    # noise. If nothing was switched, say so, since equal results then prove nothing.
     with _as_written() as state:
         plain, why_plain = _results(f, args)
     notes = Notes()

@@ -87,7 +87,7 @@ class UncheckedCall:
     ] = ()  # outputs that vary over more than their out_specs say
     error: str = ""  # the error of the trace with the check on; empty if it passed
     undifferentiated: str = ""  # why the derivative was not traced; empty if it was
-    takes_gradients: bool = False  # the body takes gradients, whose values the check changes
+    takes_gradients: bool = False  # whether the body takes gradients, whose values may change
     summed: tuple[str, ...] = ()  # the axes that all sums in the body name; empty if they differ
     # The all-reduces with the check off and on, in the forward and backward pass.
     before: tuple[retrace.Sum, ...] | None = None
@@ -125,7 +125,7 @@ class UncheckedSite:
 
 
 def costliest(sites: Iterable[UncheckedSite]) -> tuple[UncheckedSite, ...]:
-    """Return the sites, ordered by the bytes they move with the check off, most first."""
+    """Return the sites, sorted by the bytes that they move with the check off, most first."""
     return tuple(sorted(sites, key=lambda site: -(site.before_bytes or 0)))
 
 

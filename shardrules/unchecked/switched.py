@@ -34,6 +34,8 @@ def switched(
     can't be retraced, return the reason: tracing depends on something that has changed since, or
     tracing changes something that can't be restored.
     """
+    # Retrace in the scope and under the meshes of the first trace, with the program's Python state
+    # snapshotted, and let the hooks decide on each check. Then compile and judge the result.
     under = scope or Scope()
     if how is None:
         return "it is not known how it was traced"

@@ -119,7 +119,7 @@ def _patch() -> None:
     handle, show = logging.Logger.callHandlers, warnings.showwarning
 
     def handled(self: logging.Logger, record: logging.LogRecord) -> None:
-        if not _is_looking():  # handlers hold streams, and write to files
+        if not _is_looking():  # drop the record: handlers write to files and other streams
             handle(self, record)
 
     def shown(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
@@ -136,7 +136,7 @@ def _patch() -> None:
 
 
 def _forget(dropped: list[tuple[str, type[Warning], int]]) -> None:
-    """Make Python forget that it showed these warnings, which each module's registry records."""
+    """Make Python forget that it showed these warnings: remove them from modules' registries."""
     if not dropped:
         return
     notes = [getattr(warnings, "onceregistry", {})]

@@ -87,7 +87,7 @@ class WatchedProgram:
         if not mesh or math.prod(mesh.values()) != device_count:
             mesh = None
         shardings = program.matching(module, self._placements.parameters())
-        if self._traced.drops_axes:  # earlier programs decided which outputs are equal
+        if self._traced.drops_axes:  # earlier programs determine which outputs are equal
             return module, mesh, shardings, None
         promised = self._placements.results(self._traced.paths, program.output_shapes(module))
         return module, mesh, shardings, promised
@@ -192,7 +192,7 @@ class WatchedProgram:
         return dataclasses.replace(content, findings=advised, interpreted=self._traced.interpreted)
 
     def _switched(self) -> Switched | str:
-        """Return its costs with its shard_maps' checks on, or why they are unknown."""
+        """Return its costs with the checks of its shard_maps on, or why they are unknown."""
         from shardrules.costs.advice import is_defensive
 
         if not any(map(is_defensive, self.judgement.verdicts)):

@@ -289,6 +289,9 @@ class Graph(Fold["Value | None"]):
                 self.steps.append(Step([], [taker], self._axes(atom)))
 
     def _loop(self, eqn: Eqn, inside: Where, inputs: Values, results: Callable[..., Any]) -> None:
+        # A carry is a tangent if it is one in any iteration, so find these by a fold first. Tie the
+        # carry that the body takes to the loop's last carry: both must vary alike. A value inside
+        # runs as often as the loop times the loops around it.
         params, inner = eqn.params, opened(eqn.params["jaxpr"])
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]
@@ -363,10 +366,7 @@ class Graph(Fold["Value | None"]):
         return BwdSums(sums, arriving & frozenset().union(*(axes for _, axes in sums)))
 
     def settle(self, custom: Callable[[Any], BwdSums]) -> bool:
-        """Replace the upper bounds of custom_vjps' sums by ``custom``'s, and protect precision.
-
-        Returns whether this may have changed anything.
-        """
+        """Set custom_vjps' sums from ``custom``, protect precision; return if these may change."""
         for step, eqn, runs in self.customs:
             self._custom(step, eqn, runs, custom(eqn))
         if len({value.aval.dtype for value in self.values.values()}) < 2:

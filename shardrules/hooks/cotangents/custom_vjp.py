@@ -351,6 +351,10 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
     forever for the other devices. So fwd is traced with the types that its primals have in the
     branch (``retyping/higher_order.py``), and each device saves its own residuals.
     """
+    # The flags of nonzero tangents carry the axes of the cast (``higher_order.Mark``). A run reads
+    # them, casts the primals, and stores the trees under these axes; ``trees_of_run`` returns the
+    # trees for the axes of the current bwd. JAX caches fwd by the flags, so each set of axes gets a
+    # trace of its own.
     *before, primal = rest
     kept: dict[frozenset[str], Any] = {}  # the trees, keyed by the axes of casts
     current: frozenset[str] = frozenset()  # the axes of casts of the current run

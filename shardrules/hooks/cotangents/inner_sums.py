@@ -49,7 +49,7 @@ _CALLING = frozenset((*CALLS, "scan", "cond", "while"))
 
 def only_casts_sum(door: Door, jaxpr: Jaxpr) -> bool:
     """Return whether each psum in the transpose of a linear program comes from a cast."""
-    # An author's rule may sum there, and a transposition may recompute a sum (remat).
+    # An author's rule may hold a sum of its own, and a transposition may recompute a sum (remat).
     return not any(
         has_rule(door, eqn)
         or name_of(eqn) == "custom_lin"

@@ -364,6 +364,9 @@ def _literal(value: Any) -> Origin:
 
 def _number(eqn: Eqn, operands: Sequence[Any]) -> float | None:
     """Return the number that all elements of an equation's results hold; None if unknown."""
+    # One zero factor makes a product zero. Otherwise all operands must hold known numbers: compute
+    # arithmetic on floats, keep a number that all operands share, and multiply it in a sum by the
+    # number of summed devices or elements.
     name = eqn.primitive.name
     numbers = [None if isinstance(x, Cell) else x.number for x in operands]
     if name == "select_n":

@@ -102,7 +102,7 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     """Return whether JAX wrote both the rule of a custom_jvp or custom_vmap and its function."""
     rules = (eqn.params.get(name) for name in ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "rule"))
     rule = next(rule for rule in rules if rule is not None)
-    # ``defjvps`` and custom_root make a rule that is JAX's but calls the author's.
+    # ``defjvps`` and custom_root make a rule of JAX's that calls the author's functions.
     primal = opened(eqn.params.get("call_jaxpr", eqn.params.get("call")))
     functions = [getattr(rule, "rule", rule), *([primal] if hasattr(primal, "debug_info") else [])]
     names = map(door.function_name, functions)
@@ -125,8 +125,8 @@ _FOR_THE_CHECK = frozenset({"all_gather_invariant", "psum_invariant"})
 def why_by_arguments(door: Door, eqn: Eqn) -> str:
     """Say why an equation's derivative may differ with the check on, although a retrace agreed.
 
-    A retrace differentiates by all arguments, and without the enclosing vmaps. Empty if there is no
-    reason.
+    A retrace differentiates by all arguments, and without the enclosing vmaps; the program may not.
+    Empty if there is no reason.
     """
     name, count = name_of(eqn), sum(is_inexact(atom.aval) for atom in eqn.invars)
     if count and name in _FOR_THE_CHECK:
@@ -208,8 +208,10 @@ class CustomRules:
     def computed(self, closed: Any, depth: int = 2) -> list[tuple[Any, int | None]]:
         """Return the rules of the custom calls in a program, each with a digest of its jaxpr.
 
-        For a custom_vjp, the digest is that of its fwd. It is None if the rule can't be traced.
+        For a custom_vjp, digest its fwd. The digest is None if the rule can't be traced.
         """
+        # Trace each rule as JAX would under a derivative by all its float arguments. A rule's jaxpr
+        # may call other custom functions, so go on inside it, down to ``depth``.
         made: list[tuple[Any, int | None]] = []
         for eqn in equations(opened(closed)):
             is_vjp = name_of(eqn).startswith("custom_vjp_call")
@@ -244,7 +246,7 @@ class CustomRules:
             written = self._rule_of(eqn.params.get("bwd"))
             return None if written is None else hashable(written)
         if not name.startswith("custom_jvp_call"):
-            return None  # a transpose, which each derivative examines itself
+            return None  # a transpose: the test of each derivative looks at it
         rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("jvp_jaxpr_thunk"))
         zeros = [not is_inexact(atom.aval) for atom in eqn.invars[eqn.params["num_consts"] :]]
         try:
@@ -268,8 +270,8 @@ class Computed(NamedTuple):
     rule: Any  # the author's functions
     name: str
     place: str
-    forms: tuple[Any, ...]  # the shapes and dtypes that it takes and returns
-    made: int  # a digest of its steps
+    forms: tuple[Any, ...]  # the shapes and dtypes that the bwd takes and returns
+    made: int  # a digest of the bwd's steps
 
 
 def computed(parts: CustomVjpInfo, jaxpr: Any, made: int) -> Computed:

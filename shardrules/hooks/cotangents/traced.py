@@ -97,8 +97,8 @@ class Trace:
             self._constant = [None if isinstance(leaf, jax.Array) else leaf for _, leaf in outputs]
             return [leaf for _, leaf in returned]
 
-        # Inlining binds the same equations as bwd itself. eval_jaxpr wouldn't work: if no jit
-        # surrounds the whole program, JAX 0.6.0 can't run a kernel's equation alone.
+        # Inline the jaxpr, which binds the same equations as bwd itself. eval_jaxpr wouldn't work:
+        # if no jit surrounds the whole program, JAX 0.6.0 can't run a kernel's equation alone.
         staged = door.staged(run, self.arrays)
         if staged is not None:
             self.jaxpr, self.consts, self._put = staged
@@ -109,7 +109,7 @@ class Trace:
         else:  # JAX 0.4.28
             closed = jax.make_jaxpr(run)(*self.arrays)
         self.jaxpr, self.consts = closed.jaxpr, closed.consts
-        self._put = lambda arrays: jitted(*arrays)  # not traced again
+        self._put = lambda arrays: jitted(*arrays)  # jit has cached the trace
 
     def of(self, args: Any) -> Trace:
         other = copy.copy(self)
@@ -204,7 +204,7 @@ class TracedFwd:
 
     def dropping(self, axes: frozenset[str]) -> str | None:
         """Describe an opaque call whose rule makes outputs invariant over ``axes``, or None."""
-        # A forward that can't be traced again may hold such a call.
+        # If a forward can't be traced again, assume that it holds such a call.
         if self.jaxpr is None:
             return None if self.parts.fwd is None else "a forward that can't be traced again"
         for equation in equations(self.jaxpr):

@@ -179,6 +179,9 @@ class _Explainer:
                 visited(opened(closed), self._equation, _EqnPlace(), _entered)
 
     def _equation(self, eqn: Eqn, place: _EqnPlace, read_inside: Inside[Any, Any]) -> Sequence[Any]:
+        # Record an opaque call, a cast, a psum or a claim. For any other equation, read the jaxprs
+        # in it with the facts that hold inside: whether the check is on, how often a loop runs the
+        # jaxpr, and what its outputs are for.
         around = f"within {place.at.removeprefix('within ')}" if place.at else ""
         at = self.door.source_line(eqn.source_info)
         if around and is_library(at):  # JAX's traceback stops at the jit of a library

@@ -50,6 +50,9 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
     Raises:
       ShardrulesError: ``f`` is not callable, or holds no backward pass of a ``jax.checkpoint``.
     """
+    # Trace the gradient, and follow each named value and its copies. If one of them enters a
+    # backward pass that recomputes, it was saved as a residual (on the host if a copy went there).
+    # If a backward pass makes the named value itself, it is recomputed.
     import jax
 
     if not callable(f):

@@ -153,6 +153,8 @@ class SetHooks(Hooks):
         *args: Any,
         **params: Any,
     ) -> Any:
+        # Cast the operands as the rule asks, bind the primitive, and return the results' sets. JAX
+        # may rewrite one call more than once, so keep effects that hold for all rewrites.
         opaque = self._opaque_call(primitive, params)
         if self._leaves(primitive, original, opaque):
             return original(mesh, in_rep, *args, **params)

@@ -136,6 +136,8 @@ class Events:
         return len(where)
 
     def _tpu(self, plane: wire.Plane, host: str) -> int:
+        # Read the runs of programs first. An operation's event doesn't name its program, so assign
+        # it to the last run that started before it.
         lines = {line.name: line for line in plane.lines()}
         runs: list[tuple[float, float, str]] = []
         for batch in self._batches(lines.get("XLA Modules")):

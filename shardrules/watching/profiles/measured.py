@@ -53,6 +53,8 @@ class Times:
 
     def _cover(self, judged: Mapping[WireProgram, hlo.Judgement]) -> dict[str, Covered]:
         """Return, by device, the times of operations that hide collectives."""
+        # If a program couldn't be judged, its opcodes are unknown: guess them from the names of its
+        # operations, which begin with the opcode.
         numbers, parts = self._seen.numbers, collections.defaultdict(list)
         for (device, program), timeline in self._seen.timelines.items():
             if program in judged:
@@ -111,6 +113,7 @@ class Times:
         spans: Mapping[int, tuple[float, float]],
     ) -> tuple[tuple[tuple[int, float, float], ...], tuple[tuple[float, float], ...]]:
         """Return a device's collectives in a median step, and when it ran anything else."""
+        # Choose the step whose collectives take the median time in all.
         start, end, steps = map(np.concatenate, zip(*ran.values()))
         seen_steps, at = np.unique(steps, return_inverse=True)
         order = np.argsort(np.bincount(at, end - start), kind="stable")
@@ -247,6 +250,8 @@ class Covered:
     """The union of intervals that may overlap, to measure how much of a window it covers."""
 
     def __init__(self, start: np.ndarray, end: np.ndarray):
+        # Sort by start. A new interval of the union begins where an interval starts after the
+        # latest end so far.
         order = np.argsort(start, kind="stable")
         start, latest = start[order], np.maximum.accumulate(end[order])
         apart = np.flatnonzero(np.append(True, start[1:] > latest[:-1])[: len(start)])

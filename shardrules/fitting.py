@@ -195,7 +195,7 @@ def _table(lines: Sequence[str], columns: int) -> tuple[list[str], list[str]]:
     for column in range(len(heads)):
         if total() > columns and not any(row[column] for row in rows[1:]):
             kept.remove(column)  # it is empty
-    # Wire bytes are those of one run; drop them early if a column holds the sum of all runs.
+    # Wire bytes are of one run; drop them early if a column holds the sum of all runs.
     more = ["wire bytes"] if "in all" in heads else []
     for head in (*_LEAST[:4], *more, *_LEAST[4:]):
         if total() > columns and head in heads and heads.index(head) in kept and len(kept) > 2:

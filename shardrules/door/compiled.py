@@ -448,7 +448,7 @@ def device_count(executable: Any) -> int:
         shardings = [getattr(executable, f"_{side}_shardings", ()) for side in ("in", "out")]
         sets = (getattr(s, "device_set", ()) for s in itertools.chain(*shardings))
         return max([here, *map(len, sets)])
-    except (TypeError, ValueError):  # no shardings, or those of an abstract mesh
+    except (TypeError, ValueError):  # no shardings, or shardings of an abstract mesh
         return here
 
 

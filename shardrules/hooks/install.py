@@ -48,7 +48,7 @@ class Handle:
         """Return the shard_maps whose check is off, the costliest first.
 
         Empty without ``install(unchecked="check")``. The list includes shard_maps that were called
-        under other handles, also under those uninstalled since.
+        under other handles, even if these are uninstalled now.
         """
         return costliest(self._decisions.values())
 

@@ -1,7 +1,7 @@
 """Define the casts that users write: an early cast to varying, and a claim that a sum is complete.
 
-Both act only if shard_map tracks axis types on avals, with or without ``shardrules.install()``;
-else they return their argument.
+Both act only if shard_map tracks axis types on avals, with or without ``shardrules.install()``.
+Otherwise they return their argument.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def vary(x: Any, *axes: str) -> Any:
 
     Returns:
       The same values; ``x`` itself outside ``shard_map(check_vma=True)``, and on JAX 0.5.3 and
-      older, where the check casts by itself. A line whose call casts nothing is warned about once.
+      older, where the check casts by itself. Warns once about each line whose call casts nothing.
 
     Raises:
       AxisError: if an axis is not a manual mesh axis here, or a value is a partial sum over it.
@@ -163,8 +163,8 @@ def already_summed(ct: Any, *axes: str) -> Any:
       *axes: the mesh axes over which they were summed.
 
     Returns:
-      The same values; ``ct`` itself outside ``shard_map(check_vma=True)``. A line that calls it
-      outside of any shard_map is warned about once.
+      The same values; ``ct`` itself outside ``shard_map(check_vma=True)``. Warns once about each
+      line that calls it outside of any shard_map.
 
     Raises:
       AxisError: if an axis is not a manual mesh axis here, or a value is ``unreduced`` over it.

@@ -125,7 +125,7 @@ def transposed_sums(jaxpr: Jaxpr) -> Iterator[tuple[int, frozenset[str]]]:
 def program_text(closed: ClosedJaxpr) -> str:
     """Return a program's text without addresses, with the kernels that it calls."""
     # Cache the texts, since a rule that calls itself is printed at each of its calls: in
-    # tests/core, 16 of 17 texts were texts of a program that had been printed before.
+    # tests/core, 16 of 17 texts were of programs that had been printed before.
     if closed not in _TEXTS:
         text = "\n".join([str(closed), *_kernel_texts(opened(closed))])
         _TEXTS[closed] = _ADDRESS.sub("", text)

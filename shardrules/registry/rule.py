@@ -1,4 +1,4 @@
-"""Define rules, which map the axis types of an opaque call's inputs to those of its outputs.
+"""Define rules, which map the axis types of an opaque call's inputs to its outputs' types.
 
 A rule has two halves, like shard_map's own tables: the types to cast the inputs to before the call
 (*rewrite*), and the types that the outputs then have (*check*). It also declares the call's

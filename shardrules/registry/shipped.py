@@ -1,10 +1,10 @@
 """List the rules that come with shardrules for other libraries' primitives, kernels and targets.
 
-A library's table is used once the library has been imported. The user's own rules, and those that
-the library ships itself, win over it. Each entry computes a function of its operands on each
-device, and says why. A primitive is named ``module:attribute``; its rule is bound to that object,
-so that it doesn't match another primitive of the same name. A kernel is named as ``register`` takes
-it.
+A library's table is used once the library has been imported. The user's own rules win over it, and
+so do rules that the library ships itself. Each entry says why it computes a function of its
+operands on each device. A primitive is named ``module:attribute``; its rule is bound to that
+object, so it doesn't match another primitive of the same name. A kernel is named as ``register``
+takes it.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def assert_same_unchecked(
 
     Args:
       f: a function of arrays.
-      *args: what it is called with; none is donated.
+      *args: its arguments; none is donated.
       forced: compare with every check on, also where ``install(unchecked="check")`` leaves it off;
         use this before you switch a check on by hand.
 

@@ -218,6 +218,6 @@ SUMMED = ("returns a gradient that is summed over", "makes results equal over")
 
 
 def of_cotangents(reasons: Iterable[str]) -> list[str]:
-    """Return what to do where the gradients that pass a bwd or a transpose may change."""
+    """Return advice for sites where gradients that pass a bwd or a transpose may change."""
     sums = [any(text in reason for text in SUMMED) for reason in reasons]
     return [_SUMS_ITSELF] * any(sums) + [_WHOLE_COTANGENTS] * (not all(sums))

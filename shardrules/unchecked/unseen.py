@@ -71,7 +71,7 @@ def unseen(kept: Kept) -> Iterator[None]:
     here = threading.get_ident()
     with contextlib.ExitStack() as stack:
         stack.callback(kept.put_back)
-        if here not in _looking:  # else this is a retrace inside a retrace
+        if here not in _looking:  # if the thread is there, this retrace is inside another one
             with _lock:
                 _listen()
                 if not _looking:

@@ -300,7 +300,7 @@ class Watched:
           progress: called before each program with the number of judged programs and of all.
 
         Returns:
-          The reports of all programs, the costliest first; after Ctrl-C, of those judged so far.
+          The reports of all programs (after Ctrl-C, of the judged ones), the costliest first.
 
         Raises:
           ShardrulesError: the watch has not begun.

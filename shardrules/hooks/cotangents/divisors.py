@@ -21,7 +21,7 @@ SAME_VALUES = CASTS | set(
 
 # Equations that change at most the sign of their operand's values.
 _SAME_SIZE = SAME_VALUES | {"neg"}
-_MOST_FACTORS = 12  # the most factors of which all products are formed
+_MOST_FACTORS = 12  # form the products of this many factors, and ignore the others
 
 
 def divisors_of(
@@ -82,7 +82,7 @@ def maker_of(made: Makers, atom: Var) -> Any:
 
 
 def divided_by(name: str, first: float | None, second: float | None) -> float:
-    """Return the known number by which a ``div`` or ``mul`` divides its other operand, else 1."""
+    """Return the known number by which a ``div`` or ``mul`` divides its other operand, or 1."""
     if (first is None) == (second is None):
         return 1
     if name == "div":

@@ -44,7 +44,8 @@ from shardrules.registry.axistypes import show_axes
 # Equations whose results hold a number if all of their operands hold it.
 _SAME_NUMBER = SAME_VALUES | {"transpose", "copy", "slice", "rev", "select_n", "pmax", "pmin"}
 
-# Equations whose results are zero if all operands are; and those for which one zero is enough.
+# Equations whose results are zero if all operands are zero, and equations whose results are zero if
+# one operand is.
 _OF_ZEROS = frozenset("neg add add_any sub cumsum".split())
 _OF_ONE_ZERO = frozenset("mul dot_general".split())
 
@@ -303,7 +304,7 @@ class Origins(Fold[Origin]):
         if "psum" in name or scatters:
             text = f"{name} over {show_axes(over)}"
             for i, origin in enumerate(operands):
-                if origin.number is None:  # else it counts the devices
+                if origin.number is None:  # a sum of a known number only counts the devices
                     self._reduces(eqn, i, Reduction(text, over, origin))
         if "axis_size" in name:
             return [joined] * len(eqn.outvars)

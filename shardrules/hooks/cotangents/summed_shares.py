@@ -275,7 +275,7 @@ class Computed(NamedTuple):
 
 
 def computed(parts: CustomVjpInfo, jaxpr: Any, made: int) -> Computed:
-    """Return the description of a bwd with this jaxpr, of which ``made`` is a digest."""
+    """Return the description of a bwd with this jaxpr, whose digest is ``made``."""
     avals = [atom.aval for atom in (*jaxpr.invars, *jaxpr.outvars)]
     forms = tuple((getattr(a, "shape", None), str(getattr(a, "dtype", None))) for a in avals)
     return Computed(hashable(parts.rule), parts.name, parts.place, forms, made)
@@ -354,7 +354,7 @@ class Shares(Reach):
             self._reasons.append(str(error))
 
     def reasons_to_leave(self) -> list[str]:
-        """Return why the gradients may differ from those with the check off, with the steps."""
+        """Return why the gradients may differ with the check off, naming the steps."""
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))
 

@@ -32,7 +32,7 @@ class CustomVjpInfo:
     name: str  # the bwd's name, for messages
     fwd: Any  # the custom_vjp's fwd, as JAX wraps it
     gradients: Sequence[None]  # not empty once fwd has taken a gradient
-    perturbed: Sequence[bool]  # for each primal, with ``symbolic_zeros=True``; else empty
+    perturbed: Sequence[bool]  # for each primal with ``symbolic_zeros=True``; otherwise empty
     in_tree: Any  # the pytree of the primals
     in_avals: tuple[Any, ...]
     place: str = ""  # where the bwd is defined, ``file:line``, or empty

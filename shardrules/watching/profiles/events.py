@@ -109,7 +109,7 @@ class Events:
         return ran
 
     def merge(self, into: dict[wire.WireProgram, wire.WireProgram]) -> None:
-        """Count the operations of one program as those of another."""
+        """Count one program's operations as another program's."""
         for (device, program), timeline in list(self.timelines.items()):
             if (other := into.get(program, program)) is not program:
                 del self.timelines[device, program]
@@ -182,7 +182,7 @@ class Events:
             yield from line.batches(self._origin, stats)
 
     def _program(self, name: str, number: int) -> wire.WireProgram:
-        """Return the host's program with this name and id, or else its only one with this name."""
+        """Return the host's program with this name and id, or its only program with this name."""
         named = [program for program in self._programs if program.name == name]
         fitting = [p for p in named if number == p.number][-1:] or [p for p in named if p.proto]
         if len(fitting) != 1:

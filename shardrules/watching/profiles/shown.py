@@ -83,7 +83,7 @@ class Profile:
     programs: tuple[ProfiledProgram, ...]  # the programs that ran and have collectives
     step_count: int
     step_seconds: float  # the median step
-    marked: bool  # whether the script marked steps; else they are runs of the longest program
+    marked: bool  # whether the script marked steps; if not, they are runs of the longest program
     planes: Mapping[str, int]  # the planes that could be read, with their number of operations
     notes: tuple[str, ...]  # sentences about what the profile lacks
 

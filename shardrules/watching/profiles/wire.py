@@ -218,7 +218,7 @@ class Plane:
                 yield WireProgram(*read_title(name), bytes(module))
 
     def number_of(self, text: str) -> int:
-        """Add a text that an event holds itself to ``texts``, and return its negative number."""
+        """Add an event's own text to ``texts``, and return its negative number."""
         number = self._added.setdefault(text, -1 - len(self._added))
         self.texts[number] = text
         return number

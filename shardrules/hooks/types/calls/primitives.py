@@ -269,7 +269,7 @@ class PrimitiveHooks(Hooks):
         return abstract_eval
 
     def _is_wide(self, avals: Sequence[Aval], outputs: Any) -> bool:
-        """Return whether results vary at least as those of a kernel that doesn't communicate."""
+        """Return whether results vary at least over every axis that an operand varies over."""
         types = self.door.axis_types(outputs)
         axes = union(self.door.axis_types(avals))
         return all(axes <= axis_type.varying for axis_type in types) and any(

@@ -27,7 +27,7 @@ from shardrules.errors import AotError
 __all__ = ["gpu", "gpu_names", "missing_plugin", "tpu"]
 
 _TARGETS = pathlib.Path(__file__).with_name("targets")
-_PIP = "python -m pip install"  # a bare pip may belong to another Python: uv installs no pip
+_PIP = "python -m pip install"  # a bare pip may be another Python's: uv's environments have none
 _CUDA_MAJORS = (12, 13)
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin reads it (JAX 0.4.28 to 0.12)
 _DEVICES_PER_HOST = 8  # an HGX or DGX board of the GPUs described here

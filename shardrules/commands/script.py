@@ -225,7 +225,7 @@ def _flush() -> None:
 
 
 def _end_by_sigint(interrupts: list[bool]) -> None:
-    """If the script was interrupted, end this process by SIGINT, after its atexit functions."""
+    """End this process by SIGINT, after its atexit functions, if the script was interrupted."""
     if interrupts:
         _flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -48,9 +48,9 @@ def change(event: str, args: tuple[Any, ...]) -> str:
 def is_asked_for(frame: types.FrameType | None) -> bool:
     """Return whether the program, rather than JAX, asked for the change that a frame makes.
 
-    Three kinds of changes are not the program's: JAX writes to its compilation cache. A module that
-    is imported may change things, but only once, since it stays imported. And the garbage collector
-    may call finalizers at any time.
+    Three kinds of changes are allowed. JAX may write to its compilation cache. An import may change
+    something, but only once, since the module stays imported. And finalizers may, since the garbage
+    collector can call them at any time.
     """
     # Walk outwards, up to the start of the retrace. The change was asked for by the innermost
     # package that is JAX's or the program's (so skip Python's and NumPy's).

@@ -150,7 +150,7 @@ def _collectives(
 
 
 def _kinds(collectives: Sequence[Any]) -> list[Any]:
-    """Return a key for each collective; devices with equal keys wait for each other's."""
+    """Return a key for each collective; devices can run collectives of equal keys together."""
     kinds: list[Any] = []
     for eqn, inner in collectives:
         if not inner:

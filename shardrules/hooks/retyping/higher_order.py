@@ -1,9 +1,9 @@
 """Retype calls of jaxprs whose operands vary over more mesh axes: loops, branches, jit and others.
 
-A value that a varying predicate chooses varies. In the gradient, JAX puts a psum wherever the
-program casts an invariant value. If that is in a branch, only the devices that take the branch run
-the psum, and the program hangs (JAX 0.6 to 0.12). So operands are cast before the branches, and no
-cast is left inside.
+If a varying predicate chooses a value, the value varies. In the gradient, JAX puts a psum wherever
+the program casts an invariant value. If that is in a branch, only the devices that take the branch
+run the psum, and the program hangs (JAX 0.6 to 0.12). So operands are cast before the branches, and
+no cast is left inside.
 """
 
 from __future__ import annotations

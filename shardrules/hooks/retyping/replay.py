@@ -5,9 +5,9 @@ solve, an interpreter of jaxprs). JAX's functions cast operands that vary differ
 primitives in a jaxpr don't (0.6 to 0.12), and a called jaxpr keeps the types of its trace. So the
 hooks cast operands when an equation is bound, and retype a jaxpr for the operands of its call.
 
-A value that a predicate chooses varies as the predicate does, but JAX types it by the branches or
-the body alone. So the hooks add the predicate's axes to the results of cond, switch and while_loop
-when these are bound.
+If a predicate chooses a value, the value varies as the predicate does, but JAX types it by the
+branches or the body alone. So the hooks add the predicate's axes to the results of cond, switch and
+while_loop when these are bound.
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ class _Equation:
     def _operation(self) -> None:
         """Write an operation with the types of its abstract eval, its operands cast to agree."""
         # Raise where an author's code would have to run again, or might sum cotangents unseen. Cast
-        # operands over the gained axes alone: a cast over others would change a type that the
-        # program chose. Then ask the primitive for the types of its results.
+        # operands over the axes that they gained, so that they agree. Then ask the primitive for
+        # the types of its results.
         eqn = self.eqn
         if self.retyping.state.opaque_call_of(eqn.primitive, eqn.params) is None and any(
             var.aval.shape for inner in inner_jaxprs(eqn.params) for var in inner.invars

@@ -52,7 +52,7 @@ class Times:
         return max(runs, key=lambda spans: sum(end - start for start, end in spans))
 
     def _cover(self, judged: Mapping[WireProgram, hlo.Judgement]) -> dict[str, Covered]:
-        """Return, by device, the times of operations that hide collectives."""
+        """Map each device to the times of operations that hide collectives."""
         # If a program couldn't be judged, its opcodes are unknown: guess them from the names of its
         # operations, which begin with the opcode.
         numbers, parts = self._seen.numbers, collections.defaultdict(list)
@@ -144,7 +144,7 @@ class ProfiledSite(NamedTuple):
 
 
 def sites(judgement: hlo.Judgement) -> dict[str, ProfiledSite]:
-    """Return, by a collective's name, the operations for which a profile has events."""
+    """Map each collective's name to the operations by which a profile shows the collective."""
     callers: dict[str, Any] = {}
     users: dict[str, str] = {}
     for computation in judgement.module.computations.values():

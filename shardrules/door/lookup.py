@@ -64,6 +64,9 @@ def is_cached(function: Any) -> bool:
 
 def look(symbol: Symbol) -> tuple[Any, tuple[Any, str], str]:
     """Return a symbol, its owner, and the problem with it (empty if there is none)."""
+    # Import the module, follow the attributes, and compare the parameters that the hooks use with
+    # the signature. A class may have them as slots. JAX's C++ caches hide their signature, so trust
+    # these.
     module, _, path = symbol.path.partition(":")
     *classes, attribute = path.split(".")
     try:

@@ -79,6 +79,8 @@ class AxisType:
         unreduced: Iterable[str] = frozenset(),
         reduced: Iterable[str] = frozenset(),
     ) -> AxisType:
+        # Look the type up by the arguments first, which are frozensets in the usual case, and then
+        # by their checked form. Two threads may make one type at once: setdefault keeps the first.
         key: tuple[Any, ...] = (varying, unreduced, reduced)
         try:
             existing = cls._types.get(key)

@@ -127,6 +127,8 @@ def differences(
     ours: Sequence[ComparedRule], theirs: Sequence[ComparedRule], us: str, them: str
 ) -> Iterator[tuple[str, str]]:
     """Yield the name of each entry that differs, with a line about it."""
+    # First compare entries of the same kind and name. Then compare the order in which the rules
+    # that both have were registered.
     left, right = _keyed(ours), _keyed(theirs)
     for key in {**left, **right}:
         our_entry, their_entry = left.get(key), right.get(key)

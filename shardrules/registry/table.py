@@ -95,6 +95,8 @@ def normalise(name: str) -> str:
 
 def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
     """Return whether a declaration matches a compiled call by its op_name."""
+    # A name may stand for the whole op_name, or for the scope nearest to the call. That is the last
+    # part but one, without the transformations around it: ``name`` in ``jit(f)/jvp(name)/call``.
     # XLA may join the names of two operations with ";". The text before a name is then not a scope.
     scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
     names = [op_name]
@@ -379,6 +381,8 @@ class Registry:
 
     @staticmethod
     def _best(name: str, matching: list[Registration]) -> Registration:
+        # An exact name beats a pattern, and the user's rule beats a library's. A declaration beats
+        # another one only if it is no worse in either way. If several are left, they must agree.
         def beats(a: Registration, b: Registration) -> bool:
             ours, theirs = (not a.is_pattern, not a.library), (not b.is_pattern, not b.library)
             return ours != theirs and all(x >= y for x, y in zip(ours, theirs))

@@ -202,6 +202,9 @@ class Body:
         self._done(eqn, operands, **{key: new if key == "branches" else new[0]})
 
     def _operation(self, eqn: Eqn, step: Step) -> None:
+        # If the step can't vary over more axes (``fixed`` is None), its tangents keep their types.
+        # A bwd that gains axes is wrapped, so that it returns shares. Any other operation takes its
+        # operands over the axes of its label; over ``fixed`` axes they keep their own.
         over, types = self.labels[step], self.door.axis_types(atom.aval for atom in eqn.invars)
         wants: list[Axes | None] = [type_.varying for type_ in types]
         changes = {}

@@ -264,6 +264,9 @@ class CustomVjpHooks(Hooks):
     def _run_bwd(
         self, bwd: Any, scope: Scope, parts: CustomVjpInfo, is_wrapped: bool, *args: Any
     ) -> Any:
+        # With the check off, bwd runs as it is; a retrace also notes what it computes. With the
+        # check on, trace bwd first, and note or warn about cotangents that arrive summed. Then
+        # prove, sum and cast each cotangent that it returned (``_match``).
         notes = self.state.scope.notes
         is_looked_at = scope.notes is not None and scope.unchecked == "on"
         with self._enter(parts.name, scope, in_bwd=is_looked_at):

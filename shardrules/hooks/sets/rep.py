@@ -179,6 +179,8 @@ class SetHooks(Hooks):
         *in_rep: set[str] | None,
         **params: Any,
     ) -> Any:
+        # The rewrite has found the call's rule in its scope, which is closed by now, so use the
+        # rewrite's OpaqueCall. A cast can't be added any more: raise if one is missing.
         opaque = self._opaque_call(primitive, params)
         if opaque.registration is None:
             opaque = self._rewritten.get((primitive.name, opaque.call.name), opaque)

@@ -47,7 +47,7 @@ class _Evaluations(dict[Any, Any]):
 
     def __init__(self, original: Any, law_of: Callable[[Any], Law]):
         super().__init__()
-        self._original = original  # the class's own, which raises that there is none
+        self._original = original  # the class's own method, which raises for a missing rule
         self._law_of = law_of
 
     def __missing__(self, primitive: Primitive) -> Any:

@@ -135,6 +135,9 @@ class TypeNoteHooks(Hooks):
 
     @contextlib.contextmanager
     def _annotated(self, returned: list[_Returned]) -> Iterator[None]:
+        # JAX's error may be a text, or the leaves that fail, from which JAX writes the text later
+        # (``_specs_error``). Add the causes to the text, or pass them on in ``here.refused``. The
+        # notes also go to the enclosing shard_map, whose outputs may depend on these results.
         here, outer = self.state.here, self.state.here.body.notes
         noted: dict[tuple[str, frozenset[str]], Any] = {}
         contradictions: list[Any] = []

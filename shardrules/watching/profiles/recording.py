@@ -35,6 +35,11 @@ class Recorder(watching.Listener):
     to.
     """
 
+    # ``returned`` counts the calls of each program since the last compilation. Once a program has
+    # been called _CALLS times, ``_start`` begins to record: at that call, or at the next marker if
+    # the script marks steps. ``_count`` ends the recording after the wanted steps. ``compiling``
+    # ends it early, and the calls are counted from zero.
+
     def __init__(self, step_count: int, folder: str):
         self.left = self._wanted = step_count  # the number of steps still to record
         # the reason why nothing is recorded

@@ -161,6 +161,8 @@ class MeshKernelHooks(Hooks):
         return lowered
 
     def _source(self, function: Any) -> Any:
+        # Pallas wraps the user's kernel in functions of its own. Follow their closures to the
+        # user's function, or to a jaxpr whose source was recorded before.
         while module_of(function).startswith(PALLAS):  # the user's kernel is in its closure
             held = dict(held_by(innermost(function)))
             for value in held.values():
@@ -183,6 +185,9 @@ class MeshKernelHooks(Hooks):
 
     def _mpmd_map(self, meshes_and_fns: Any, /, out_types: Any = (), **kwargs: Any) -> Any:
         """Return the kernel, with the check on again if plgpu.kernel switched it off."""
+        # plgpu.kernel switches the check off around the call. The frame says whether it was on
+        # outside; switch it on again only for plgpu's own function. Annotations that JAX converts
+        # meanwhile belong to this kernel: keep them for its call.
         door, here = self.door, self.state.here
         again = (
             here.kernel.checked

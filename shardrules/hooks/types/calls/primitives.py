@@ -310,6 +310,8 @@ class PrimitiveHooks(Hooks):
         return carrier
 
     def _complete(self, carrier: Any, primitive: Primitive, scope: Scope) -> None:
+        # Copy each rule of the primitive that JAX's tables hold by now. A user may register more
+        # rules later, so this runs at each bind.
         modules = (vars(importlib.import_module(name)) for name in _TABLES)
         tables = itertools.chain(*(list(module.values()) for module in modules))
         for table in [*tables, self.door.fancy_transposes]:

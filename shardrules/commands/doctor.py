@@ -21,7 +21,7 @@ from shardrules.hooks import selftest
 from shardrules.hooks.install import install, state
 
 ARGUMENTS = flags.RULES
-_OURS = "shardrules' table"  # ``where`` of the rules that this package ships begins so
+_OURS = "shardrules' table"  # the beginning of ``where`` for rules that this package ships
 _ABSENT: dict[str, tuple[str, Callable[[], object]]] = {  # absent devices to test each compiler
     "tpu": ("v5e:2x4", lambda: aot.tpu("v5e:2x4")),
     "gpu": ("8 h100", lambda: aot.gpu("h100", 8)),

@@ -42,7 +42,7 @@ class Scope:
     # What to do with unchecked shard_maps: ``leave`` them as written, or ``check`` whether their
     # check can be on. After the decision, ``on`` or ``off`` is in force inside the shard_map.
     unchecked: str = "leave"
-    derivatives_count: int = 0  # enclosing reverse passes; counted only where casts are placed
+    derivatives_count: int = 0  # enclosing reverse passes; counted only if casts are placed
     in_bwd: bool = False  # whether a bwd runs, in a retrace with the check on
 
 

@@ -1,4 +1,4 @@
-"""Compare unchecked shard_maps with their check off and on, and switch it on where both agree.
+"""Compare unchecked shard_maps with their check off and on, and switch it on if both agree.
 
 ``install(unchecked="check")`` decides once for each site and program. At the call, it traces the
 program with the check off and on, forward and with its derivatives; it compiles and runs nothing.

@@ -156,7 +156,7 @@ def _off(a: Result, b: Result) -> tuple[float, float]:
 
 
 def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
-    """Say if a difference may be rounding alone, as where a script subtracts equal values."""
+    """Say if a difference may be rounding alone, as when a script subtracts equal values."""
     # Judge by the rounding of the program's arguments, not of its results: a step returns weights
     # too, and their rounding could hide a wrong gradient. The arguments must differ by about as
     # much as the result does. If they are equal, the difference is not rounding.

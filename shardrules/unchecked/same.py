@@ -35,7 +35,7 @@ def assert_same_unchecked(
     Args:
       f: a function of arrays.
       *args: its arguments; none is donated.
-      forced: compare with every check on, also where ``install(unchecked="check")`` leaves it off;
+      forced: compare with every check on, even if ``install(unchecked="check")`` leaves it off;
         use this before you switch a check on by hand.
 
     Returns:

@@ -169,7 +169,7 @@ def container(value: Any) -> Undo:
 
 
 def _put_items(value: Any, now: Any, before: Any) -> None:
-    """Restore a dict's items to ``before``, where ``now`` differs in items or in their order."""
+    """Restore a dict's items to ``before``; ``now`` differs in its items or in their order."""
     kind, pairs = _container_kind(value), zip(now, before)
     if len(now) >= len(before) and all(a[0] is b[0] for a, b in pairs):
         # Only new keys were added, so don't clear the dict: Python may need its items meanwhile.

@@ -484,7 +484,7 @@ def watch(*, strict: bool = False, allow: Mapping[str, str] | None = None) -> Wa
     as they are. The programs are judged when ``seen`` is printed or its verdicts are read.
 
     Args:
-      strict: accept proofs alone: verdicts that rest on declared rules are findings.
+      strict: accept only proofs: verdicts that rest on declared rules are findings.
       allow: known findings, each with a reason, as for ``testing.assert_no_defensive_psum``.
 
     Raises:

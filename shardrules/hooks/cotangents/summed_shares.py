@@ -146,7 +146,7 @@ def why_by_arguments(door: Door, eqn: Eqn) -> str:
 def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozenset[object]]:
     """Return a key that distinguishes programs: a digest of their text, and their primitives.
 
-    The text alone names primitives, but doesn't show whether an author wrote a batching rule.
+    The text names primitives, but doesn't show whether an author wrote their batching rules.
     """
     text, found = hashlib.sha256(), set()
     for program in programs:

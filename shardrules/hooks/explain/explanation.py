@@ -119,7 +119,7 @@ class MissingRule:
     primitive: str  # ``pallas_call`` or another
     defined_at: str  # where its function is defined, ``file:line``, or empty
     called_at: tuple[str, ...]  # the source lines of its calls
-    inputs: tuple[AxisType, ...]  # types at the first call; empty where the check is off
+    inputs: tuple[AxisType, ...]  # types at the first call; empty if the check is off there
     checked: bool  # whether the check is on at one of its calls
     lines: tuple[str, ...]  # paste any one of them
 

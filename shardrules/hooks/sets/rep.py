@@ -335,7 +335,7 @@ class SetHooks(Hooks):
             running[-1].enter(parts, args)
 
     def _match_replication(self, src: Any, dst: Any, x: Any) -> Any:
-        """Sum a cotangent that varies where its primal doesn't, unless it is already the sum."""
+        """Sum a cotangent over axes that its primal doesn't vary over, unless it is the sum."""
         running = self.state.here.bwd.running
         if not running or not running[-1].returned:  # called for a custom_jvp's tangents
             return self.door.match_replication(src, dst, x)

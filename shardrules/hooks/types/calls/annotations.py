@@ -89,7 +89,7 @@ _ELSEWHERE: _Source = ()
 
 
 class _Sources(Fold[_Source]):
-    """Finds where a jaxpr's outputs' gradients flow, given where its inputs' gradients flow."""
+    """Finds where the gradients of a jaxpr's outputs flow, given the same for its inputs."""
 
     bottom = None
 

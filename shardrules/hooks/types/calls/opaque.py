@@ -109,7 +109,7 @@ jax.tree_util.register_pytree_node(
 def typed(
     door: Door, opaque: OpaqueCall, avals: Sequence[Aval], types: tuple[AxisType, ...]
 ) -> tuple[Any, ...]:
-    """Return avals with these axis types, made wider where an annotation is wider."""
+    """Return avals with these axis types; a wider annotation makes its output's type wider."""
     if any(opaque.annotations):
         types = tuple(
             answer if note is None else answer.vary(*(note.varying - answer.axes))

@@ -40,7 +40,7 @@ class _CallKind(NamedTuple):
     def read(self, params: Params) -> tuple[Any, tuple[str, ...]]:
         """Return the kernel's function, or None, and the names to look up."""
         function = params.get(self.function)
-        function = getattr(function, "callback_func", function)  # where JAX wraps a callback
+        function = getattr(function, "callback_func", function)  # JAX wraps a callback
         names = [params.get(key) for key in ("kernel_name", "target_name", "name")]
         # An exported program may hold any kernel or collective. jax-triton keeps the function in
         # ``fn``.

@@ -1,7 +1,7 @@
-"""Replication rules for opaque kernels in shard_map, and a verifier of what they compile to.
+"""Replication rules for opaque kernels in shard_map, and a verifier of compiled programs.
 
-Importing this package changes nothing in JAX and does not import it: every public name is
-loaded on first use (PEP 562), so the verifier also runs where no JAX is installed.
+Importing this package neither imports nor changes JAX. Every public name is loaded on first use
+(PEP 562), so the verifier also runs without JAX.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any as _Any
 
 from shardrules.registry import binding as _binding
 
-if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
+if TYPE_CHECKING:  # for checkers and editors, the names in _HOME and _MODULES
     from shardrules import aot as aot
     from shardrules import checks as checks
     from shardrules import costs as costs
@@ -53,10 +53,10 @@ if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
     from shardrules.watching.profiles.profile import profile as profile
     from shardrules.watching.programs import watch as watch
 
-# The version is written here and nowhere else; setup.cfg reads it from this file.
+# The version is written only here; setup.cfg reads it from this file.
 __version__ = "0.2.0"
 
-# From modules to their public names.
+# Maps modules to their public names.
 _NAMES = {
     "errors": "ShardrulesError",
     "hooks": "install",
@@ -78,7 +78,7 @@ _MODULES = "aot checks costs errors hlo hooks pallas registry report testing".sp
 __all__ = ["__version__", *sorted(_HOME)]
 
 
-if not TYPE_CHECKING:  # with it, checkers would take any name for one of the package
+if not TYPE_CHECKING:  # if checkers saw this function, they would accept any name
 
     def __getattr__(name: str):
         if name in _HOME:
@@ -94,7 +94,7 @@ if not TYPE_CHECKING:  # with it, checkers would take any name for one of the pa
 
 
 def _call_declared(declared: _Any, *args: _Any, **kwargs: _Any) -> _Any:
-    # An op is called: by now there is a JAX.
+    # Import this late: calling an op needs JAX, importing the package doesn't.
     from shardrules.hooks.install import call_declared
 
     return call_declared(declared, *args, **kwargs)

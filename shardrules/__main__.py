@@ -1,6 +1,6 @@
-"""The command line: ``shardrules COMMAND``, or ``python -m shardrules COMMAND``.
+"""Run the command line: ``shardrules COMMAND``, or ``python -m shardrules COMMAND``.
 
-It needs no JAX. Exit code 2: an input can't be read, or the command can't run here.
+It works without JAX. Exit code 2: an input can't be read, or the command can't run here.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ShardrulesError, OSError) as error:
         flags.say(str(error))
         return UNUSABLE
-    except KeyboardInterrupt:  # run and migrate report a script's own interrupt as Python does
+    except KeyboardInterrupt:  # an interrupt of a script is reported by run and migrate
         print("shardrules: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
 def _meant(given: str, message: str) -> str:
-    """Return a question about the command or the flag that was probably meant, if one is near."""
+    """Return the question "did you mean ...?" with a similar command or flag, if there is one."""
     import difflib
 
     if given in COMMANDS:
@@ -68,7 +68,7 @@ def _meant(given: str, message: str) -> str:
 
 
 def _parser(given: str) -> Any:
-    """Make the parser of one command, or of all where the name is unknown."""
+    """Make the parser of one command, or of all commands if the name is unknown."""
     import argparse
 
     class Paragraphs(argparse.HelpFormatter):
@@ -94,8 +94,8 @@ def _parser(given: str) -> Any:
     version = f"shardrules {shardrules.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    # Import the given command alone: a script that it runs may set environment variables that
-    # NumPy reads when it is imported.
+    # Import only the given command: it may run a script that sets environment variables, which
+    # NumPy reads at import.
     for name in [given] if given in COMMANDS else COMMANDS:
         module = importlib.import_module(f"shardrules.commands.{name}")
         text = module.__doc__ or ""

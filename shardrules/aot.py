@@ -1,12 +1,12 @@
-"""Devices of absent accelerators, to compile for.
+"""Describe the devices of absent accelerators, to compile for them.
 
-A topology description needs the platform's compiler and no hardware: libtpu holds the compiler for
-TPUs, JAX's CUDA plugin that for GPUs (compiling needs none of NVIDIA's own libraries). Both run in
-one process. The HLO is the real compiler's, kernels included.
+A topology description needs the platform's compiler but no hardware. libtpu holds the compiler for
+TPUs, and JAX's CUDA plugin the one for GPUs (compiling doesn't need NVIDIA's own libraries). Both
+work in one process. The HLO comes from the real compiler, with the kernels in it.
 
-Nothing runs on these devices. Under ``jax.set_mesh`` of such a mesh, JAX runs every operation
-outside of ``jax.jit`` there, even ``jnp.ones(8)``, and raises "'Executable' object has no attribute
-'local_devices'": make arrays before it, or pass ``jax.ShapeDtypeStruct``.
+No program can run on these devices. Under ``jax.set_mesh`` of such a mesh, JAX tries to run every
+operation outside of ``jax.jit`` there, even ``jnp.ones(8)``, and raises "'Executable' object has no
+attribute 'local_devices'": make arrays before ``set_mesh``, or pass ``jax.ShapeDtypeStruct``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def tpu(topology_name: str) -> tuple[Any, ...]:
             topology=topology_name,
         )
     _require("tpu")
-    # Without the first, libtpu queries a metadata server that only Cloud TPU machines have. Without
-    # the second, it refuses to load while another process has it loaded.
+    # Without the first variable, libtpu queries a metadata server that only Cloud TPU machines
+    # have. Without the second, libtpu can't be loaded while another process has loaded it.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     return _describe("tpu", topology_name.strip())
@@ -118,13 +118,13 @@ def gpu_names() -> tuple[str, ...]:
 
 @checked
 def missing_plugin(platform: str) -> str | None:
-    """Return the pip command that installs a platform's compiler, or None where it is installed.
+    """Return the pip command that installs a platform's compiler, or None if it is installed.
 
     Args:
       platform: ``tpu`` or ``gpu``.
 
     Raises:
-      AotError: it is neither.
+      AotError: the platform is neither.
     """
     if platform not in ("tpu", "gpu"):
         raise AotError(
@@ -181,7 +181,7 @@ def _describe(platform: str, topology_name: str, **options: Any) -> tuple[Any, .
     try:
         try:
             description = describe()
-        except NotImplementedError:  # JAX loads no plugin without a driver
+        except NotImplementedError:  # without a driver, JAX doesn't load the plugin
             if platform != "cuda":
                 raise
             _load_cuda_plugin()
@@ -200,7 +200,7 @@ def _load_cuda_plugin() -> None:
     """Load JAX's CUDA plugin without a driver, and without its check for NVIDIA's libraries."""
     import jax
 
-    jax.devices()  # choose the default platform first: the plugin's devices can't run
+    jax.devices()  # choose the default platform before: the plugin's devices can't run programs
     before = os.environ.get(_SKIP_CHECK)
     os.environ[_SKIP_CHECK] = "1"
     try:

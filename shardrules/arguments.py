@@ -1,12 +1,12 @@
 """Check the arguments of public functions against their annotations.
 
-A function itself checks what an annotation can't express (a mesh axis that is not in scope, an
-unknown name), and each parameter that is annotated ``Any``.
+Functions themselves check whatever an annotation can't express (a mesh axis that is not in scope,
+an unknown name), and each parameter that is annotated ``Any``.
 
-Type checkers find these mistakes where people run them; notebooks and most training scripts don't.
-Of the 3,069 wrong arguments in ``tests/test_arguments.py``, 190 pass without this module, and some
-of those weaken an assertion (``strict="no"`` is strict); 827 end in an AttributeError or TypeError
-about a line of this package.
+Type checkers find these mistakes too, but people don't run them on notebooks and on most training
+scripts. Of the 3,069 wrong arguments in ``tests/test_arguments.py``, 190 pass without this module,
+and some of the 190 weaken an assertion (``strict="no"`` is strict); 827 end in an AttributeError or
+TypeError about a line of this package.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def checked(f: Any = None, *, own: tuple[str, ...] = ()) -> Any:
 
     @functools.cache
     def wanted() -> list[tuple[inspect.Parameter, _Wanted]]:
-        hints = typing.get_type_hints(f)  # at the first call: all modules are imported by then
+        hints = typing.get_type_hints(f)  # do this at the first call: all modules are imported then
         annotated = [(p, hints.get(p.name, Any)) for p in signature.parameters.values()]
         return [
             (p, _wanted(hint)) for p, hint in annotated if hint is not Any and p.name not in own
         ]
 
-    # The argument types that fit, where types alone decide. The hooks call some of these functions
-    # for each traced call, and checking takes longer than most of them.
+    # The combinations of argument types that fit, if types alone decide. The hooks call some of
+    # these functions for each traced call, and checking would take longer than most of them.
     fitted: set[tuple[type, ...]] = set()
 
     @functools.wraps(f)
@@ -115,14 +115,14 @@ def shown(value: Any) -> str:
 class _Wanted(NamedTuple):
     name: str  # in messages
     fits: Callable[[Any], bool]
-    by_type: bool = False  # a value's type alone decides if it fits; for containers it does not
+    by_type: bool = False  # whether a value's type alone decides; False for containers
 
 
 def _is_number(kind: type) -> Callable[[Any], bool]:
     return lambda v: isinstance(v, kind) and not isinstance(v, bool)
 
 
-_KINDS = {  # numpy's booleans and numbers fit too
+_KINDS = {  # booleans and numbers of NumPy fit too
     bool: _Wanted("True or False", lambda v: type(v).__name__ in ("bool", "bool_"), True),
     int: _Wanted("an int", _is_number(numbers.Integral), True),
     float: _Wanted("a number", _is_number(numbers.Real), True),
@@ -142,7 +142,7 @@ def _wanted(hint: Any) -> _Wanted:
         name = " or ".join(option.name for option in options)
         by_type = all(option.by_type for option in options)
         return _Wanted(name, lambda v: any(option.fits(v) for option in options), by_type)
-    if root is typing.Literal:  # its function says which values there are
+    if root is typing.Literal:  # the function itself checks for the allowed values
         root = type(inner[0])
     if root in _KINDS:
         return _KINDS[root]
@@ -166,17 +166,17 @@ def _wanted(hint: Any) -> _Wanted:
 
 
 def allowance(text: str, flag: str = "--allow") -> tuple[str, str]:
-    """Read a known finding and why it stays, from a command line.
+    """Read a known finding and the reason why it stays from a command line.
 
     Args:
       text: ``"redundant all-reduce(model): issue 12"``.
-      flag: where it was typed.
+      flag: the flag with this text.
 
     Returns:
       The finding and the reason.
 
     Raises:
-      ShardrulesError: it gives no reason.
+      ShardrulesError: the text gives no reason.
     """
     what, colon, reason = text.partition(": ")
     if not colon:

@@ -1,7 +1,7 @@
-"""The exceptions of shardrules, each also a subclass of a builtin exception.
+"""Define the exceptions of shardrules, each also a subclass of a builtin exception.
 
 Every message says what failed, with which values, which rule was broken and what to type next. The
-values are attributes too, so that a caller need not parse the text.
+values are also attributes, so that callers don't have to parse the text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardrules import fitting
 
 
 def few(names: Sequence[str], limit: int) -> str:
-    """Write the first names, and how many more there are."""
+    """Write the first names and the number of the others."""
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
@@ -38,7 +38,7 @@ class ShardrulesError(Exception):
         for key, value in data.items():
             setattr(self, key, value)
 
-    if typing.TYPE_CHECKING:  # the data
+    if typing.TYPE_CHECKING:  # the attributes from ``data``
 
         def __getattr__(self, name: str) -> typing.Any: ...
 
@@ -47,12 +47,13 @@ class ShardrulesError(Exception):
 
 
 class _Report(ShardrulesError):
-    """An error whose message is a report: its lines are as long as COLUMNS says, if it is set."""
+    """An error whose message is a report; if COLUMNS is set, its lines are at most that long."""
 
     def __str__(self) -> str:
         if not os.environ.get("COLUMNS"):  # logs keep whole lines
             return self.message
-        name = f"{type(self).__module__}.{type(self).__qualname__}: "  # Python writes it before
+        # Python writes this before the message.
+        name = f"{type(self).__module__}.{type(self).__qualname__}: "
         pytest_indent = 8 if "PYTEST_CURRENT_TEST" in os.environ else 0
         fitted = fitting.fitted(name + self.message, fitting.width() - pytest_indent)
         return fitted.removeprefix(name) if fitted.startswith(name) else self.message
@@ -101,9 +102,10 @@ class MissingProcessError(ShardrulesError, TimeoutError):
 class CotangentError(ShardrulesError, ValueError):
     """A cotangent of a bwd or a transpose that can't safely be cast to its primal's type.
 
-    A bwd's error has a ``problem``: ``undecided`` (a share or the sum), ``mixed`` (both, added),
-    ``unmoved`` or ``averaged`` (each device would get the whole), ``summed`` (a second time),
-    ``of_others`` (a sum of other values' cotangents), ``lost`` (JAX drops axes from its type).
+    An error about a bwd has a ``problem``. ``undecided``: the cotangent is a share or the sum.
+    ``mixed``: it is a share plus a sum. ``unmoved`` or ``averaged``: each device would get the
+    whole. ``summed``: it is summed a second time. ``of_others``: it is a sum that holds other
+    values' cotangents. ``lost``: JAX drops axes from its type.
     """
 
 
@@ -112,7 +114,7 @@ class RefError(ShardrulesError, ValueError):
 
 
 class UnsupportedJaxError(ShardrulesError, RuntimeError):
-    """A JAX whose internals differ from those that the hooks are written for."""
+    """A JAX whose internals differ from the internals that the hooks are written for."""
 
 
 class UntestedJaxWarning(ShardrulesError, UserWarning):
@@ -124,7 +126,7 @@ class NotInstalledError(ShardrulesError, RuntimeError):
 
 
 class AotError(ShardrulesError, RuntimeError):
-    """A missing compiler for an absent accelerator, or a topology that it doesn't know."""
+    """A missing compiler for an absent accelerator, or a topology that the compiler rejects."""
 
 
 class ProfileError(ShardrulesError, ValueError):
@@ -169,7 +171,7 @@ class CollectiveAssertionError(_Report, AssertionError):
 
 
 class ReplicationAssertionError(_Report, AssertionError):
-    """Arrays whose shardings say replicated, but that differ or are not proven equal."""
+    """Arrays that differ or aren't proven equal, although their shardings say replicated."""
 
 
 class CostAssertionError(_Report, AssertionError):

@@ -1,6 +1,7 @@
-"""Text made to fit a terminal: lines wrapped, tables narrowed, verdicts in colour.
+"""Fit text to a terminal: wrap lines, narrow tables, colour verdicts.
 
-Imports neither jax nor NumPy: a script that is run may set first what they read.
+This module imports neither jax nor NumPy: a script that a command runs may first set environment
+variables that they read at import.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-WIDTH = 100  # where no terminal says it
-_NARROWEST = 40  # below this, lines are as wide as this
-_CELL = 4  # to which a column is narrowed at most
-_SHORT = 16  # to which they are after that, before other text is wrapped
-_PATH = 24  # to which paths are shortened before columns are left out
+WIDTH = 100  # the width without a terminal
+_NARROWEST = 40  # the least width of lines, even in a narrower terminal
+_CELL = 4  # the least width of a column
+_SHORT = 16  # columns of paths are narrowed to this width before other columns are narrowed
+_PATH = 24  # paths are shortened to this length before columns are left out
 _RULE = re.compile(r"-+(?:-\+-+)+")
 _FASTEST = re.compile(r"(?<=s), [^(),]*\)$")  # the device in "2 ms (fastest: 1 ms, vm CPU 7)"
 _INDENT = re.compile(r"(?: *\((?=\w)| *[-+] (?=\S)| *)")
-# The columns of tables that are left out first, by what stands above them.
+# The heads of the columns that are left out if a table is too wide, in this order.
 _LEAST = (
     "times sites devices runs bandwidth".split()
     + ["est. a run", "of it exposed", "exposed", "collectives", "copied bytes", "launches", "bytes"]
@@ -37,13 +38,13 @@ _VERDICT = re.compile(rf"^  ({_WORDS})(?=: )|(?<=\| )({_WORDS})(?= *(?:\||$))", 
 
 
 def width(stream: Any = None) -> int:
-    """Return how wide lines may be: by COLUMNS, else as the stream's terminal is, else 100."""
+    """Return the most columns of a line: COLUMNS, or the terminal's width, or 100."""
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given[:6]):
         return max(int(given[:6]), _NARROWEST)
     try:
         columns = os.get_terminal_size(stream.fileno()).columns if stream is not None else 0
-    except (OSError, ValueError, AttributeError):  # it is no terminal, or no file at all
+    except (OSError, ValueError, AttributeError):  # the stream is not a terminal, or not a file
         columns = 0
     return max(columns, _NARROWEST) if columns else WIDTH
 
@@ -57,7 +58,7 @@ def has_colours(stream: Any) -> bool:
 def is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # it is no file, or closed
+    except (AttributeError, ValueError):  # the stream is not a file, or is closed
         return False
 
 
@@ -67,7 +68,7 @@ def coloured(text: str) -> str:
 
 
 def fitted(text: str, columns: int) -> str:
-    """Fit each line of a report: narrow the tables, wrap all else with a hanging indent."""
+    """Fit each line of a report: narrow the tables, wrap other lines with a hanging indent."""
     lines = text.split("\n")
     new: list[str] = []
     number = 0
@@ -93,7 +94,7 @@ def fitted(text: str, columns: int) -> str:
 
 
 def _without(note: str, gone: Sequence[str]) -> str:
-    """Remove from the note below a table whatever concerns columns that were left out."""
+    """Remove from the note below a table the parts about columns that were left out."""
     parts = [part for part in note[1:-1].split("; ") if part.partition(":")[0] not in gone]
     return f"({'; '.join(parts)})" if parts else ""
 
@@ -111,7 +112,7 @@ def _wrapped(line: str, columns: int) -> list[str]:
     room = columns - len(start) - deeper
 
     def whole(code: re.Match[str]) -> str:
-        """Keep a command on one line if it fits, so that a copy of it can be run."""
+        """Keep a command on one line if it fits, so that it can be copied and run."""
         return code[0].replace(" ", _KEPT) if len(code[0]) < room else code[0]
 
     wrapped = textwrap.wrap(
@@ -125,7 +126,7 @@ def _wrapped(line: str, columns: int) -> list[str]:
 
 
 def _shortened(path: str, room: int) -> str:
-    """Leave out the beginning of a function's name, or its name, then of the path.
+    """Shorten the function's name, then drop it, then drop the beginning of the path.
 
     ``.../model/train.py:12 (step)``
     """
@@ -144,7 +145,7 @@ def _shortened(path: str, room: int) -> str:
 
 
 def _is_row(line: str, rule: str) -> bool:
-    """Return whether a line is a row of the table: it has bars where the rule does."""
+    """Return whether a line is a row of the table: it has bars where the rule has crosses."""
     if _RULE.fullmatch(line):
         return len(line) == len(rule)
     bars = [at for at, character in enumerate(rule) if character == "+"]
@@ -154,6 +155,10 @@ def _is_row(line: str, rule: str) -> bool:
 
 def _table(lines: Sequence[str], columns: int) -> tuple[list[str], list[str]]:
     """Fit a table; return its lines, and the columns that are left out."""
+    # If the table is too wide, try these steps one after another until it fits: drop device names
+    # from times, shorten paths, drop empty columns, drop the columns in ``_LEAST``. Then narrow the
+    # widest column by one until the table fits or all are as narrow as ``_CELL``; columns of paths
+    # come first. Cells that are still too long are wrapped over several lines.
     if max(map(len, lines)) <= columns:
         return list(lines), []
     rule = lines[1]
@@ -189,8 +194,8 @@ def _table(lines: Sequence[str], columns: int) -> tuple[list[str], list[str]]:
     left_out = []
     for column in range(len(heads)):
         if total() > columns and not any(row[column] for row in rows[1:]):
-            kept.remove(column)  # nothing stands in it
-    # Of one run; the sum of all runs stays.
+            kept.remove(column)  # it is empty
+    # Wire bytes are of one run; drop them early if a column holds the sum of all runs.
     more = ["wire bytes"] if "in all" in heads else []
     for head in (*_LEAST[:4], *more, *_LEAST[4:]):
         if total() > columns and head in heads and heads.index(head) in kept and len(kept) > 2:

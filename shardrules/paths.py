@@ -1,4 +1,4 @@
-"""Source files: whose each is, and how it is shown."""
+"""Tell whose a source file is, and shorten paths for messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")
 
 
 def is_library(path: str) -> bool:
-    """Return whether a source file (or ``file:line``) is an installed library's or Python's."""
+    """Return whether a source file (or ``file:line``) belongs to a library or to Python."""
     parts = os.path.normpath(path).split(os.sep)
     return (
         "site-packages" in parts
@@ -22,14 +22,14 @@ def is_library(path: str) -> bool:
 
 
 def is_here(file: str) -> bool:
-    """Return whether a file is below the current folder, and no installed library's."""
+    """Return whether a file is below the current folder and doesn't belong to a library."""
     relative = os.path.relpath(file)
     is_below = not relative.startswith(os.pardir) and not os.path.isabs(relative)
     return is_below and os.path.isfile(file) and not is_library(os.path.abspath(file))
 
 
 def is_own(place: str) -> bool:
-    """Return whether ``file:line`` is in the working directory or the script's, or below."""
+    """Return whether ``file:line`` is below the working directory or the script's folder."""
     path = os.path.abspath(place.rpartition(":")[0])
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [os.getcwd()] + ([os.path.dirname(os.path.abspath(script))] if script else [])
@@ -46,9 +46,9 @@ def module_at(place: str) -> str:
 
 
 def here(source: str) -> str:
-    """Write each ``file:line`` of a text without the working directory, if it is below that."""
+    """Remove the working directory from each ``file:line`` of a text."""
     try:
         folder = os.path.join(os.getcwd(), "")
-    except OSError:  # it was removed
+    except OSError:  # the working directory was removed
         return source
     return re.sub(rf"(?<![^\s(]){re.escape(folder)}", "", source)

@@ -28,7 +28,7 @@ class Program(NamedTuple):
     text: str
     name: str  # in messages
     compiled: Any = None  # the jax.stages.Compiled, if there is one
-    is_compiled: bool = False  # the text comes from a compiled object; text alone does not say
+    is_compiled: bool = False  # whether the text comes from a compiled object; text doesn't show it
     # The file of its text before XLA's passes, in the same dump, if there is one.
     before: pathlib.Path | None = None
 
@@ -36,18 +36,18 @@ class Program(NamedTuple):
         return hlo.parse(self.text, name=self.name)
 
     def platform(self) -> str | None:
-        """Return ``cpu``, ``tpu`` or ``gpu``; None if nothing but text is known."""
+        """Return ``cpu``, ``tpu`` or ``gpu``; None for a program that is only text."""
         return None if self.compiled is None else compiled.placements(self.compiled).platform()
 
 
 class Told(NamedTuple):
     """Facts that a program's text lacks, as the caller gives them."""
 
-    outputs: Sequence[str] | None = None  # one sharding of HLO, or one of each output
-    # A spec, P('data'), or HLO's sharding: one, or one of each parameter.
+    outputs: Sequence[str] | None = None  # HLO shardings: one for all outputs, or one for each
+    # Specs (P('data')) or HLO shardings: one for all parameters, or one for each.
     parameters: Sequence[str] | None = None
-    other: Program | None = None  # another text of the program, which has its parameters' shardings
-    slices: int | None = None  # how many TPU slices, one after the other in the mesh
+    other: Program | None = None  # another text of the program, with its parameters' shardings
+    slices: int | None = None  # the number of TPU slices, if the mesh takes one after the other
 
 
 @checked(own=("mesh",))
@@ -87,7 +87,7 @@ def judged(
     mesh: Mapping[str, int] | None = None,
     told: Told | None = None,
 ) -> hlo.Judgement:
-    """Judge a program; ``told`` says what its text does not, where it has no Compiled."""
+    """Judge a program; ``told`` holds facts that its text lacks, if it has no Compiled."""
     told = told or Told()
     own_mesh = outputs = given = None
     slices: Any = told.slices
@@ -118,7 +118,7 @@ def judged(
 def _for_each(
     given: Sequence[str], each: Sequence[Any], module: hlo.Module, what: str, does: str
 ) -> list[str]:
-    """Return one sharding for each; raise HloError unless one, or one for each, is given."""
+    """Return a sharding for each; raise HloError unless one for all, or one for each, is given."""
     per_one = [*given] * (len(each) if len(given) == 1 else 1)
     if len(per_one) != len(each):
         raise HloError(
@@ -132,7 +132,7 @@ def _for_each(
 def _parameters(
     program: Program, module: hlo.Module, mesh: Mapping[str, int] | None, told: Told
 ) -> Sequence[str | None] | None:
-    """Return the shardings of the entry's parameters, as told or as a dump holds them."""
+    """Return the shardings of the entry's parameters, from the caller or from a dump."""
     if told.parameters is not None:
         parameters = module.entry.parameters
         specs = _for_each(told.parameters, parameters, module, "parameter", "takes")
@@ -142,7 +142,7 @@ def _parameters(
         return shardings.of_other_text(module, told.other.module())
     if program.before is None or not shardings.lacking(module):
         return None
-    with contextlib.suppress(ShardrulesError):  # another program's: the dumps of two runs
+    with contextlib.suppress(ShardrulesError):  # the text may be another run's program
         return shardings.of_other_text(module, read_file(program.before).module())
     return None
 
@@ -158,7 +158,7 @@ def judge_logical(
     kwargs: dict[str, Any],
     mesh: Mapping[str, int] | None = None,
 ) -> hlo.Judgement:
-    """Read a function, a Lowered, or HLO text before XLA's passes; its verdicts mean nothing."""
+    """Read a program before XLA's passes (from a function, a Lowered or text); ignore verdicts."""
     args, kwargs = called_with(program, args, kwargs)
     if isinstance(program, (str, os.PathLike)):
         return hlo.judge(read(program, args, kwargs).module(), mesh=mesh, unpartitioned=True)
@@ -176,14 +176,14 @@ def judge_logical(
         )
     text = compiled.unoptimized_text(lowered)
     own_mesh = _shardy_mesh(text) or compiled.mesh_shape((args, kwargs))
-    if own_mesh is None:  # no public attribute of a Lowered holds its arguments
+    if own_mesh is None:  # compile: no public attribute of a Lowered holds its arguments
         own_mesh = compiled.placements(lowered.compile()).mesh()
     module = hlo.parse(text, name="<lowered>")
     return hlo.judge(module, mesh=mesh, own_mesh=own_mesh, unpartitioned=True)
 
 
 def _shardy_mesh(text: str) -> dict[str, int] | None:
-    """Read the mesh in HLO's Shardy header, None unless it is the only one and row-major."""
+    """Read the mesh in HLO's Shardy header; None unless there is only one, in row-major order."""
     header = text.split("\n", 1)[0]
     meshes = {m for m in re.findall(r"#sdy\.mesh<\[(.*?)\](.*?)>", header) if m[0]}
     if len(meshes) != 1:
@@ -209,7 +209,7 @@ def read_file(path: pathlib.Path) -> Program:
     """Read a file with HLO text, plain or compressed by gzip."""
     try:
         data = path.read_bytes()
-    except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
+    except (OSError, ValueError) as error:  # a name with a NUL raises ValueError
         why = getattr(error, "strerror", None) or error
         raise ShardrulesError(f"can't read {path}: {why}", path=path) from error
     text = read_text(files.decode(data, str(path)), str(path))
@@ -217,7 +217,7 @@ def read_file(path: pathlib.Path) -> Program:
 
 
 def _text(text: str) -> str:
-    """Return text; reject a single line that is not HLO: it is the name of a missing file."""
+    """Return HLO text; reject a single line that isn't HLO, which names a missing file."""
     if text.strip() and "\n" not in text and not text.startswith("HloModule"):
         try:
             hlo.parse(text)
@@ -234,6 +234,9 @@ def read(
     program: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Program:
     """Return a program's compiled HLO; errors say what to pass instead."""
+    # Functions and exported programs are lowered and compiled. Of the others, JAX's stages have
+    # ``as_text``, loaded executables have ``hlo_modules``, and jaxlib's own objects have one of the
+    # last two. A string is HLO text if it has several lines or no file has this name.
     args, kwargs = called_with(program, args, kwargs)
     if isinstance(program, (bytes, bytearray, memoryview)):
         raise ShardrulesError(
@@ -279,9 +282,9 @@ def called_with(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a program's arguments; ``args=`` and ``kwargs=`` may hold some of them.
 
-    An assertion has keywords of its own (``mesh=``), so that a program's argument of such a name
-    has to stand in ``kwargs={"mesh": ...}``. A parameter of the program that is named ``args`` or
-    ``kwargs`` is the program's.
+    An assertion has keywords of its own (``mesh=``). If the program has an argument of such a name,
+    pass it in ``kwargs={"mesh": ...}``. If the program has a parameter named ``args`` or
+    ``kwargs``, that keyword goes to the program.
     """
     rest = dict(kwargs or {})
     given = [name for name in ("args", "kwargs") if name in rest and not _takes(program, name)]
@@ -302,10 +305,10 @@ def called_with(
 
 
 def _takes(program: Any, name: str) -> bool:
-    """Return whether a function has a parameter of this name, ``*args`` and ``**kwargs`` aside."""
+    """Return whether a function has a parameter of this name other than ``*`` and ``**``."""
     try:
         parameter = inspect.signature(program).parameters.get(name)
-    except (TypeError, ValueError):  # it is no function, or one without a signature
+    except (TypeError, ValueError):  # it is not a function, or has no signature
         return False
     return parameter is not None and parameter.kind not in (
         inspect.Parameter.VAR_POSITIONAL,
@@ -329,7 +332,7 @@ def _text_of(executable: Any) -> str:
 
 
 def is_function(program: Any) -> bool:
-    """Return whether a program is traced with its arguments; a Compiled can be called, too."""
+    """Return whether a program must be traced with arguments; a Compiled can also be called."""
     return callable(program) and not hasattr(program, "as_text")
 
 
@@ -338,7 +341,7 @@ def _is_exported(program: Any) -> bool:
 
 
 def _refuse(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if arguments were given with what takes none."""
+    """Raise if arguments were given for a program that is already lowered."""
     if args or kwargs:
         given = counted(count := len(args) + len(kwargs), "argument")
         raise ShardrulesError(
@@ -395,7 +398,7 @@ def lower(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def matching(module: hlo.Module, shardings: Any) -> list[str] | None:
-    """Return the shardings of the entry's parameters, None if the shapes differ."""
+    """Return the shardings of the entry's parameters; None if the shapes differ."""
     shapes = [tuple(parameter.shape.dimensions) for parameter in module.entry.parameters]
     if shardings is None or [tuple(shape) for shape, _ in shardings] != shapes:
         return None

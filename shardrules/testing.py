@@ -1,8 +1,9 @@
-"""Assertions about compiled programs, for users' test suites.
+"""Assert facts about compiled programs, in users' test suites.
 
-Each takes a jitted function with its arguments (arrays, or ``jax.ShapeDtypeStruct`` with shardings,
-also of absent accelerators), a ``Lowered``, a ``Compiled``, or HLO text. Arguments of the function
-may stand in ``args=(...)`` and ``kwargs={...}``: those whose names the assertion has too must.
+Each assertion takes a jitted function with its arguments (arrays, or ``jax.ShapeDtypeStruct`` with
+shardings, also of absent accelerators), a ``Lowered``, a ``Compiled``, or HLO text. The function's
+arguments may be passed in ``args=(...)`` and ``kwargs={...}``; this is needed for an argument whose
+name the assertion uses itself.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def account(
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
 
     Raises:
-      ShardrulesError: the level is unknown, the program is compiled already (for a logical
-        account), or as ``judge``.
+      ShardrulesError: the level is unknown, or the program is compiled already (for a logical
+        account); also the errors of ``judge``.
 
     Examples:
       >>> print(testing.account(step, w, x))
@@ -143,20 +144,20 @@ def assert_no_defensive_psum(
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
       strict: also fail on verdicts that rest on a declared rule.
-      cheapest: also fail on the smaller psums in loops, on a psum whose result is only reduced,
-        scattered or added to another psum's, as far as the compiled text shows it; and, of a
-        function, on casts that could move fewer bytes at another place
+      cheapest: also fail on the smaller psums in loops, and on a psum whose result is only reduced,
+        scattered or added to another psum's result, as far as the compiled text shows it. For a
+        function, also fail on casts that could move fewer bytes at another place
         (``assert_cheapest_casts``). The message gives the bytes of both places.
-      allow: findings that may stay, from ``"redundant all-reduce(model) at model.py"`` to the
-        reason; an entry that matches nothing fails too.
+      allow: maps findings that may stay, ``"redundant all-reduce(model) at model.py"``, to the
+        reasons; an entry that matches no finding fails too.
 
     Returns:
       The verdicts, for further checks.
 
     Raises:
-      CollectiveAssertionError: listing each offending collective, with axes, bytes, source line
-        and what to do.
-      ShardrulesError: as ``judge``.
+      CollectiveAssertionError: lists each offending collective with axes, bytes, source line and
+        advice.
+      ShardrulesError: the errors of ``judge``.
 
     Examples:
       >>> judgement = testing.assert_no_defensive_psum(step, w, x)
@@ -192,19 +193,19 @@ def assert_no_defensive_psum(
 def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
     """Assert that the casts of each gradient stand where its psums move the fewest bytes.
 
-    The program is traced, not compiled. ``assert_no_defensive_psum`` asks whether each reduction
-    is needed where it stands; this one asks whether fewer bytes would do, had the value been cast
-    elsewhere. Where casts can't be placed (on JAX to 0.5.3, or in a program that holds what can't
-    be rewritten), nothing can be said, and nothing is raised. A program without a cast or a psum
-    in a shard_map whose check is on is warned of: there, nothing was compared.
+    The program is traced, not compiled. ``assert_no_defensive_psum`` tests whether each reduction
+    is needed where it stands. This assertion tests whether a cast at another place would need fewer
+    bytes. If casts can't be placed (up to JAX 0.5.3, or if the program can't be rewritten), it
+    raises nothing. If no shard_map whose check is on holds a cast or a psum, it warns that nothing
+    was compared.
 
     Args:
       f: a gradient, jitted or not.
-      *args: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
       **kwargs: its keyword arguments.
 
     Raises:
-      CollectiveAssertionError: naming the bytes now and at the fewest, and the line for each cast.
+      CollectiveAssertionError: gives the bytes now, the fewest bytes, and the line for each cast.
       ShardrulesError: ``f`` is not a function.
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
@@ -221,7 +222,7 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...], bool]:
-    """Return the dearer casts, as text and as data, and whether any cast was seen."""
+    """Return the casts that cost too much, as text and as data, and whether there is any cast."""
     from shardrules.hooks.explain.explain import explain
     from shardrules.hooks.explain.explanation import describe_placement
 
@@ -237,17 +238,17 @@ def _wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...], bo
         if not placement.applied and placement.after_bytes < placement.before_bytes
     )
     casts = explained.casts or explained.sums or explained.placements
-    seen = bool(casts) or not internals.load().typed  # JAX to 0.5.3 shows no casts
+    seen = bool(casts) or not internals.load().typed  # up to JAX 0.5.3, casts can't be seen
     return "\n".join(map(describe_placement, dearer)), dearer, seen
 
 
-_LINES = 24  # the most differences of a budget in a failing test's message
-_SHOWN = 6  # the most findings in one
+_LINES = 24  # the most differences from a budget in a failing test's message
+_SHOWN = 6  # the most findings in a message
 _ORDER = ("redundant", "overwide", "unproven", "may hang", "declared", *waste.KINDS)
 
 
 def _listed(bad: list[findings.Finding]) -> str:
-    """Describe findings, equal ones once, and no more than fit on a screen."""
+    """Describe findings: equal ones once, and only as many as fit on a screen."""
     same = findings.alike(bad)
     lines = [report.describe_finding(*members) for members in same[:_SHOWN]]
     left = same[_SHOWN:]
@@ -279,27 +280,29 @@ def assert_collectives(
 ) -> hlo.Judgement:
     """Assert that a program holds exactly the expected collectives.
 
-    A collective in a loop of 32 trips counts 32 times. Each part of a combined all-reduce counts.
+    A collective in a loop of 32 trips counts 32 times. Each part of a combined all-reduce counts
+    separately.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: what the function is called with.
       **kwargs: its keyword arguments.
-      expect: from ``"all-reduce(data)"`` (axes in any order; ``"backward all-reduce(data)"`` for
+      expect: maps ``"all-reduce(data)"`` (axes in any order; ``"backward all-reduce(data)"`` for
         one phase) to a count, or to some of ``{"count": 1, "bytes": 512, "wire_bytes": 768,
-        "sites": 1}``; ``exactly`` or ``at_most`` of such a mapping; or one of these for each
-        platform, ``{"cpu": ..., "tpu": ..., "gpu": ...}``. ``{}`` expects no collectives.
+        "sites": 1}``. It may also be ``exactly`` or ``at_most`` of such a mapping, or hold one of
+        these for each platform, ``{"cpu": ..., "tpu": ..., "gpu": ...}``. ``{}`` expects no
+        collectives.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
       level: ``"compiled"`` or ``"logical"``, as for ``account``.
-      platform: the program's platform, if expectations differ and HLO text does not say it.
+      platform: the program's platform, if expectations depend on it and HLO text doesn't show it.
 
     Returns:
       The verdicts, for further checks.
 
     Raises:
       CollectiveAssertionError: the collectives differ; the message shows each difference.
-      ShardrulesError: if an expectation can't be read, or as ``account``.
+      ShardrulesError: an expectation can't be read; also the errors of ``account``.
 
     Examples:
       >>> expect = {"backward all-reduce(data)": {"count": 1, "bytes": 32768}}
@@ -336,12 +339,13 @@ def assert_budget(
     mesh: Mapping[str, int] | None = None,
     **kwargs: Any,
 ) -> hlo.Judgement:
-    """Assert that a program's collectives are those of a budget file.
+    """Assert that a program's collectives are the ones in a budget file.
 
     Call ``assert_budget(compiled, "budgets/train.toml")``, or pass the function's arguments between
-    the two. Findings (redundant, overwide and unproven collectives) fail unless an ``[[allow]]`` in
-    the file gives a reason. ``pytest --update-budgets`` rewrites the files of the tests that pass,
-    and keeps their allowances; where ``CI`` is set, use ``--update-budgets-in-ci``.
+    the function and the path. Findings (redundant, overwide and unproven collectives) fail unless
+    an ``[[allow]]`` in the file gives a reason. ``pytest --update-budgets`` rewrites the files of
+    the tests that pass, and keeps their allowances; if ``CI`` is set, use
+    ``--update-budgets-in-ci``.
 
     Args:
       program: a function, a Lowered, a Compiled, HLO text or a path.
@@ -361,7 +365,7 @@ def assert_budget(
       CollectiveAssertionError: the collectives differ (``+`` added, ``-`` removed, ``~`` changed),
         or a finding is not allowed.
       BudgetError: the file can't be read.
-      ShardrulesError: no path was given, or as ``account``.
+      ShardrulesError: no path was given; also the errors of ``account``.
 
     Examples:
       >>> try:

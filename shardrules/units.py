@@ -1,4 +1,4 @@
-"""Numbers with their units."""
+"""Write numbers with their units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardrules.arguments import checked
 
-_EXACT = 10_000  # bytes below which no unit is shorter than the number
+_EXACT = 10_000  # below this number of bytes, no unit makes the text shorter
 
 
 @checked
@@ -23,7 +23,7 @@ def size(count: float) -> str:
 
 
 def sizes(counts: Sequence[int]) -> str:
-    """Write the bytes of one, or of each of several with their sum where they differ."""
+    """Write the bytes of one thing, or the range of several, with their sum if they differ."""
     low, high = min(counts), max(counts)
     if len(counts) == 1:
         return size(low)
@@ -40,7 +40,7 @@ def counted(count: int, noun: str, of: int | None = None) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Write a share: three digits at most, and 0% only of nothing."""
+    """Write a share with three digits at most, and 0% only if the part is zero."""
     share = part / whole if whole else 0.0
     if 0 < share < 0.001:
         return "<0.1%"
@@ -48,7 +48,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in the unit that leaves it below 1000: three digits at most."""
+    """Write a time with three digits at most, in the smallest unit that keeps it below 1000."""
     for unit, in_one in (("ns", 1e9), ("us", 1e6), ("ms", 1e3)):
         if seconds * in_one < 999.5:
             return f"{seconds * in_one:.3g} {unit}"
@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Write a step's time in milliseconds, like the times beside it, or in seconds."""
+    """Write a step's time in milliseconds, or in seconds if it is longer than a second."""
     if 0 < seconds < 1e-6:
         return "<0.001 ms"
     return duration(seconds) if seconds >= 1e-3 else f"{seconds * 1e3:.3g} ms"

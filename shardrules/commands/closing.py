@@ -1,4 +1,4 @@
-"""Write the lines after ``run``'s report: the reason for the exit code, and what wasn't watched.
+"""Write the lines after ``run``'s report: why the exit code, and which processes weren't watched.
 
 Like ``flags``, this module imports neither jax nor NumPy.
 """
@@ -74,7 +74,7 @@ def processes() -> str:
 
 
 def behind(target: Script, ours: Collection[str], command: str) -> str:
-    """Say which of our flags follow a script that doesn't know them; empty if none."""
+    """Say which of our flags come after a script that doesn't know them; empty if none do."""
     words = [word.partition("=")[0] for word in target.argv[1:]]
     given = [w for w in dict.fromkeys(words) if w.startswith("--") and w in ours]
     known = _strings(target.code) if given else set()

@@ -21,8 +21,8 @@ from shardrules.hooks import selftest
 from shardrules.hooks.install import install, state
 
 ARGUMENTS = flags.RULES
-_OURS = "shardrules' table"  # the prefix of ``where`` for rules that this package ships
-_ABSENT: dict[str, tuple[str, Callable[[], object]]] = {  # absent devices to try each compiler with
+_OURS = "shardrules' table"  # the beginning of ``where`` for rules that this package ships
+_ABSENT: dict[str, tuple[str, Callable[[], object]]] = {  # absent devices to test each compiler
     "tpu": ("v5e:2x4", lambda: aot.tpu("v5e:2x4")),
     "gpu": ("8 h100", lambda: aot.gpu("h100", 8)),
 }
@@ -78,9 +78,9 @@ def _versions() -> Iterator[str]:
 
 
 def _trouble() -> str:
-    """Return why the hooks can't be used, empty if they can; print the self-test's result."""
+    """Return why the hooks can't be used (empty if they can); print the self-test's result."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about an untested JAX, which is printed below
+        warnings.simplefilter("ignore")  # the warning about an untested JAX is printed below
         try:
             handle = install()
         except UnsupportedJaxError as error:

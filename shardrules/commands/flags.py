@@ -1,7 +1,7 @@
 """Define the flags that several commands share, and write the output of all commands.
 
 This module imports neither jax nor NumPy: a script that a command runs may first set environment
-variables that they read at import.
+variables that these two read at import.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SUFFIXES = {
     ".sarif": "sarif",
     ".txt": "text",
 }
-Arguments = dict[str, dict[str, Any]]  # from an argument's name to argparse's options for it
+Arguments = dict[str, dict[str, Any]]  # maps an argument's name to its options for argparse
 
 
 class _Once(argparse.Action):
-    """Store a flag's value; a second one would silently replace the first."""
+    """Store a flag's value, and reject a second one, which would silently replace the first."""
 
     def __call__(
         self,
@@ -66,7 +66,7 @@ def format_of(choices: Any, help: str) -> dict[str, Any]:
 
 
 def settle_format(arguments: argparse.Namespace, choices: Sequence[str]) -> None:
-    """Let the suffix of --output decide where --format is not given."""
+    """Choose the format by the suffix of --output, if --format is not given."""
     file = getattr(arguments, "output", None)
     suffix = os.path.splitext(file or "")[1].lower()
     wanted = _SUFFIXES.get(suffix)
@@ -222,7 +222,7 @@ def check_writable(*files: str | None) -> None:
 
 def write(text: str, file: str | None, stream: IO[str] | None = None, of_text: bool = True) -> None:
     """Write text to a file, to stdout for ``-``, or for None to ``stream``, by default stdout."""
-    # ``of_text``: people read it, so fit its lines to the width, and colour it on a terminal.
+    # With ``of_text``, people read it: fit its lines to the width, and colour it on a terminal.
     out = stream if stream is not None and file is None else sys.stdout
     if of_text:
         text = fitting.fitted(text, fitting.width(out if file in (None, "-") else None))

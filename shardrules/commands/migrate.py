@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     before = trial.run(arguments, look=True)
     flags.say(*filter(None, [closing.behind(target, ARGUMENTS, "migrate")]))
     code = _report(arguments, target.file, before)
-    if -before.code in (signal.SIGINT, signal.SIGTERM):  # end by the signal that ended the script
+    if -before.code in (signal.SIGINT, signal.SIGTERM):  # end by the same signal as the script
         signal.signal(-before.code, signal.SIG_DFL)
         os.kill(os.getpid(), -before.code)
     return (before.code if before.code >= 0 else 128 - before.code) or code
@@ -69,7 +69,8 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
         nonlocal runs
         runs += 1
         flags.say(f"running the script again with {counted(len(patch.sites), 'site')} switched on")
-        text = "".join(patch.after.get(file, ()))  # the patched script registers some rules itself
+        # Leave out the flags for rules that the patched script registers itself.
+        text = "".join(patch.after.get(file, ()))
         left = {
             flag: [v for v in values if rules.to_write(f"--{flag}={v}") not in text]
             for flag, values in (("rule", arguments.rule), ("rules", arguments.rules))

@@ -50,7 +50,8 @@ def judged(
         except HloError:
             if mesh is None or len(paths) == 1:
                 raise
-            # Given several programs, --mesh describes the ones with its number of devices.
+            # With several programs, --mesh describes only programs with its number of devices. So
+            # judge this program without it, and raise if the number of devices is the same.
             judgement = program.judged(read, registry, None, told)
             if judgement.partitions * judgement.replicas == math.prod(mesh.values()):
                 raise
@@ -68,9 +69,9 @@ def judged(
             failures.append((title, str(error)))
     meshes = [judgement.mesh for _, judgement in results]
     if each_alone and mesh is None and meshes.count(None) == 1:
-        # Judge the program without a mesh again under the other's mesh, if that fits.
+        # One of the two programs has no mesh: judge it again with the mesh of the other.
         number = meshes.index(None)
-        with contextlib.suppress(HloError):  # the other's mesh doesn't fit it
+        with contextlib.suppress(HloError):  # keep the first judgement if that mesh doesn't fit
             again = program.judged(programs[number], registry, meshes[1 - number], told)
             results[number] = titles[number], again
     flags.say(*registry.unused([judgement for _, judgement in results]))
@@ -121,7 +122,9 @@ def _chosen(given: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
-    """Choose the compiled text of each module, and describe the files left out."""
+    """Choose the compiled text of each module, and describe the files that are left out."""
+    # A dump holds many texts of each module; take the one after optimizations. Other files may be
+    # HLO that a user or ``run --keep`` wrote: take those by suffix or by their first word.
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
@@ -158,7 +161,7 @@ def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
 
 
 def _modules(names: Iterable[str]) -> set[str]:
-    """Return the modules that were dumped, according to the files' names."""
+    """Return the names of the dumped modules, from the names of their files."""
     return {match[1] for match in map(_DUMPED.fullmatch, names) if match}
 
 

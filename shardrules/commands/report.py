@@ -11,8 +11,8 @@ import argparse
 
 from shardrules.commands import flags, verify
 
-# This is a command rather than a flag ``verify --exit-zero``, since users who want a page look for
-# a command of this name, and a flag would cost as many lines.
+# This is a command rather than a flag ``verify --exit-zero``: users who want a page look for a
+# command of this name, and a flag would need as many lines.
 ARGUMENTS = verify.ARGUMENTS
 
 

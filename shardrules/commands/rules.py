@@ -38,7 +38,7 @@ def check(arguments: argparse.Namespace) -> None:
     """Raise the errors of ``Rules`` before a long run, without registering or importing."""
     for text in arguments.rule:
         _read(text)
-    before = list(sys.path)  # the script that runs next gets its own path
+    before = list(sys.path)  # restored afterwards: the script gets a path of its own
     try:
         for name in arguments.rules:
             with _importable(name):
@@ -68,7 +68,7 @@ def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registrat
 
 @contextlib.contextmanager
 def _importable(name: str) -> Iterator[None]:
-    """Make the working directory importable; raise an error that names the flag if imports fail."""
+    """Make the working directory importable; if an import fails, raise an error with the flag."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -82,10 +82,10 @@ def _importable(name: str) -> Iterator[None]:
 
 
 class Rules:
-    """The default registry with the flags' rules, which records the entries it returned.
+    """The default registry with the flags' rules; it records which entries it returned.
 
-    ``is_traced``: the script was traced under these rules, so kernels may have matched them
-    already, including kernels that the HLO doesn't name (in interpret mode).
+    ``is_traced`` says that the script was traced under these rules. Then kernels may have matched
+    them already, even kernels that the HLO doesn't name (in interpret mode).
     """
 
     def __init__(self, arguments: argparse.Namespace, is_traced: bool = False):

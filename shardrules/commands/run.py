@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _IN_WORDS = "text", "github"  # formats that people read, among other output in a log
 _KEPT = re.compile(r"\d{4,}\..*\.hlo")  # files that --keep wrote
-_SHOWN = 3  # the most of an earlier run's files that are named
+_SHOWN = 3  # the most files of an earlier run that a message names
 _MANY = 20  # without a terminal, report progress for more programs than this
 
 
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stdout_alone() -> Iterator[IO[str]]:
-    """Yield the real stdout, and send what the script and its children print there to stderr."""
+    """Yield the real stdout; send the script's and its children's output on stdout to stderr."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors) as out:
         os.dup2(2, 1)
@@ -140,7 +140,7 @@ def _stdout_alone() -> Iterator[IO[str]]:
 
 @dataclasses.dataclass
 class _RunReport:
-    """The report on what a script compiled; ``handles`` are those of the installed hooks."""
+    """The report on a script's programs; ``handles`` are the handles of the installed hooks."""
 
     seen: Watched
     reads: Reads
@@ -148,7 +148,7 @@ class _RunReport:
     keep: pathlib.Path | None
     title: str = "Programs"
     began: str = ""
-    misplaced: str = ""  # a sentence on flags that went to the script
+    misplaced: str = ""  # a sentence about flags of ours that went to the script
     out: IO[str] | None = None  # the stream that takes only the report
     recorder: Recorder | None = None
     handles: list[Handle] = dataclasses.field(default_factory=list)
@@ -167,6 +167,8 @@ class _RunReport:
             return flags.UNUSABLE
 
     def _written(self, ended: script.Ended) -> int:
+        # Only process 0 of a job writes a report. Keep the programs first, so that they survive an
+        # error below. Read the profile before judging, since judging takes its times.
         from shardrules.paths import here
         from shardrules.report import WRITERS
         from shardrules.unchecked.migration import decided
@@ -175,7 +177,7 @@ class _RunReport:
         # Register rules only now: the script's programs must be traced without them.
         self.seen.registry = registry = rules.Rules(self.arguments, bool(self.handles))
         process, processes = self.seen.process
-        if process:  # all of a job's processes compile the same programs
+        if process:  # all processes of a job compile the same programs
             results = self.seen.judged()
             flags.say(
                 f"process {process} of {processes}: {results.headline}; process 0 has the report"
@@ -227,7 +229,7 @@ def _keep(seen: Watched, folder: pathlib.Path) -> None:
     written = set()
     for number, program in enumerate(seen, 1):
         name = re.sub(r"[^\w.-]", "_", program.name)[:100]
-        with contextlib.suppress(ShardrulesError):  # the report lists it
+        with contextlib.suppress(ShardrulesError):  # the report lists this program
             try:
                 text = program.annotated_text()
             except HloError:  # keep unreadable text for a bug report
@@ -243,7 +245,7 @@ def _keep(seen: Watched, folder: pathlib.Path) -> None:
 
 
 def _judged(seen: Watched) -> Several:
-    """Judge, and show progress: an overwritten line on a terminal, else one for many programs."""
+    """Judge, and show progress: a changing line on a terminal, or one line for many programs."""
     count, terminal = len(seen), sys.stderr.isatty()
     if not terminal and count > _MANY:
         flags.say(f"judging {count} programs")

@@ -110,10 +110,11 @@ def run(
     target: Script, around: contextlib.AbstractContextManager[object], end: Callable[[Ended], int]
 ) -> int:
     """Run the script as ``__main__`` inside ``around``, call ``end``, and return the exit code."""
-    # ``end`` is told how the script ended. It also runs before ``os._exit`` and SIGTERM end the
-    # process. Its result is the exit code if the script's own is 0.
+    # The script may end in four ways: it returns, raises, calls ``os._exit``, or gets SIGTERM. In
+    # each, call ``end`` with how the script ended, before the process ends. The result of ``end``
+    # is the exit code if the script's own code is 0.
     interrupts: list[bool] = []
-    atexit.register(_end_by_sigint, interrupts)  # registered first, so called last
+    atexit.register(_end_by_sigint, interrupts)  # the first to be registered is called last
     spec = target.spec
     main = types.ModuleType("__main__")
     loader = importlib.machinery.SourceFileLoader("__main__", target.file)
@@ -137,7 +138,7 @@ def run(
         signal.signal(number, signal.SIG_DFL)
         try:
             end_here(Ended(None, "SIGTERM ended it"))
-        finally:  # the default action: no more code of the script runs
+        finally:  # take the default action, so that no more code of the script runs
             os.kill(os.getpid(), number)
 
     def exit_now(status: int) -> NoReturn:
@@ -168,8 +169,8 @@ def run(
 
 def _end_forked_at_once(handler: Callable[..., None]) -> None:
     """Give forked processes the default action for SIGTERM."""
-    # Block the signal until the child has the default again: before the child's interpreter is
-    # ready, Python drops a signal that has a handler.
+    # Block the signal until the child has the default action again. Otherwise a signal could come
+    # before the child's interpreter is ready, and Python drops it if there is a handler.
     if not hasattr(os, "register_at_fork"):  # Windows
         return
     before = threading.local()
@@ -189,7 +190,7 @@ def _end_forked_at_once(handler: Callable[..., None]) -> None:
 
 
 def _executed(code: types.CodeType, main: types.ModuleType, interrupts: list[bool]) -> Ended:
-    """Run code, report its exception, and wait for its threads, in the order that Python does."""
+    """Run code, report its exception, and wait for its threads, in the same order as Python."""
     ended = Ended()
     try:
         exec(code, vars(main))
@@ -203,7 +204,7 @@ def _executed(code: types.CodeType, main: types.ModuleType, interrupts: list[boo
     except BaseException as error:  # noqa: BLE001
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not code:
-            trace = trace.tb_next  # Python's own report begins with the script
+            trace = trace.tb_next  # leave out our frames: Python's report begins with the script
         _flush()
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         ended = Ended(1, f"it raised {type(error).__name__}")
@@ -224,7 +225,7 @@ def _flush() -> None:
 
 
 def _end_by_sigint(interrupts: list[bool]) -> None:
-    """End this process as the script ended: after its ``atexit`` functions, by SIGINT."""
+    """End this process by SIGINT, after its atexit functions, if the script was interrupted."""
     if interrupts:
         _flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

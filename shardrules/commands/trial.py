@@ -38,8 +38,10 @@ def run(
 ) -> Outcome:
     """Run the script with edited ``texts``; with ``look``, retrace unchecked shard_maps.
 
-    Its output is dropped unless ``look`` is set.
+    Without ``look``, the script's output is dropped.
     """
+    # The job is pickled to a file, and the child pickles its outcome to another one, so that the
+    # script's stdin, stdout and stderr stay its own.
     with tempfile.TemporaryDirectory() as folder:
         job, result = os.path.join(folder, "job"), os.path.join(folder, "result")
         edited = {os.path.abspath(file): "".join(lines) for file, lines in (texts or {}).items()}
@@ -69,8 +71,8 @@ def _wait(process: subprocess.Popen[Any], look: bool) -> None:
 
     def interrupt(number: int, frame: types.FrameType | None) -> None:
         interrupts.append(number)
-        # A terminal sends Ctrl-C to both processes. If the first SIGINT didn't come from there, the
-        # second one ends the script.
+        # A terminal sends Ctrl-C to both processes, so don't forward the first SIGINT if it may
+        # come from the terminal. Forward any others.
         if len(interrupts) > 1 or not _in_foreground():
             process.send_signal(number)
 
@@ -78,7 +80,7 @@ def _wait(process: subprocess.Popen[Any], look: bool) -> None:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         process.wait()
-    except KeyboardInterrupt:  # give up a run with edits
+    except KeyboardInterrupt:  # an interrupt ends a run with edits at once
         process.kill()
         process.wait()
         raise
@@ -146,7 +148,7 @@ def child(path: str) -> int:
 
     def end(_: script.Ended) -> int:
         _add_rules(outcome, registered)
-        _write(result, outcome)  # before judging, since little time is left after SIGTERM
+        _write(result, outcome)  # write this before judging: after SIGTERM, little time is left
         outcome.sent, outcome.launched = _sent(seen)
         _write(result, outcome)
         return 0
@@ -182,7 +184,7 @@ def _sent(seen: Iterable[WatchedProgram]) -> tuple[Sent, Sent]:
     """
     from shardrules.costs import accounts
 
-    # a program that is compiled again replaces the earlier one
+    # Maps a program to its bytes and collectives. If a program is compiled again, count it once.
     of_function: dict[tuple[str, ...], tuple[int, int]] = {}
     for program in seen:
         with contextlib.suppress(ShardrulesError):  # its backend does not return its HLO

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shardrules.door import seams
 from shardrules.door.protocols import Jaxpr
 
-_last = threading.local()  # the jaxpr that this thread traced last, and how
+_last = threading.local()  # the jaxpr that this thread traced last, and how it was traced
 
 
 class Again(NamedTuple):
@@ -20,7 +20,7 @@ class Again(NamedTuple):
     settings: tuple[Any, ...]
     args: Any
     kwargs: Any
-    context: Any  # what else tracing depends on: JAX's settings and meshes
+    context: Any  # the rest of what tracing depends on: JAX's settings and meshes
     meshes: tuple[Any, ...]  # the meshes of ``with mesh`` and of ``jax.set_mesh``, or None
     made: Callable[..., Any]
 
@@ -29,7 +29,7 @@ class Again(NamedTuple):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[bool]:
-        """Enter the meshes; yield whether all else that tracing depends on is as it was."""
+        """Enter the meshes; yield whether tracing depends on the same settings as before."""
         import jax
 
         physical, concrete = self.meshes
@@ -78,7 +78,7 @@ def of(jaxpr: Jaxpr) -> Again | None:
 def _is_now(context: Any) -> bool:
     """Return whether the settings and meshes that tracing depends on are still the same."""
     now = seams.named("trace_context")()
-    # Entries that were added since come last, and must be unset: a user's context is None, and the
+    # JAX appends new entries at the end, and these must be unset: a user's context is None, and the
     # options of a module that JAX imports late (pallas_fuser in 0.12, for a kernel) are off.
     return now[: len(context)] == context and not any(now[len(context) :])
 

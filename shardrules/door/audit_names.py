@@ -1,7 +1,7 @@
 """Tell which part of JAX defines a kernel's primitives, views of refs, and random keys.
 
-A primitive is identified by the JAX module that defines it, since a user's may be called ``add``,
-too.
+A primitive is identified by the JAX module that defines it, since a user's primitive may be called
+``add``, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Primitives(dict[Any, "str | None"]):
             for value in list(vars(sys.modules[name]).values()):
                 if isinstance(value, self._kind):
                     self.setdefault(value, f"{FAMILIES[name]}:{value.name}")
-            self._read.add(name)  # last, or another thread could miss a primitive meanwhile
+            # Add the name last: otherwise another thread could look up a primitive too early.
+            self._read.add(name)
         return self.get(primitive)
 
 

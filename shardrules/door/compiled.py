@@ -1,4 +1,4 @@
-"""Read what JAX keeps about a compiled program beside its text, and the programs in a profile."""
+"""Read JAX's facts about a compiled program beside its text, and the programs in a profile."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _hlo_sharding(sharding: Any, rank: int, is_parameter: bool = False) -> str:
 
 
 def _is_plain(sharding: Any) -> bool:
-    """Return whether a sharding has a spec whose dimensions say all of it."""
+    """Return whether a sharding has a spec that describes it completely by dimensions."""
     spec = getattr(sharding, "spec", None)
     return spec is not None and not any(
         getattr(spec, name, None) for name in ("unreduced", "reduced")
@@ -187,16 +187,16 @@ def definition(closed_jaxpr: Any) -> str:
 def drops_axes(body: Any) -> bool:
     """Return whether a shard_map's body is the one by which JAX ends a shard_map without jit.
 
-    Until then JAX keeps the devices' values apart, so this program doesn't show which are equal.
+    Before that, JAX keeps the devices' values apart, so this program doesn't show equal values.
     """
-    # JAX 0.4.28 keeps no name of a body: there, it is never found.
+    # JAX 0.4.28 doesn't keep the name of a body, so the answer there is always False.
     name, _, place = definition(body).partition(" at ")
     return name == "_rem_singleton" and bool(re.search(r"jax\W\w+\Wshard_map\.py:\d+$", place))
 
 
 def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
     """Return the bytes of a program's temporaries on host and one device; None if unknown."""
-    # JAX reports the host's since 0.4.31, and some backends report none.
+    # JAX reports the host's temporaries since 0.4.31, and some backends report nothing.
     try:
         stats = compiled.memory_analysis()
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -216,7 +216,7 @@ def unoptimized_text(lowered: Any) -> str:
 
 
 def _array_shape(aval: Aval) -> tuple[int, ...]:
-    """Return the shape of an argument's array; for a random key, that of its data."""
+    """Return the shape of an argument's array; for a random key, the shape of its data."""
     import jax
 
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -386,7 +386,7 @@ def placed_results(compiled: Any) -> list[Placed] | None:
 
 
 def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return lists of positions of argument leaves that share memory."""
+    """Return groups of argument leaves that share memory, as lists of positions."""
     import jax
 
     leaves = _dynamic(compiled.in_tree, args, kwargs)
@@ -448,7 +448,7 @@ def device_count(executable: Any) -> int:
         shardings = [getattr(executable, f"_{side}_shardings", ()) for side in ("in", "out")]
         sets = (getattr(s, "device_set", ()) for s in itertools.chain(*shardings))
         return max([here, *map(len, sets)])
-    except (TypeError, ValueError):  # no shardings, or those of an abstract mesh
+    except (TypeError, ValueError):  # no shardings, or shardings of an abstract mesh
         return here
 
 
@@ -481,10 +481,10 @@ class _Execution:
 def after_each_run(executable: Any, see: See) -> Callable[[], bool]:
     """Call ``see`` with the arguments and results of each run of an executable, except a pmap's.
 
-    Returns a function that stops the calls, and returns whether it did. It doesn't keep the
-    executable alive.
+    Returns a function that stops these calls, and returns whether it stopped them. It doesn't keep
+    the executable alive.
     """
-    # JAX uses its fast path only for calls of its own class, so ``_Execution`` sees every run.
+    # JAX's fast path is only for a call of JAX's own class, so ``_Execution`` gets every run.
     if not hasattr(executable, "_unsafe_call"):
         return lambda: False
     original = executable.unsafe_call
@@ -492,7 +492,7 @@ def after_each_run(executable: Any, see: See) -> Callable[[], bool]:
     kept = weakref.ref(executable)
 
     def stop() -> bool:
-        with _stopping:  # only one of two threads stops it
+        with _stopping:  # of two threads, only one stops the calls
             if (now := kept()) is None or now._unsafe_call is not own:
                 return False
             now._unsafe_call = original

@@ -45,18 +45,18 @@ class Door:
     def __init__(self, version: str, symbols: dict[str, Any], owners: dict[str, tuple[Any, str]]):
         self.__dict__.update(symbols)
         self.version = version
-        self.untested = ""  # why the hooks test themselves, or empty
+        self.untested = ""  # why the hooks must test themselves, or empty
         if versions.is_untested(version):
             self.untested = f"newer than {versions.NEWEST}, the newest that was tested"
         self.typed = symbols["check_vma"] is not None  # whether axis types are on avals
         self._owners = owners
         self._here = threading.local()
-        # In these versions, Primitive.bind_with_trace only calls process_primitive for a trace that
-        # takes hijax types. Calling that directly saves two calls per equation. A test in
-        # tests/core/test_install.py reads bind_with_trace; other versions of JAX call it.
+        # In these versions, Primitive.bind_with_trace does nothing but call process_primitive if
+        # the trace takes hijax types. A direct call saves two calls per equation. A test in
+        # tests/core/test_install.py reads bind_with_trace. In other versions, call bind_with_trace.
         self.binds_by_processing = versions.release(version) >= (0, 9) and not self.untested
         self._caches_kernels = is_cached(symbols["trace_kernel"])
-        # Cached, since a program repeats the same few types and avals.
+        # Cache these, since a program repeats the same few types and avals.
         self._types: dict[Any, AxisType] = {}
         self._retyped = functools.lru_cache(maxsize=1024)(self._retype)
 
@@ -70,7 +70,7 @@ class Door:
     # Axis types.
 
     def axis_type(self, aval: Any) -> AxisType:
-        """Return an aval's axis type; invariant if it carries none (tokens, keys' bases)."""
+        """Return an aval's axis type; invariant if it carries no type (tokens, keys' bases)."""
         try:
             return self._types[aval.manual_axis_type]  # a ref has the axis type of its contents
         except (AttributeError, KeyError):
@@ -203,7 +203,7 @@ class Door:
         have = self.axis_type(self.typeof(value))
         if have == want:
             return value
-        # One cast per state of the axes, since jax.lax.pcast rejects a mixture (JAX 0.10.2).
+        # Cast once per state of the axes, since jax.lax.pcast rejects a mixture (JAX 0.10.2).
         for axes, to in (
             (have.reduced & want.varying, "varying"),
             (want.varying - have.axes, "varying"),
@@ -238,7 +238,7 @@ class Door:
 
     @functools.cached_property
     def primitives(self) -> Primitives:
-        """Return the table of the part of JAX that defines each primitive, and its name there."""
+        """Return the table that maps each primitive to its name and the part of JAX defining it."""
         return Primitives(self.Primitive)
 
     def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:
@@ -246,8 +246,8 @@ class Door:
         index = next(i for i, part in enumerate(traced) if hasattr(part, "eqns"))
         jaxpr = traced[index]
         if self._caches_kernels:
-            # JAX up to 0.6.2 caches the jaxpr. Give each call its own copy: two calls of one
-            # function would otherwise share their annotations and scopes.
+            # JAX up to 0.6.2 caches the jaxpr. Give each call its own copy. Otherwise two calls of
+            # one function would share annotations and scopes.
             jaxpr = jaxpr.replace()
             traced = (*traced[:index], jaxpr, *traced[index + 1 :])
         return jaxpr, traced
@@ -256,7 +256,7 @@ class Door:
         """Return the user's ``file:line`` of an equation; empty if JAX keeps none."""
         # Skip lines of libraries that the user's code called, unless ``of_libraries``.
         for info in (getattr(source_info, "traceback", None), source_info):
-            with contextlib.suppress(AttributeError, TypeError):  # up to JAX 0.6 it took the info
+            with contextlib.suppress(AttributeError, TypeError):  # up to JAX 0.6, pass the info
                 for frame in self.user_frames(info):
                     if of_libraries or not is_library(frame.file_name):
                         return f"{frame.file_name}:{frame.start_line}"
@@ -269,10 +269,10 @@ class Door:
 
     def is_loop_body(self, debug_info: Any) -> bool:
         """Return whether our caller is tracing the body of a loop that a user wrote."""
-        # ``scan`` and ``while_loop`` trace their bodies in a local function (JAX 0.6 to 0.12). It
-        # calls functions that transformations of loops call too, with the same debug info, so no
-        # argument distinguishes them. Compare the code of the calling frame with that function's,
-        # which a test in tests/core/test_install.py looks up in each JAX.
+        # ``scan`` and ``while_loop`` trace their bodies in a local function (JAX 0.6 to 0.12). This
+        # function calls others that transformations of loops call too, with the same debug info. So
+        # no argument shows who calls. Compare the code of the calling frame with the code of the
+        # local function; a test in tests/core/test_install.py looks that up in each JAX.
         is_condition = debug_info.traced_for == "while_cond"
         return sys._getframe(2).f_code in self.body_tracers and not is_condition
 
@@ -310,7 +310,7 @@ class Door:
         return "debug_info" in inspect.signature(self.wrap_init).parameters
 
     def _wrapped_bwd(self, function: Any, arguments: Sequence[Any]) -> Any:
-        # Pass a signature, since JAX would look up the function's each time.
+        # Pass a signature. Otherwise JAX would look up the function's signature each time.
         info = self.debug_info("bwd", function, tuple(arguments), {}, signature=_ARRAYS)
         return self.wrap_init(function, debug_info=info)
 
@@ -318,8 +318,9 @@ class Door:
         self, function: Any, arrays: Sequence[Any]
     ) -> tuple[Any, Sequence[Any], Callable[[Sequence[Any]], list[Any]]] | None:
         """Return a function's jaxpr, its constants, and a function that inlines it here."""
-        # This does what ``jax.jit(function, inline=True)`` does in a fifth of the time for a small
-        # function. None if no jaxpr is being traced, for HiJAX equations, and up to JAX 0.6.
+        # This does the same as ``jax.jit(function, inline=True)``, and for a small function in a
+        # fifth of the time. Return None if no jaxpr is being traced, for HiJAX equations, and up to
+        # JAX 0.6; the caller then uses jit.
         if self.stage_jaxpr is None:
             return None
         if type(self.trace_here.trace) is not self.JaxprTrace:
@@ -331,9 +332,10 @@ class Door:
 
         def put(arrays: Sequence[Any]) -> list[Any]:
             trace, source = self.trace_here.trace, self.current_source()
-            # The function may close over values of the jaxpr being traced, which aren't constants.
+            # The function may close over values of the jaxpr being traced. They aren't constants of
+            # the new jaxpr, so make them inputs.
             whole = self.constants_as_inputs(jaxpr)
-            if type(trace) is not self.JaxprTrace:  # staged for a jaxpr, but run eagerly
+            if type(trace) is not self.JaxprTrace:  # it was staged for a jaxpr, but runs eagerly
                 import jax
 
                 run = jax.jit(self.jaxpr_as_fun(self.close_jaxpr(whole)), inline=True)

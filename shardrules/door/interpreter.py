@@ -23,7 +23,7 @@ def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[str], str]]:
     """Run the Pallas kernels that are traced inside the ``with`` in JAX's TPU interpreter.
 
     Yields a function that returns JAX's report of a race, empty if there was none. Pass it the text
-    of an error that the kernels raised: JAX 0.12 raises where earlier versions print.
+    of an error that the kernels raised: JAX 0.12 raises the report, earlier versions print it.
     """
     try:
         from jax.experimental.pallas import tpu as pltpu
@@ -45,7 +45,7 @@ def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Callable[[str], str]]:
 
     def recording(
         *args: Any, **kwargs: Any
-    ) -> Any:  # JAX replaces the state with each kernel, so keep all of them
+    ) -> Any:  # JAX makes a new state for each kernel, so keep all of them
         states.append(original(*args, **kwargs))
         return states[-1]
 

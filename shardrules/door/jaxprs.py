@@ -35,7 +35,7 @@ NEW_REFS = frozenset("new_ref ref mutable_array array_ref".split())
 READS = frozenset("get freeze masked_load load".split())
 
 # JAX's effects of reading and writing a ref (0.4.28 to 0.12). JAX keeps the set of a jaxpr's
-# effects, so it costs nothing to see whether it has others (mesh axes or communication).
+# effects, so it costs nothing to test whether there are others (mesh axes or communication).
 _OF_REFS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
 
 # Primitives that call one jaxpr with all of their operands, by JAX's names (0.6.0 to 0.12).
@@ -109,7 +109,7 @@ def name_of(eqn: Eqn) -> str:
 
 
 def is_inexact(aval: object) -> bool:
-    """Return whether a value has a cotangent of its own dtype: floats and complex numbers."""
+    """Return whether a value is a float or complex, and so has a cotangent of its own dtype."""
     import jax
 
     dtype = getattr(aval, "dtype", None)
@@ -182,7 +182,7 @@ def _is_under(eqn: Eqn, transforms: tuple[str, ...]) -> bool:
 
 
 def is_in(eqn: Eqn, scope: str) -> bool:
-    """Return whether an equation, or the one it is the transpose of, is in a name scope."""
+    """Return whether an equation is in a name scope, or is the transpose of one that is."""
     return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)
 
 

@@ -14,12 +14,12 @@ from shardrules.errors import UnsupportedJaxError
 class Symbol(NamedTuple):
     """One private name of JAX, and the versions that have it."""
 
-    key: str  # what this package calls it
+    key: str  # its name in this package
     path: str  # ``module:attribute``, or a module
     first: str  # the first release with this path and parameters
     last: str | None  # the last such release (``0.9``: all of 0.9); None if newer ones have it too
     parameters: tuple[str, ...]  # parameter names that the hooks pass or read; checked before use
-    reason: str  # what we need it for
+    reason: str  # why we need it
 
     @property
     def versions(self) -> str:
@@ -63,7 +63,10 @@ def is_cached(function: Any) -> bool:
 
 
 def look(symbol: Symbol) -> tuple[Any, tuple[Any, str], str]:
-    """Return a symbol, its owner, and what is wrong with it (empty if nothing)."""
+    """Return a symbol, its owner, and the problem with it (empty if there is none)."""
+    # Import the module, follow the attributes, and compare the parameters that the hooks use with
+    # the signature. A class may have them as slots. JAX's C++ caches hide their signature, so trust
+    # these.
     module, _, path = symbol.path.partition(":")
     *classes, attribute = path.split(".")
     try:

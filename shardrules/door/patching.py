@@ -16,7 +16,7 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replaced attributes and table entries; ``undo`` restores exactly the old state."""
+    """Replaced attributes and table entries; ``undo`` restores the exact old state."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Callable[[], None], str]] = []
@@ -45,7 +45,7 @@ class Patches:
         return tuple((owner, name) for owner, name, _, _ in self._undo)
 
     def described(self) -> tuple[str, ...]:
-        """Return each as a line: what is replaced, and by which module of this package."""
+        """Return a line for each replacement: what is replaced, and by which of our modules."""
         return tuple(f"{_place(owner, name)}  {by}" for owner, name, _, by in self._undo)
 
     def undo(self) -> None:
@@ -83,9 +83,10 @@ class ModuleProxy:
 class TellingTuple(tuple[Any, ...]):
     """A tuple that calls ``refuse`` before it is read.
 
-    The hooks drop types from an interpreted kernel's loops, where JAX mixes them. Without the
-    hooks, JAX's error doesn't name the cause. JAX reads the parameter ``input_output_aliases``
-    first (a test in tests/core/test_install.py fails once it doesn't), so that tuple raises.
+    An interpreted kernel has loops in which JAX mixes types, so the hooks drop these types. If the
+    hooks are uninstalled by then, JAX's error doesn't name the cause. JAX reads the parameter
+    ``input_output_aliases`` first (a test in tests/core/test_install.py fails once it doesn't), so
+    the hooks put this tuple there, and it raises an error that names the cause.
     """
 
     refuse: Callable[[], None]  # raises if the tuple must not be read here
@@ -106,8 +107,8 @@ class _KeyEntry(tuple[Any, ...]):
 class MeshKey:
     """jit's trace key before ``jax.make_user_context`` (JAX to 0.7.1)."""
 
-    # The key holds the meshes entered by ``with mesh:``, and JAX uses that entry for nothing else,
-    # so a thread's scope can be added to it. A change for all threads clears JAX's caches instead.
+    # The key holds the meshes entered by ``with mesh:``. JAX uses that entry for nothing else, so
+    # we can add a thread's scope to it. A change for all threads clears JAX's caches instead.
 
     def __init__(self, config: Any):
         self._config = config
@@ -126,7 +127,7 @@ class MeshKey:
         state = getattr(self._config, "mesh_context_manager", None)
         if state is not None:
             before, write = state.value, state.set_local
-        else:  # JAX up to 0.4.35 keeps it in a thread-local tuple
+        else:  # JAX up to 0.4.35 keeps the meshes in a thread-local tuple
             context = self._config.jax_jit.thread_local_state().extra_jit_context
             before = getattr(context, "mesh_context_manager", None)
             update = self._config.update_thread_local_jit_state
@@ -154,7 +155,7 @@ class WhenImported:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find the module as the later finders do, and make its loader call the action."""
+        """Let the later finders find the module, and make its loader call the action."""
         if name != self._name:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # may hold another WhenImported

@@ -9,8 +9,8 @@ from typing import Any
 
 from shardrules.door import seams
 
-PALLAS = "jax._src.pallas."  # no kernel of a user lives there
-PALLAS_GPU_CORE = "jax._src.pallas.mosaic_gpu.core"  # where plgpu.kernel's own function lives
+PALLAS = "jax._src.pallas."  # these modules hold no kernel of a user
+PALLAS_GPU_CORE = "jax._src.pallas.mosaic_gpu.core"  # the module of plgpu.kernel's own function
 # The modules in which JAX makes a shard_map of a function: since 0.6.1, and before.
 SHARD_MAPS = ("jax._src.shard_map", "jax.experimental.shard_map")
 
@@ -36,7 +36,7 @@ def devices() -> list[Any]:
 
 
 def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) -> Any:
-    """Return ``f`` in shard_map, under the names that this JAX gives it and its check."""
+    """Return ``f`` in shard_map, by the names of shard_map and its check in this JAX."""
     import jax
 
     if hasattr(jax, "shard_map"):

@@ -1,8 +1,8 @@
-"""Describe to type checkers what the package reads of JAX's objects (0.4.28 to 0.12).
+"""Describe to type checkers the attributes of JAX's objects that we read (0.4.28 to 0.12).
 
-JAX's own classes are private, have moved, and leave most of this untyped. The code never tests for
-these protocols; it reads attributes. Members that the package only reads are properties, so that
-JAX's classes fit even if they make an attribute read-only.
+JAX's own classes are private, have moved, and leave most attributes untyped. The code never tests
+for these protocols; it reads attributes. Members that the package only reads are properties, so
+that JAX's classes fit even if they make an attribute read-only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replace functions of JAX that are being watched, each once, as long as anyone watches it.
+"""Replace functions of JAX that are being watched, each only once, until the last watch stops.
 
 ``symbols.WATCHED`` lists where each function is, and in which version of JAX.
 """

@@ -59,7 +59,8 @@ def allow(client: Any) -> None:
 
 
 def _compile(original: Any, backend: Any, *args: Any, **options: Any) -> Any:
-    # Each error names a missing target: register a stub for it and compile again.
+    # Each error names a missing target: register a stub for it and compile again. This ends, since
+    # each round registers another target, and an error about a registered one is raised.
     while True:
         try:
             return original(backend, *args, **options)

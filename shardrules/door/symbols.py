@@ -1,4 +1,4 @@
-"""List JAX's private names in one table: what we need each for, in which versions, and its path.
+"""List JAX's private names in one table, each with its purpose, its versions and its path.
 
 Only this folder names ``jax._src``; functions that act on JAX are looked up here. No name depends
 on other installed software (Triton, a compiler): JAX's own modules hold all of them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-OLDEST = "0.4.28"  # the JAX that the first report was written on
+OLDEST = "0.4.28"  # the version of the first report
 NEWEST = "0.12"  # the last release series that the test matrix runs
 TESTED = f"{OLDEST} to {NEWEST}"
 

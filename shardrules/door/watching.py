@@ -1,10 +1,10 @@
 """Watch the host while a block runs: calls of compiled functions, compilations, reads of arrays.
 
 JAX has no events for these, so some of its functions are replaced while a thread watches; in other
-threads they behave as before. ``_get_fastpath_data`` lets C++ call a function without any of them:
-the replacement returns None, and C++'s caches are cleared when a watch begins and ends.
-``float(x)``, ``print(x)`` and the like read ``ArrayImpl._value``. NumPy reads an array on the CPU
-without calling a method, so ``numpy.asarray`` and ``numpy.array`` are replaced, too.
+threads they behave as before. If ``_get_fastpath_data`` returns data, C++ calls a function without
+any of them. So its replacement returns None, and C++'s caches are cleared when a watch begins and
+ends. ``float(x)``, ``print(x)`` and the like read ``ArrayImpl._value``. NumPy reads an array on the
+CPU without calling a method, so ``numpy.asarray`` and ``numpy.array`` are replaced, too.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Argument(NamedTuple):
 class Listener:
     """Receives events on the thread that watches."""
 
-    wants_arguments = False  # whether to pass arguments; else the lists are empty
+    wants_arguments = False  # whether to pass arguments; if not, the lists are empty
 
     def called(self, name: str, arguments: list[Argument], is_jax_s: bool) -> None:
-        """Handle that a compiled function, the user's or JAX's own, is about to run."""
+        """Handle the start of a call of a compiled function, the user's or JAX's own."""
 
     def returned(self, name: str, arguments: list[Argument], executable: Any, results: Any) -> None:
-        """Handle that it ran; the donated arguments are deleted now."""
+        """Handle the end of the call; the donated arguments are deleted now."""
 
     def failed(self) -> None:
-        """Handle that it raised."""
+        """Handle an error raised by the call."""
 
     def compiling(self, name: str) -> None:
-        """Handle that a program is about to be compiled."""
+        """Handle the start of a compilation."""
 
     def reading(self, array: Any, how: str) -> None:
-        """Handle that the host is about to read an array without ``jax.device_get``."""
+        """Handle the start of a read of an array by the host without ``jax.device_get``."""
 
 
 _lock = threading.Lock()
@@ -164,7 +164,7 @@ def _compiled_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     listeners = _listeners()
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-    if not listeners or tree != self.in_tree:  # where they differ, JAX says so
+    if not listeners or tree != self.in_tree:  # if the trees differ, JAX raises
         return original(self, *args, **kwargs)
     executable = getattr(self, "_executable", None)
     donated = [info.donated for info in jax.tree_util.tree_leaves(self.args_info)]

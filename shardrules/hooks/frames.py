@@ -18,7 +18,8 @@ Axes = frozenset[str]
 class WingFrame:
     """Base of all frames: a context manager that makes a frame the current one of its kind."""
 
-    # Not frozen, since that costs a call for each field, and each call of a kernel enters a frame.
+    # Frames aren't frozen dataclasses: each call of a kernel enters a frame, and a frozen dataclass
+    # sets each of its fields by a function call.
 
     wing: ClassVar[str]  # the attribute of ``here`` that holds the current frame
     __slots__ = ("_before",)
@@ -41,13 +42,14 @@ class KernelFrame(WingFrame):
     # in its place, the same rule holds for that call.
     primitive: Any = None
     call: Any = None
-    annotations: tuple[AxisType | None, ...] = ()  # the user's, of the mesh kernel being called
+    # the user's annotations of the mesh kernel that is being called
+    annotations: tuple[AxisType | None, ...] = ()
     checked: bool = False  # whether the check was on around the ``plgpu.kernel`` being called
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class BodyFrame(WingFrame):
-    """The shard_map whose body is traced, with the facts that its errors and warnings name."""
+    """The shard_map whose body is being traced, with facts for its errors and warnings."""
 
     wing: ClassVar[str] = "body"
     # operations whose results vary more than JAX says, each with its place
@@ -60,9 +62,9 @@ class BwdFrame(WingFrame):
     """The custom_vjp whose fwd or bwd runs."""
 
     wing: ClassVar[str] = "bwd"
-    widened: Axes = frozenset()  # the axes that its primals were cast to vary over
+    widened: Axes = frozenset()  # the axes over which casts made its primals vary
     over: Axes = frozenset()  # the axes that the running bwd's primals have gained
-    cast: Axes = frozenset()  # the axes in ``over`` that they gained by a cast
+    cast: Axes = frozenset()  # the axes in ``over`` that the primals gained by a cast
     batched: Sequence[Any] | None = None  # avals of its primals in vmap
     running: tuple[Any, ...] = ()  # the running bwds under replication sets, outermost first
 
@@ -94,7 +96,7 @@ class LookFrame(WingFrame):
 
     wing: ClassVar[str] = "look"
     met: list[Any] | None = None  # the sites of unchecked shard_maps inside the retraced one
-    # their errors, each with the innermost site that raised it
+    # the errors of these shard_maps, each with the innermost site that raised it
     blamed: list[tuple[Exception, Any]] = dataclasses.field(default_factory=list)
     gradients: list[None] | None = None  # grows if something is differentiated in reverse
     order: int = 0  # the order of the derivative that is traced

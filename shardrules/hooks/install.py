@@ -1,4 +1,4 @@
-"""Plug the registry into JAX: ``install()`` returns a handle that uninstalls everything."""
+"""Make JAX follow the registry: ``install()`` returns a handle that uninstalls everything."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Handle:
         """Return the shard_maps whose check is off, the costliest first.
 
         Empty without ``install(unchecked="check")``. The list includes shard_maps that were called
-        under other handles, also under those uninstalled since.
+        under other handles, even if these are uninstalled now.
         """
         return costliest(self._decisions.values())
 
@@ -241,7 +241,7 @@ def _self_test(door: Door) -> None:
 
 
 def hold_for_ops() -> None:
-    """Patch JAX for good once an op is called, since it is transposed and lowered later."""
+    """Patch JAX for good once an op is called, since JAX transposes and lowers the op later."""
     # The hooks are passive while no handle is installed and no declared op is running.
     _hold(_OPS)
 
@@ -258,7 +258,7 @@ def _release(holder: Any) -> None:
 
 
 def call_declared(declared: Declared, *args: Any, **kwargs: Any) -> Any:
-    """Call a function declared by a decorator: an op under its rule, a kernel's body as it is."""
+    """Call a function declared by a decorator: an op under its rule, a kernel body unchanged."""
     import jax
 
     binding: Binding = declared.__shardrules__

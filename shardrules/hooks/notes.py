@@ -21,17 +21,17 @@ class NotedSum:
     axes: tuple[str, ...]  # the mesh axes, sorted
     shape: tuple[int, ...]  # the local shape of the operand
     dtype: Any  # the operand's dtype
-    at: str  # the source line behind it, or empty
-    why: str  # the reason for it
+    at: str  # the source line that causes the sum, or empty
+    why: str  # the reason for the sum
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedCast:
     # the source line that makes the cast value; empty for an argument of the function
     at: str
-    value: str  # its dtype and local shape
+    value: str  # the value's dtype and local shape
     axes: tuple[str, ...]  # the mesh axes, sorted
-    runs: int  # how often the loops around run it
+    runs: int  # how often the enclosing loops run the cast
     function: str = ""  # the differentiated function, ``name at file:line``, or empty
 
 
@@ -39,24 +39,25 @@ class PlacedCast:
 class Placement:
     """The casts of one linear program, placed where they move the fewest bytes."""
 
-    before_bytes: int  # the bytes that its casts' psums sum on each device where JAX casts
-    after_bytes: int  # the same at the cheapest places
-    casts: tuple[PlacedCast, ...]  # the casts at these places, if they sum fewer bytes
-    applied: bool  # whether ``install()`` or ``place_casts`` placed them there
+    # the bytes that the casts' psums sum on each device if the casts stand where JAX puts them
+    before_bytes: int
+    after_bytes: int  # the same if the casts stand at the cheapest places
+    casts: tuple[PlacedCast, ...]  # the casts at the cheapest places, if they sum fewer bytes
+    applied: bool  # whether ``install()`` or ``place_casts`` moved the casts to these places
     why: str  # why the casts stayed in place, if no cheapest place could be found
     unchecked_bytes: int = 0  # the bytes that these cotangents' psums sum with the check off
-    exceptions: tuple[str, ...] = ()  # why the fewest bytes are more than ``unchecked_bytes``
-    at_borders: bool = False  # whether casts stand earlier at the same price as JAX's own
-    in_the_way: str = ""  # the step without which the bytes would be fewer, and how many
+    exceptions: tuple[str, ...] = ()  # why the fewest bytes exceed ``unchecked_bytes``
+    at_borders: bool = False  # whether casts stand earlier than JAX's own, at the same price
+    in_the_way: str = ""  # the step that costs extra bytes, and the bytes without that step
 
     def held_up(self, subject: str) -> str:
-        """Say which step keeps the subject's psums from fewer bytes; empty if none does."""
+        """Say which step makes the subject's psums sum more bytes; empty if no step does."""
         if not self.in_the_way:
             return ""
         return f"{subject} sum {self.after_bytes:,} B on each device: {self.in_the_way}"
 
     def beyond(self, subject: str) -> str:
-        """Say why the subject's psums sum more bytes than with the check off; empty if not."""
+        """Say why the subject's psums sum more than with the check off; empty if they don't."""
         if not self.exceptions:
             return ""
         return (

@@ -22,10 +22,10 @@ from shardrules.registry.builtin import no_communication
 
 class SelftestBody(NamedTuple):
     name: str  # what messages call it
-    # takes ``x``, which varies over data and model, and ``w``, which varies over model; both have
-    # the local shape (2, 2)
+    # a function of ``x``, which varies over data and model, and of ``w``, which varies over model;
+    # both have the local shape (2, 2)
     function: Callable[[Any, Any], Any]
-    axes: str  # the axes over which its result must vary
+    axes: str  # the axes over which the function's result must vary
     # the axes of each all-reduce that the gradient for ``w`` must hold; None to skip that test
     sums: tuple[str, ...] | None = None
 
@@ -90,7 +90,7 @@ def bodies() -> Iterator[SelftestBody]:
 
 def differences(state: State) -> list[str]:
     """Return a line for each program with an unexpected result. JAX must be patched."""
-    # Use a new thread, which is in no trace and in no mesh, whatever the caller is in.
+    # The caller may be inside a trace or a mesh; a new thread is in neither.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: list(_differences(state))).result()
 
@@ -110,6 +110,8 @@ def _difference(body: SelftestBody) -> str:
     import jax
     from jax.sharding import PartitionSpec as P
 
+    # Trace the body in a shard_map, and compare the axes over which its result varies. Then trace
+    # the gradient for ``w``, and compare the axes of its all-reduces.
     door = internals.load()
     results: list[frozenset[str]] = []
 

@@ -39,10 +39,10 @@ class Scope:
     notes: Notes | None = None  # the records of a trace that is made only for them
     prove: bool = True  # whether a kernel's own jaxpr may prove its rule
     casts: Casts = "late"  # ``late``, where JAX puts them, or ``cheapest``
-    # What to do with unchecked shard_maps: ``leave`` them, or ``check`` whether to switch them on.
-    # ``on`` and ``off`` are in force inside a shard_map once that is decided.
+    # What to do with unchecked shard_maps: ``leave`` them as written, or ``check`` whether their
+    # check can be on. After the decision, ``on`` or ``off`` is in force inside the shard_map.
     unchecked: str = "leave"
-    derivatives_count: int = 0  # enclosing reverse passes; counted only where casts are placed
+    derivatives_count: int = 0  # enclosing reverse passes; counted only if casts are placed
     in_bwd: bool = False  # whether a bwd runs, in a retrace with the check on
 
 

@@ -1,7 +1,7 @@
 """Define the casts that users write: an early cast to varying, and a claim that a sum is complete.
 
-Both act only if shard_map tracks axis types on avals, with or without ``shardrules.install()``;
-else they return their argument.
+Both act only if shard_map tracks axis types on avals, with or without ``shardrules.install()``.
+Otherwise they return their argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardrules.registry.binding import caller_place
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# The lines that need no warning, since their call cast something or the warning was given.
+# The lines that need no more warning: their call cast something, or they were already warned about.
 _settled: set[str] = set()
 
 _OUTSIDE = "it is not inside of a shard_map. Call it in the function that jax.shard_map maps"
@@ -58,7 +58,7 @@ def vary(x: Any, *axes: str) -> Any:
 
     Returns:
       The same values; ``x`` itself outside ``shard_map(check_vma=True)``, and on JAX 0.5.3 and
-      older, where the check casts by itself. A line whose call casts nothing is warned about once.
+      older, where the check casts by itself. Warns once about each line whose call casts nothing.
 
     Raises:
       AxisError: if an axis is not a manual mesh axis here, or a value is a partial sum over it.
@@ -98,9 +98,9 @@ def vary(x: Any, *axes: str) -> Any:
 
 
 def _warn_of_no_effect(call: str, axes: tuple[str, ...], why: str) -> None:
-    """Warn once for a line that has not cast anything, and say what to do instead."""
+    """Warn once about a line that has not cast anything, and say what to do instead."""
     scope, where = state().scope, caller_place()
-    # Don't warn in a trace that is made only for notes, or of a shard_map that is retraced with its
+    # Don't warn in a trace that is made only for notes, nor while a shard_map is retraced with its
     # check off and on.
     if where in _settled or scope.notes is not None or scope.unchecked != "leave":
         return
@@ -163,8 +163,8 @@ def already_summed(ct: Any, *axes: str) -> Any:
       *axes: the mesh axes over which they were summed.
 
     Returns:
-      The same values; ``ct`` itself outside ``shard_map(check_vma=True)``. A line that calls it
-      outside of any shard_map is warned about once.
+      The same values; ``ct`` itself outside ``shard_map(check_vma=True)``. Warns once about each
+      line that calls it outside of any shard_map.
 
     Raises:
       AxisError: if an axis is not a manual mesh axis here, or a value is ``unreduced`` over it.

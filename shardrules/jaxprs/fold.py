@@ -2,15 +2,15 @@
 
 An analysis is a subclass of ``Fold``. It defines its values (``bottom``, ``literal``, ``join``),
 and the value of a primitive's results for given values of its operands (``other``: from its own
-table, with a safe answer for a primitive that isn't in it). Only this module knows about nesting:
-what a branch, a loop, a ref or a kernel passes to its inner jaxprs, and what they return.
+table, with a safe answer for a primitive that isn't in the table). Only this module handles
+nesting: what a branch, a loop, a ref or a kernel passes to its inner jaxprs, and what they return.
 
-A ref is a ``Cell``, which holds the join of everything that was ever stored to it. The whole jaxpr
+A ref is a ``Cell``, which holds the join of all values that were ever stored to it. The whole jaxpr
 is read again until no cell changes. A loop's carry is joined with the body's results until it stops
-changing. Both loops end, because ``join`` only widens a value and there are few values. An analysis
-that reads more than ``MOST_EQUATIONS`` anyway raises ``TooLong``. This is a monotone framework
-(Kildall, POPL 1973; Kam and Ullman, 1977): if an analysis is monotone, its result holds on every
-path.
+changing. Both repetitions end, because ``join`` only widens a value and there are few values. If an
+analysis still reads more than ``MOST_EQUATIONS``, it raises ``TooLong``. This is a monotone
+framework (Kildall, POPL 1973; Kam and Ullman, 1977): if an analysis is monotone, its result holds
+on every path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardrules.errors import ShardrulesError
 V = TypeVar("V")
 
 _UNSEEN: Any = object()
-MOST_EQUATIONS = 2_000_000  # that are read; an equation counts again in each pass
+MOST_EQUATIONS = 2_000_000  # the most equations to read; each pass counts an equation again
 
 
 class TooLong(ShardrulesError):
@@ -43,7 +43,7 @@ class TooLong(ShardrulesError):
 
 
 class Cell(Generic[V]):
-    """A ref, as the join of everything that was ever stored to it."""
+    """A ref, as the join of all values that were ever stored to it."""
 
     __slots__ = ("value",)
 
@@ -56,7 +56,7 @@ class Fold(Generic[V]):
 
     reads_kernels: bool = False  # whether to read the jaxprs of Pallas kernels
 
-    bottom: V  # the value of an empty cell; the join of it and another value is that value
+    bottom: V  # the value of an empty cell; joining it with another value gives that other value
 
     def literal(self, value: Any) -> V:
         """Return the value of a literal in the jaxpr."""
@@ -79,14 +79,15 @@ class Fold(Generic[V]):
         raise NotImplementedError
 
     def other(self, eqn: Eqn, name: str, operands: list[V]) -> Sequence[V]:
-        """Return the values of an equation's results, if this module knows no nesting for it.
+        """Return the values of an equation's results, if its nesting is not handled here.
 
-        Look up its primitive; give the safe answer for an unknown one. It takes no refs.
+        Look up its primitive; give the safe answer for an unknown primitive. The equation takes no
+        refs.
         """
         raise NotImplementedError
 
     def on_refs(self, eqn: Eqn, name: str, operands: list[Any]) -> Sequence[Any]:
-        """Return the values that an equation reads from refs, and ``store`` what it may write."""
+        """Return the values of an equation that takes refs, and ``store`` what it may write."""
         results, joined = self.anything(eqn, operands)
         return self.one_step(eqn, operands, joined) if results is None else results
 
@@ -95,7 +96,8 @@ class Fold(Generic[V]):
 
     def __init__(self) -> None:
         self.around: list[Eqn] = []  # the enclosing equations, whose jaxprs are being read
-        self.place: tuple[Any, ...] = ()  # the same as a key, since several may share one jaxpr
+        # the enclosing equations as a key for this use of a jaxpr, which several may share
+        self.place: tuple[Any, ...] = ()
         self._cells: dict[tuple[Any, ...], Cell[V]] = {}
         self._changed = False  # whether a cell changed in this pass
         self._count = 0
@@ -106,9 +108,10 @@ class Fold(Generic[V]):
         Raises:
           TooLong: if its loops and refs don't settle within MOST_EQUATIONS.
         """
-        # Ignore the order of reads and writes, since in a loop a read may run after a write that
-        # stands below it. So each read must return the join of all writes. If a pass widened a
-        # cell, earlier reads of it in that pass were too narrow: read the whole jaxpr again.
+        # Ignore the order of reads and writes: in a loop, a read may run after a write that stands
+        # below it. So each read must return the join of all writes. If a pass widened a cell,
+        # earlier reads of that cell in the pass were too narrow: read the whole jaxpr again. This
+        # ends, since cells only widen. In the last pass no cell changed, so all reads were right.
         while True:
             self._changed = False
             entering: list[Any] = [
@@ -146,8 +149,8 @@ class Fold(Generic[V]):
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         """Return the values of an equation's results."""
-        # An equation whose nesting is known here is read by its own function. Another equation that
-        # takes a ref may read or write it. All others go to the analysis.
+        # If this module handles the equation's nesting, its own function reads it. Any other
+        # equation that takes a ref may read or write the ref. All the rest go to the analysis.
         name = name_of(eqn)
         nested = _NESTED.get(name)
         if nested is not None:
@@ -178,9 +181,9 @@ class Fold(Generic[V]):
             self._changed = True
 
     def _cell(self, maker: Any, number: int, value: V) -> Cell[V]:
-        """Return the ref that an equation makes, with what earlier passes stored to it."""
+        """Return the ref that an equation makes, with the values that earlier passes stored."""
         # The key holds the place, since a jaxpr that is traced once may run in several places, and
-        # makes different refs in each.
+        # makes different refs in each place.
         key = (*self.place, id(maker), number)
         cell = self._cells.get(key)
         if cell is None:
@@ -202,7 +205,7 @@ class Fold(Generic[V]):
         return cells[0]
 
     def _choose(self, by: V, values: Iterable[Any]) -> list[Any]:
-        """Return values as chosen by a predicate; of a ref, its content is chosen."""
+        """Return values as chosen by a predicate; for a ref, choose its content."""
         made: list[Any] = []
         for value in values:
             if isinstance(value, Cell):
@@ -229,14 +232,14 @@ class Fold(Generic[V]):
     def anything(self, eqn: Eqn, operands: list[Any]) -> tuple[list[Any] | None, V]:
         """Read the jaxprs of an equation whose primitive is unknown.
 
-        Returns the results if it has a single jaxpr that takes all its operands, else None; and the
-        mix of all its operands and of all values that its jaxprs return and store. A kernel is not
-        read.
+        Returns the results if the equation has a single jaxpr that takes all its operands, else
+        None. Also returns the mix of all operands and of all values that the jaxprs return and
+        store. The jaxpr of a kernel is not read.
         """
         # We don't know which operand goes to which input, how often a jaxpr runs, or in what order.
         # So pass the mix of all operands, results and stored values to each input of each jaxpr,
-        # until a pass adds nothing. One exception: a single jaxpr with as many inputs and outputs
-        # as its equation is a call.
+        # until a pass adds nothing. There is one exception: a single jaxpr with as many inputs and
+        # outputs as its equation is a call, so its inputs are the operands in order.
         joined = self.mixed(map(self.content, operands))
         inner = [] if name_of(eqn) in KERNELS else list(inner_jaxprs(eqn.params))
         if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(operands), len(eqn.outvars))]:
@@ -275,9 +278,9 @@ class Fold(Generic[V]):
         constants, carries = scan_counts(eqn.params)
         first, carry = operands[:constants], operands[constants : constants + carries]
         slices = operands[constants + carries :]
-        # The carry may be that of any iteration: start with the first one, and join it with the
-        # body's results until it stops changing. All devices run the same number of iterations, so
-        # no predicate chooses.
+        # The body may get the carry of any iteration. So start with the initial carry, and join it
+        # with the body's results until it stops changing. All devices run the same number of
+        # iterations, so no predicate chooses.
         while True:
             results = self.inside(eqn, eqn.params["jaxpr"], [*first, *carry, *slices])
             joined = [self._either(pair) for pair in zip(carry, results)]
@@ -290,8 +293,9 @@ class Fold(Generic[V]):
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         tested, first = operands[:of_cond], operands[of_cond : of_cond + of_body]
         carry = operands[of_cond + of_body :]
-        # As in a scan, but the predicate decides how many iterations a device runs, and so which
-        # carry it ends with. It therefore chooses the results, and what the body stores.
+        # As in a scan, but the predicate decides how many iterations a device runs, and so with
+        # which carry it ends. So the predicate chooses the results and the values that the body
+        # stores.
         while True:
             (goes_on,) = self.inside(eqn, params["cond_jaxpr"], [*tested, *carry], at=0)
             results = self.inside(eqn, params["body_jaxpr"], [*first, *carry], at=1)
@@ -315,13 +319,13 @@ class Fold(Generic[V]):
             return self.other(eqn, name_of(eqn), operands)
         mapping, body = eqn.params["grid_mapping"], opened(eqn.params["jaxpr"])
         dynamic = getattr(mapping, "num_dynamic_grid_bounds", 0)
-        # Grid bounds and prefetched operands decide which blocks are read and written, so they
-        # choose the outputs.
+        # Grid bounds and prefetched operands decide which blocks a kernel reads and writes, so they
+        # choose the outputs, as a predicate does.
         positions = self.join(operands[: dynamic + mapping.num_index_operands])
         inputs = operands[dynamic:]
         # A kernel's body gets its operands and outputs as refs. The grid runs the body many times
-        # on blocks of them. Cells hold everything that is ever stored, so they cover any order of
-        # these runs, and the body is read once per pass.
+        # on blocks of these refs. Cells hold the join of all stored values, which covers any order
+        # of the runs. So one read of the body per pass is enough.
         cells = [self._cell(eqn, n, value) for n, value in enumerate(inputs)]
         aliases = dict(eqn.params.get("input_output_aliases", ()))
         of_output = {output: cells[source] for source, output in aliases.items()}  # the same memory

@@ -1,8 +1,9 @@
 """Compare programs by what each value is computed from.
 
-Each variable gets a key: the hash of the primitive, the parameters and the keys of the operands
-that make it. Casts pass on their operand's key, so that programs with the check off and on have the
-same keys. Two programs are the same if they have the same multiset of keys and the same results.
+Each variable gets a key: a hash of the primitive that makes it, of the parameters, and of the
+operands' keys. So a key stands for the whole computation of a value. Casts pass on their operand's
+key, so a program has the same keys with the check off and on. Two programs are the same if they
+have the same multiset of keys and the same results.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class _Around(NamedTuple):
 def is_same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
     """Return whether jaxprs compute the same values from the same operands, ignoring casts.
 
-    They may differ if a body reads a value's type, and sums over other axes or swaps operands.
+    They may differ with the check on if the body reads a value's type, and then sums over other
+    axes or swaps operands.
     """
     # Compare large constants by identity first: mostly both programs hold the same object, and
     # reading one may copy it from the device.
@@ -75,7 +77,7 @@ def has_same_steps(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
     """Return whether linear programs take the same steps, ignoring their constants.
 
     Programs may pass on saved values in different orders, and may pass a cast number to a loop. So
-    operands are compared only by the primitives that made them.
+    compare operands only by the primitives that made them.
     """
     return _made_of(one, id, by_name=True) == _made_of(other, id, by_name=True)
 
@@ -94,7 +96,11 @@ def _made_of(
     by_name: bool = False,
     left_out: Iterable[Eqn] = (),
 ) -> collections.Counter[Any]:
-    """Count a jaxpr's equations by their operands' keys, or by the primitives that made those."""
+    """Count a jaxpr's equations by their operands' keys, or by the operands' primitives."""
+    # Read the equations in order, so that each operand has its key. For an equation with inner
+    # jaxprs, read these first (``enter`` gives their inputs the operands' keys); its own key holds
+    # the keys of their results. A write to a ref gives the ref a new key, so later reads differ.
+    # With ``by_name``, a value's key is the primitive that made it, or "input" for saved values.
     counted: collections.Counter[Any] = collections.Counter()
     passed = {id(eqn) for eqn in left_out}
 
@@ -110,7 +116,7 @@ def _made_of(
     def visit(eqn: Eqn, around: _Around, inside: Inside[_Around, None]) -> Iterator[None]:
         name, operands = name_of(eqn), [around.of(atom) for atom in eqn.invars]
         if by_name:
-            if name in _FILLS:  # what one branch saves, in the others
+            if name in _FILLS:  # stands, in the other branches, for a value that one branch saves
                 around.makes.update(dict.fromkeys(eqn.outvars, "input"))
                 return
             operands = [
@@ -157,7 +163,7 @@ def _made_of(
         around.makes.update(zip(eqn.outvars, keys))
         if name in NEW_REFS:  # two refs of equal contents are still two refs
             around.makes[eqn.outvars[0]] = _key((keys[0], sum(map(_is_ref, around.makes))))
-        elif name not in READS:  # from here on, the ref's key is that of its new content
+        elif name not in READS:  # from here on, the ref has the key of its new content
             written = [(n, atom) for n, atom in enumerate(eqn.invars) if _is_ref(atom)]
             around.makes.update((atom, _key((of_all, n))) for n, atom in written)
 
@@ -189,7 +195,7 @@ def _is_ref(atom: Any) -> bool:
 
 
 def _is_step(name: str) -> bool:
-    """Return whether a primitive does something else with its jaxpr than call it with operands."""
+    """Return whether a primitive uses its jaxpr otherwise than to call it with its operands."""
     return name in KERNELS or name.startswith(("scatter", "reduce", "select_and_scatter"))
 
 
@@ -199,8 +205,8 @@ def _taken(eqn: Eqn, operands: list[Any]) -> Any:
     if _is_step(name):
         return operands
     # With the check on there may be more operands: a value, and the same value cast. So compare
-    # sets. JAX also moves the cast of a number out of a loop, which then takes the number as an
-    # operand. Leave it out, since the body shows its use.
+    # sets. JAX also moves the cast of a number out of a loop, and then the loop takes the number as
+    # an operand. Leave such numbers out, since the body shows their use.
     numbers = operands[: _const_count(eqn)] if name in _LOOPS else ()
     return {*operands} - {number for number in numbers if isinstance(number, _Elements)}
 
@@ -275,10 +281,10 @@ def _digest(value: Any) -> object:
 
 
 def _keeps_dtype(eqn: Eqn) -> bool:
-    """Return whether an equation converts a value to the dtype that it has.
+    """Return whether an equation converts a value to the dtype that it already has.
 
-    JAX does so in a loop whose carry starts as a Python number. With the check on, the number may
-    have been converted before, with its cast.
+    JAX does so in a loop whose carry starts as a Python number. With the check on, JAX may have
+    converted the number earlier, with its cast.
     """
     if name_of(eqn) != "convert_element_type" or eqn.params.get("sharding") is not None:
         return False
@@ -311,7 +317,7 @@ def _key(value: Any) -> int:
 
 def _plain(eqn: Eqn) -> list[Any]:
     """Return an equation's parameters that are made of numbers, names and functions."""
-    # Sorted, since their order may differ with the check on (JAX 0.5.3 and older).
+    # Sort them, since their order may differ with the check on (JAX 0.5.3 and older).
     if any(inner_jaxprs(eqn.params)) and not _is_step(name_of(eqn)):
         # Parameters of an equation with jaxprs may count or mark its inputs, which may differ.
         return [
@@ -320,7 +326,7 @@ def _plain(eqn: Eqn) -> list[Any]:
             if type(value) in (bool, int, str)
             and not name.endswith("consts")
             and not name.startswith("check_")
-            and name != "rewrite"  # says that shard_map's check is on (JAX 0.5.3 and older)
+            and name != "rewrite"  # tells whether shard_map's check is on (JAX 0.5.3 and older)
         ]
     return [(name, _held(v)) for name, v in sorted(eqn.params.items()) if name != "weak_type"]
 
@@ -372,5 +378,6 @@ def _function(value: Any, depth: int) -> Any:
         if hasattr(value, "callback_func"):  # from JAX's pure_callback
             return _held(value.callback_func, depth)
         of = [getattr(value, "__name__", None), type(value)]
-        return _held([*of, getattr(value, "__dict__", None)], min(depth, 2))  # it may be wide
+        # Look only two levels deep, since an object may hold many others.
+        return _held([*of, getattr(value, "__dict__", None)], min(depth, 2))
     return None

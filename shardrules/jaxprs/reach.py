@@ -10,7 +10,7 @@ from shardrules.jaxprs.fold import Fold
 
 
 class Reach(Fold[bool]):
-    """Values are True if they may depend on the inputs given as True, by data or by a choice."""
+    """A value is True if it may depend on an input given as True, through data or a choice."""
 
     bottom = False
 

@@ -1,4 +1,4 @@
-"""Walk through a jaxpr: its equations, those of nested jaxprs, and the uses of variables.
+"""Walk through a jaxpr: its equations, the equations of nested jaxprs, the uses of variables.
 
 This module doesn't follow values; ``fold`` does.
 """
@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
-# Reads the jaxprs in an equation's parameters, given what is known around them; one list for each.
+# Reads the jaxprs in an equation's parameters, given the facts known around them; returns one list
+# for each jaxpr.
 Inside = Callable[[C], "list[list[T]]"]
 
 
@@ -34,10 +35,10 @@ def visited(
 
     Args:
       jaxpr: the jaxpr, without its constants.
-      visit: takes an equation, what is known around it, and a function that reads the jaxprs in
-        its parameters. That function takes what is known around those jaxprs.
-      around: what is known around the jaxpr, such as how often it runs.
-      enter: takes a jaxpr and what is known around it; returns what is known around its equations.
+      visit: takes an equation, the facts known around it, and a function that reads the jaxprs in
+        its parameters. That function takes the facts known around these jaxprs.
+      around: the facts known around the jaxpr, such as how often it runs.
+      enter: takes a jaxpr and the facts known around it; returns the facts around its equations.
     """
 
     def each(jaxpr: Jaxpr, around: C) -> list[T]:
@@ -54,7 +55,7 @@ def visited(
 
 
 def equations(jaxpr: Jaxpr, kernels: bool = False) -> Iterator[Eqn]:
-    """Yield a jaxpr's equations and those of inner jaxprs; a kernel's only with ``kernels``."""
+    """Yield the equations of a jaxpr and its inner jaxprs; of kernels only with ``kernels``."""
     for equation in jaxpr.eqns:
         yield equation
         if kernels or equation.primitive.name not in KERNELS:
@@ -123,8 +124,8 @@ def transposed_sums(jaxpr: Jaxpr) -> Iterator[tuple[int, frozenset[str]]]:
 
 def program_text(closed: ClosedJaxpr) -> str:
     """Return a program's text without addresses, with the kernels that it calls."""
-    # Cached, since a rule that calls itself is printed at each place that calls it: in tests/core,
-    # 16 of 17 texts were of a program that had been printed before.
+    # Cache the texts, since a rule that calls itself is printed at each of its calls: in
+    # tests/core, 16 of 17 texts were of programs that had been printed before.
     if closed not in _TEXTS:
         text = "\n".join([str(closed), *_kernel_texts(opened(closed))])
         _TEXTS[closed] = _ADDRESS.sub("", text)

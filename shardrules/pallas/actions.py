@@ -1,4 +1,4 @@
-"""Judge the primitives whose names alone don't decide an audit."""
+"""Judge the primitives for which an audit needs more than the name."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _while(walk: Walk, eqn: Eqn) -> None:
 
 @_for("pallas:core_map pallas:mpmd_map")
 def _threads(walk: Walk, eqn: Eqn) -> None:
-    # The warps of one thread are such a map, too (an mpmd_map since JAX 0.12), and their axis is
-    # the kernel's own.
+    # A map over the warps of one thread comes here, too (since JAX 0.12 it is an mpmd_map), and its
+    # axis is the kernel's own.
     params = eqn.params
     meshes = params["meshes"] if "meshes" in params else [params["mesh"]]
     outer = walk.local_axes, walk.core_axes
@@ -169,8 +169,8 @@ def _copy_operands(eqn: Eqn) -> tuple[Any, list[Any]]:
 
 def _is_remote(walk: Walk, device: Any) -> bool:
     """Return whether a device id names another device, and not another core of this one."""
-    # JAX (0.10.2 and 0.12.0.1) takes an axis name for one of the device mesh if the mesh has it,
-    # even if the grid or the mesh of cores also has an axis of that name.
+    # If the device mesh has an axis of this name, JAX (0.10.2 and 0.12.0.1) means that axis, even
+    # if the grid or the mesh of cores also has an axis of this name.
     if isinstance(device, dict):
         return not set(device) <= walk.core_axes - walk.device_axes
     return device is not None

@@ -1,9 +1,9 @@
 """List the primitives that keep a kernel a function of its operands, and why others are refused.
 
 A primitive is named ``family:name``. The family is the part of JAX that defines it, so that a
-user's own primitive called ``add`` isn't taken for JAX's. A primitive that is in none of these
-tables, and has no action in ``actions``, is refused. Some names are listed in the forms of several
-JAX versions (``debug_barrier_p`` in 0.10, ``debug_barrier`` in 0.12).
+user's own primitive called ``add`` isn't mistaken for JAX's. The audit refuses a primitive that is
+in none of these tables and has no action in ``actions``. Some names are listed in the forms of
+several JAX versions (``debug_barrier_p`` in 0.10, ``debug_barrier`` in 0.12).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def _names(**names_by_family: str) -> frozenset[str]:
     return frozenset(full)
 
 
-# Functions of their operands, and operations without a result (hints, fences, prints, checks, and
-# waits for operations that this kernel started).
+# Pure functions of the operands, and operations without a result (hints, fences, prints, checks,
+# and waits for operations that this kernel started).
 PURE = _names(
     jax="""
         abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e
@@ -40,8 +40,8 @@ PURE = _names(
     pallas="""
         delay einshape_lo max_contiguous multiple_of num_programs program_id reciprocal
         with_memory_space_constraint""",
-    # add_dependency orders; trace_value writes to the profiler's trace; stochastic_round takes its
-    # random bits as an operand.
+    # add_dependency only orders execution; trace_value writes to the profiler's trace;
+    # stochastic_round takes its random bits as an operand.
     tpu="""
         add_dependency bitcast conv has_memory_space pack_elementwise prng_join prng_split repeat
         roll stochastic_round trace_value unpack_elementwise""",
@@ -63,7 +63,7 @@ PURE = _names(
     checkify="check",
 )
 
-# Reads, writes, copies and waits on this device, as long as the views of their refs stay there.
+# Reads, writes, copies and waits. They stay on this device if the views of their refs do.
 LOCAL = _names(
     state="addupdate swap",
     pallas="masked_swap semaphore_wait",
@@ -81,8 +81,8 @@ _TIMING = ("its result depends on timing", False)
 _RACE = ("the value that it reads depends on which program runs first", False)
 MEETING = "devices meet at a barrier semaphore"
 
-# Maps a name to the reason, and whether it shows that the kernel communicates or reads its
-# position.
+# Maps a name to the reason for refusing it, and to whether it shows that the kernel communicates or
+# reads its device's position.
 REFUSED = {
     "callback:*": ("it calls out of the kernel", False),
     "debug:*": ("it calls out of the kernel", False),
@@ -109,7 +109,7 @@ REFUSED = {
     "triton:elementwise_inline_asm_p": _ASSEMBLY,
 }
 
-# Views of a ref that stay on this device, and those that do not.
+# Views of a ref that stay on this device, and views of other devices' memory.
 TRANSFORMS = frozenset(
     """
     state:BitcastTransform state:ReshapeTransform state:TransposeTransform state:NDIndexer

@@ -40,7 +40,7 @@ class Audit:
 
 
 def prove(primitive: str, params: Params, operand_count: int) -> Audit | None:
-    """Return the audit of a call's kernels; None if it has none that can be read in this JAX."""
+    """Return the audit of a call's kernels; None if this JAX can't read any kernel in the call."""
     mapping: Any = params.get("grid_mapping")
     if primitive == "pallas_call" and hasattr(mapping, "num_inputs"):  # not on JAX 0.4.28
         jaxprs = [params["jaxpr"]]
@@ -92,10 +92,10 @@ def _reasons(walk: Walk, jaxpr: Jaxpr, mapping: Any, refs_count: int) -> Iterabl
     """Walk over a kernel and its index maps; yield why it is not proven as a whole."""
     # The proof is an induction over the equations. If every input is a function of the operands,
     # and every equation computes a function of its inputs (the allow list), then every value that
-    # is stored to an output is a function of the operands. Two things that the list can't see are
-    # tested here: values of types whose code isn't in the jaxpr, and semaphores, which carry
-    # signals from outside the kernel. Index maps decide which blocks are read and written, so they
-    # are walked over, too.
+    # is stored to an output is a function of the operands. The list of primitives can't exclude two
+    # things, so they are tested here: values of types whose code isn't in the jaxpr, and
+    # semaphores, which carry signals from outside the kernel. Index maps decide which blocks are
+    # read and written, so walk over them, too.
     scratch_count = len(jaxpr.invars) - refs_count
     if mapping is not None and scratch_count != mapping.num_scratch_operands:
         raise ValueError(

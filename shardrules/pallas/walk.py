@@ -1,4 +1,4 @@
-"""Walk over a kernel's jaxprs to find whether results may depend on more than the operands."""
+"""Walk over a kernel's jaxprs to tell whether its results depend on its operands alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Blocker:
     primitive: str  # the primitive's name
     reason: str  # the end of the message
     source: str  # ``file:line`` of the kernel's code
-    # whether it shows that the kernel communicates or reads its device's position
+    # whether the equation shows that the kernel communicates or reads its device's position
     contradicts_no_communication: bool = False
-    axes: tuple[str, ...] = ()  # the mesh axes that it names
+    axes: tuple[str, ...] = ()  # the mesh axes that the equation names
 
     def __str__(self) -> str:
         return f"{self.primitive} at {self.source}: {self.reason}"
@@ -40,13 +40,13 @@ def mesh_axes(mesh: JaxMesh) -> tuple[str, ...]:
 def semaphore_dtype(aval: Aval) -> str:
     """Return the dtype of a ref that holds semaphores or barriers; empty for other values."""
     dtype = getattr(aval, "dtype", "")
-    if isinstance(dtype, np.dtype):  # never a semaphore's; return early, since str() of it is slow
+    if isinstance(dtype, np.dtype):  # not a semaphore's: skip str(), which is slow for a np.dtype
         return ""
     name = str(dtype).lower()
     return name if "sem" in name or "barrier" in name else ""
 
 
-_MOST_EQUATIONS = 200_000  # bounds the work, since nested jaxprs are read at each use
+_MOST_EQUATIONS = 200_000  # a bound on the work, since a nested jaxpr is read at each of its uses
 
 
 @dataclasses.dataclass
@@ -55,10 +55,10 @@ class Walk:
 
     door: Door
     actions: Mapping[str | None, Callable[[Walk, Any], None]]
-    kernel_place: str  # ``file:line`` of its function
-    core_axes: frozenset[str]  # the axes of the cores or threads that it runs on
+    kernel_place: str  # ``file:line`` of the kernel's function
+    core_axes: frozenset[str]  # the axes of the cores or threads on which the kernel runs
     local_axes: frozenset[str]  # ``core_axes`` and the grid's axes, which are within one device
-    device_axes: frozenset[str]  # the axes of the mesh of devices that it is traced for
+    device_axes: frozenset[str]  # the axes of the mesh of devices for which the kernel is traced
     blockers: list[Blocker] = dataclasses.field(default_factory=list)
     seeded: bool = False  # whether a seed was set on every path to the current equation
     jaxpr: Any = None  # the jaxpr of the current equation
@@ -76,9 +76,9 @@ class Walk:
         self.count += len(self.jaxpr.eqns)
         if self.count > _MOST_EQUATIONS:
             raise ValueError(f"more than {_MOST_EQUATIONS} equations, nested ones at each use")
-        # Skip equations on the list of pure functions. For some others, an action decides what the
-        # list can't: which axes a collective names, whether a seed was set, which jaxprs run. Reads
-        # and writes must stay on this device. Refuse everything else.
+        # Skip equations on the list of pure functions. For some primitives the name doesn't
+        # suffice, so an action looks at the equation: which axes it names, whether a seed was set,
+        # which jaxprs it runs. Reads and writes must stay on this device. Refuse everything else.
         for eqn in all_but(self.jaxpr, self.door.primitives, PURE):
             name = self.door.primitives[eqn.primitive]
             if name in self.actions:
@@ -91,8 +91,8 @@ class Walk:
 
     def ends(self, jaxprs: Iterable[Any]) -> list[bool]:
         """Walk over jaxprs that may or may not run; return whether a seed is set after each."""
-        # A seed that one jaxpr sets doesn't count in the others. The caller decides whether it
-        # counts afterwards.
+        # A seed that one jaxpr sets doesn't count in the other jaxprs. The caller decides whether
+        # the seed counts after all of them.
         before, ends = self.seeded, []
         for jaxpr in jaxprs:
             self.run(jaxpr)

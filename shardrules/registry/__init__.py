@@ -1,4 +1,4 @@
-"""Hold what is declared: axis types, rules, their bindings to functions, the table of names."""
+"""Hold declarations: axis types, rules, their bindings to functions, the table of names."""
 
 from shardrules.registry.axistypes import AxisType, Effect, RuleContext
 from shardrules.registry.rule import Rule

@@ -35,7 +35,7 @@ def _named(axes: Any, call: str = "") -> frozenset[str]:
 
 
 def one_by_one(call: str, axes: tuple[Any, ...]) -> str:
-    """Return what to type instead of a tuple, a list or a set of axes; empty otherwise."""
+    """Return the call to type if axes were passed as a tuple, a list or a set; empty otherwise."""
     flat: list[Any] = []
     for axis in axes:
         if isinstance(axis, (set, frozenset)):
@@ -79,6 +79,8 @@ class AxisType:
         unreduced: Iterable[str] = frozenset(),
         reduced: Iterable[str] = frozenset(),
     ) -> AxisType:
+        # Look the type up by the arguments first, which are frozensets in the usual case, and then
+        # by their checked form. Two threads may make one type at once: setdefault keeps the first.
         key: tuple[Any, ...] = (varying, unreduced, reduced)
         try:
             existing = cls._types.get(key)

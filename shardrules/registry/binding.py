@@ -18,8 +18,8 @@ from shardrules.errors import RegistrationError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# This process's declarations by function name and rule text, so that a line that runs twice counts
-# once.
+# This process's declarations, keyed by function name and rule text, so that a line that runs twice
+# counts once.
 _declared: dict[tuple[str, str], Binding] = {}
 
 
@@ -31,7 +31,7 @@ class Binding:
 
 def caller_place() -> str:
     """Return ``file:line`` of the nearest frame outside this package."""
-    # Skip contextlib, whose frames lie between this one and the caller of a ``with``.
+    # Skip contextlib, whose frames are between this one and the caller of a ``with``.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -44,8 +44,8 @@ def caller_place() -> str:
 class Declared:
     """A function with a rule; calls go to ``Declared.caller``, everything else to the function."""
 
-    # ``hooks`` sets ``caller``, since calling an op under its rule needs JAX and this module
-    # doesn't.
+    # The package's ``__init__`` sets ``caller``, so that this module doesn't need JAX: calling an
+    # op under its rule does.
 
     caller: Callable[..., Any]
 

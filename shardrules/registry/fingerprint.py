@@ -55,8 +55,8 @@ def _entry(e: Registration, kind: str, ordered: bool) -> ComparedRule:
 
 def written(rule: Rule) -> str:
     """Return a rule as text: its name, with a digest of its code if it is a function."""
-    # The name alone doesn't suffice: two lambdas of one function share a name even if they closed
-    # over different axes. The processes would then trace different programs, and hang.
+    # The name alone doesn't suffice: two lambdas that one function makes share a name, even if they
+    # close over different axes. The processes would then trace different programs, and hang.
     if rule.identity is None:
         return rule.name
     code = hashlib.sha256(_text(rule.identity, ()).encode()).hexdigest()
@@ -127,6 +127,8 @@ def differences(
     ours: Sequence[ComparedRule], theirs: Sequence[ComparedRule], us: str, them: str
 ) -> Iterator[tuple[str, str]]:
     """Yield the name of each entry that differs, with a line about it."""
+    # First compare entries of the same kind and name. Then compare the order in which the rules
+    # that both have were registered.
     left, right = _keyed(ours), _keyed(theirs)
     for key in {**left, **right}:
         our_entry, their_entry = left.get(key), right.get(key)

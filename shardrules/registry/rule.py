@@ -1,4 +1,4 @@
-"""Define rules, which map the axis types of an opaque call's inputs to those of its outputs.
+"""Define rules, which map the axis types of an opaque call's inputs to its outputs' types.
 
 A rule has two halves, like shard_map's own tables: the types to cast the inputs to before the call
 (*rewrite*), and the types that the outputs then have (*check*). It also declares the call's
@@ -146,8 +146,8 @@ class Rule:
                     inputs=context.inputs,
                 )
         if unreduced:
-            # The kernel is linear, f(x1 + x2 + ...) = f(x1) + f(x2) + ..., so the outputs are
-            # partial sums, too.
+            # The kernel is linear: f(x1 + x2 + ...) = f(x1) + f(x2) + ... So if the inputs are
+            # partial sums, the outputs are partial sums, too.
             inputs = tuple(t.drop(*unreduced) for t in inputs)
             outputs = tuple(
                 AxisType(t.varying - unreduced, t.unreduced | unreduced, t.reduced) for t in outputs
@@ -251,8 +251,8 @@ AnyRule = Rule | Callable[[RuleContext], Any]
 
 def as_rule(rule: AnyRule) -> Rule:
     """Return ``rule`` as a Rule; a callable returns the outputs' types."""
-    # For a callable, inputs are cast to the union of their varying axes. The output types that it
-    # returns are trusted, and verdicts that rest on them say so.
+    # For a callable, inputs are cast to the union of their varying axes. The output types that the
+    # callable returns are trusted, and verdicts that depend on them say so.
     if isinstance(rule, Rule):
         return rule
     if not callable(rule) or isinstance(rule, type):

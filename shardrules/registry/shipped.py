@@ -1,10 +1,10 @@
 """List the rules that come with shardrules for other libraries' primitives, kernels and targets.
 
-A library's table is used once the library has been imported. The user's own rules, and those that
-the library ships itself, win over it. Each entry computes a function of its operands on each
-device, and says why. A primitive is named ``module:attribute``; its rule is bound to that object,
-so that it doesn't match another primitive of the same name. A kernel is named as ``register`` takes
-it.
+A library's table is used once the library has been imported. The user's own rules win over it, and
+so do rules that the library ships itself. Each entry says why it computes a function of its
+operands on each device. A primitive is named ``module:attribute``; its rule is bound to that
+object, so it doesn't match another primitive of the same name. A kernel is named as ``register``
+takes it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Shipped:
 
 # -- jaxlib's own FFI targets ---------------------------------------------------------------------
 
-# As its modules register them (read in jaxlib 0.4.28 to 0.12). Targets that run any author's kernel
-# (``triton_kernel_call_ffi``) are left out, since their names say nothing about the kernel.
+# The targets' names as jaxlib's modules register them (read in 0.4.28 to 0.12). Targets that run
+# any author's kernel (``triton_kernel_call_ffi``) are left out: the name says nothing about it.
 _TYPES = "sdcz"
 # LAPACK's routines, named without the letter of the type.
 _LAPACK = {
@@ -94,7 +94,7 @@ def _lapack() -> dict[str, str]:
 
 
 def _both(prefix: str, names: dict[str, str], library: str) -> dict[str, str]:
-    """Return each target under its names in JAX before 0.4.35 and since."""
+    """Return each target under two names: the one before JAX 0.4.35, and the one since."""
     said = {f"{prefix}_{name}": f"{why} by {library}" for name, why in names.items()}
     return said | {f"{name}_ffi": why for name, why in said.items()}
 
@@ -106,7 +106,7 @@ def _on(prefix: str) -> dict[str, str]:
         **_both(f"{prefix}blas", {"getrf_batched": "LU factorizations"}, f"{prefix}BLAS"),
         **_both(f"{prefix}blas", {"geqrf_batched": "QR factorizations"}, f"{prefix}BLAS"),
         **_both(f"{prefix}sparse", _CUSPARSE, f"{prefix}SPARSE"),
-        # The generator of its dropout starts from a constant in each call.
+        # The generator of the layer's dropout starts from a constant in each call.
         **_both(f"{prefix}dnn", {"rnn": "a recurrent layer"}, f"{prefix}DNN"),
         **_both(f"{prefix}dnn", {"rnn_bwd": "a recurrent layer's gradient"}, f"{prefix}DNN"),
         **_both(prefix, {"threefry2x32": "random bits as a function of key and counter"}, "jaxlib"),
@@ -147,8 +147,8 @@ SHIPPED: Mapping[str, Shipped] = {
             # This is JAX's contract: a program that breaks it is undefined.
             "pure_callback": "its contract is that it is a pure function of its arguments",
             # The scheduler hands out each tile once, and a tile is summed in one order. In a well
-            # formed kernel, both blocks of a cluster work on the same tile. The call doesn't pass
-            # cluster_axes, with which dynamic_scheduling_loop would ensure this.
+            # formed kernel, both blocks of a cluster work on the same tile. (If the call passed
+            # cluster_axes, dynamic_scheduling_loop would ensure this, but it doesn't pass them.)
             "jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu:kernel": (
                 "a product; each tile once, summed in one order, if it is well formed: the blocks "
                 "of a cluster take one tile together"
@@ -156,9 +156,8 @@ SHIPPED: Mapping[str, Shipped] = {
         }
     ),
     "jaxlib": JAXLIB,
-    # The values that its primitives compute from arrays (read in 0.13). ``noinline`` is left out,
-    # since it runs any function of the user's. ``error_if`` is a ``jax.pure_callback``, which is
-    # declared by its contract.
+    # Primitives that compute values from arrays (read in 0.13). ``noinline`` is left out, since it
+    # runs any function of the user. ``error_if`` is a ``jax.pure_callback``, which is listed above.
     "equinox": Shipped(
         primitives={
             "equinox._unvmap:unvmap_all_p": "whether all elements hold, on each device",

@@ -11,17 +11,17 @@ from shardrules.registry.table import normalise
 
 # Numbers between separators, perhaps after a few letters: 128-256, bm128, 64x32.
 _SIZES = re.compile(r"(?<![A-Za-z\d])([A-Za-z]{0,3})(\d+(?:[-_.x]\d+)*)(?![A-Za-z\d])")
-# A number after these letters is a dtype, a version or a machine, so it names another kernel.
+# A number after these letters is part of a dtype, a version or a machine, so it isn't a size.
 _NO_SIZES = "b bf e f fp i int s sm u v".split()
 _BLOCK = 8  # a smaller number may count kernels, as in pass_2
-# The rules for a kernel that sends. The first holds for each such kernel; only the last two make
-# outputs invariant.
+# The rules for a kernel that sends. The first rule is right for each such kernel; only the last two
+# make outputs invariant.
 _SENDING = "permute all_gather reduce_scatter all_to_all all_reduce all_gather_invariant".split()
 _LETTERS = 3  # a pattern with fewer letters could match unrelated kernels
 
 
 def pattern(kernel: str) -> str:
-    """Return a pattern for all block sizes of a kernel (``gmm_bm*_bn*``), empty if it has none."""
+    """Return a pattern for a kernel of any block size (``gmm_bm*_bn*``), empty without sizes."""
 
     def sized(match: re.Match[str]) -> str:
         numbers = re.findall(r"\d+", match[2])
@@ -35,7 +35,7 @@ def pattern(kernel: str) -> str:
 
 
 def registered(kernel: str) -> str:
-    """Return the name under which to register a kernel, since its own may read as a pattern."""
+    """Return the name under which to register a kernel, whose own name may look like a pattern."""
     return normalise(kernel) if any(c in kernel for c in "*?[") else kernel
 
 
@@ -70,13 +70,13 @@ def lines(
             else f"@{rule}  # above the def at {shown}{after}"
         )
     if named:
-        # A script is called __main__, but has another name where it is imported, in a test for
-        # example.
+        # Leave out the module name of a script: it is __main__ here, but another name where the
+        # script is imported (in a test, for example).
         of = f"{module}:" if is_function and module != "__main__" else ""
         texts.append(f"shardrules.register({of + registered(kernel)!r}, {rule}){after}")
         if pattern(kernel):
             sizes = "  # of all block sizes" + after.replace("  # or ", "; or ")
             texts.append(f"shardrules.register({of + pattern(kernel)!r}, {rule}){sizes}")
-    if not texts:  # it has neither a name of its own nor code that the user can edit
+    if not texts:  # the kernel has neither a name of its own nor code that the user can edit
         texts.append(f"op = {rule}(op)  # op: the function of arrays that calls it{after}")
     return tuple(texts)

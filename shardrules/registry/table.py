@@ -27,7 +27,7 @@ from shardrules.registry.shipped import SHIPPED, Shipped
 
 ENTRY_POINTS = "shardrules.rules"
 # The meaning of the status ``audited``. A kernel is well formed if its operands determine its
-# result on one device; check_rule tests this, but an audit doesn't.
+# result on one device; ``check_rule`` tests that, an audit doesn't.
 PROVEN = "proven to depend on its operands alone, if it is well formed"
 
 
@@ -95,7 +95,9 @@ def normalise(name: str) -> str:
 
 def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
     """Return whether a declaration matches a compiled call by its op_name."""
-    # XLA may join the names of two operations with ";". The text before the name is then no scope.
+    # A name may stand for the whole op_name, or for the scope nearest to the call. That is the last
+    # part but one, without the transformations around it: ``name`` in ``jit(f)/jvp(name)/call``.
+    # XLA may join the names of two operations with ";". The text before a name is then not a scope.
     scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
     names = [op_name]
     if len(scopes) > 1:
@@ -122,7 +124,7 @@ class Registry:
     Args:
       entry_points: the entry-point group in which libraries ship their rules, or None.
       prover: ``module:function`` that audits kernels, or empty; a name, since it imports JAX.
-      shipped: maps a library's module to what we know of it.
+      shipped: maps a library's module to our table of its names.
     """
 
     _CACHE_SIZE = 1024  # answers of ``find`` in each thread
@@ -200,8 +202,8 @@ class Registry:
         return name, entry.library, entry.target
 
     def _add(self, entry: Registration, replace: bool) -> Registration:
-        # The registry holds both a library's rule and the user's for one name: find() prefers the
-        # user's.
+        # For one name, the registry may hold both a library's rule and the user's; find() prefers
+        # the user's.
         key = self._key(entry)
         with self._lock:
             earlier = self._entries.get(key)
@@ -350,9 +352,9 @@ class Registry:
         return local.answers[key]
 
     def _find(self, name: str, module: str, function: str, target: Any) -> Registration | None:
-        # First the scopes, innermost first; then the registry. Among exact matches, the user's
-        # declarations hide the libraries', and a declaration of a primitive object hides one of a
-        # name.
+        # Look in the scopes first, innermost first; then in the registry. Among exact matches, the
+        # user's declarations win over the libraries', and a declaration of a primitive object wins
+        # over one of a name.
         compiled = normalise(name)
         for overlay in reversed(self.overlays):
             matching = [e for e in overlay.entries if e.matches(compiled, module)]
@@ -379,6 +381,8 @@ class Registry:
 
     @staticmethod
     def _best(name: str, matching: list[Registration]) -> Registration:
+        # An exact name beats a pattern, and the user's rule beats a library's. A declaration beats
+        # another one only if it is no worse in either way. If several are left, they must agree.
         def beats(a: Registration, b: Registration) -> bool:
             ours, theirs = (not a.is_pattern, not a.library), (not b.is_pattern, not b.library)
             return ours != theirs and all(x >= y for x, y in zip(ours, theirs))
@@ -430,7 +434,7 @@ class Registry:
         return None
 
     def own(self) -> tuple[Registration, ...]:
-        """Return the user's declarations, with those of this thread's scopes last."""
+        """Return the user's declarations; the declarations of this thread's scopes come last."""
         with self._lock:
             scoped = itertools.chain.from_iterable(overlay.entries for overlay in self.overlays)
             return tuple(e for e in (*self._entries.values(), *scoped) if not e.library)

@@ -1,4 +1,4 @@
-"""Retrace every unchecked shard_map of a process, or switch its check on where possible."""
+"""Retrace each unchecked shard_map of a process, or switch on each check that can be on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start(
                     pending[-1]()
                     pending.pop()
             calls = retrace()
-        except Exception as error:  # the program must not see it  # noqa: BLE001
+        except Exception as error:  # the program must not get it  # noqa: BLE001
             calls = [failed(f"{UNSEEN}: {error}")]
         for call in calls:
             listener(call)
@@ -70,7 +70,7 @@ def kept() -> Iterator[None]:
         imported.stop()
         for hooks in made:
             hooks.ended = True
-        if not touched():  # else the script installed hooks on top of this patch
+        if not touched():  # otherwise the script has installed hooks on top of this patch
             patches.undo()
 
 

@@ -1,4 +1,4 @@
-"""Read from a function's bytecode which names it uses and whether it draws random numbers."""
+"""Read a function's bytecode: which names it uses, and whether it draws random numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attributes(code: types.CodeType) -> set[tuple[str, str]]:
 
 
 def draws(code: types.CodeType, module: types.ModuleType) -> bool:
-    """Return whether code that uses a module may draw from Python's or NumPy's global generator."""
+    """Return whether code may draw from a module's global generator: Python's or NumPy's."""
     if module.__name__ in ("random", "numpy.random"):
         return True
     if module.__name__ != "numpy" or "random" not in names(code):
@@ -36,7 +36,7 @@ def draws(code: types.CodeType, module: types.ModuleType) -> bool:
 
 
 def draws_from_jax(code: types.CodeType, variables: dict[str, Any]) -> bool:
-    """Return whether each ``random`` in code is jax.random, which has no global generator."""
+    """Return whether every ``random`` in code is jax.random, which has no global generator."""
 
     def is_jax_s(value: Any) -> bool:
         name = value.__name__ if issubclass(type(value), types.ModuleType) else ""

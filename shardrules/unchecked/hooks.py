@@ -1,4 +1,4 @@
-"""Compare unchecked shard_maps with their check off and on, and switch it on where both agree.
+"""Compare unchecked shard_maps with their check off and on, and switch it on if both agree.
 
 ``install(unchecked="check")`` decides once for each site and program. At the call, it traces the
 program with the check off and on, forward and with its derivatives; it compiles and runs nothing.
@@ -60,8 +60,8 @@ _INSTEAD = (
 class UncheckedHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # Each is called once per argument signature, with a function that traces the call and
-        # returns UncheckedCalls, and one that makes an UncheckedCall from an error message.
+        # Each watcher is called once per argument signature, with a function that retraces the call
+        # and returns UncheckedCalls, and one that makes an UncheckedCall from an error message.
         self.watchers: list[
             Callable[[Callable[[], list[UncheckedCall]], Callable[[str], UncheckedCall]], None]
         ] = []
@@ -143,14 +143,14 @@ class _Unchecked:
         return self.state.enter(dataclasses.replace(scope, unchecked=unchecked, **changes))
 
     def _as_written(self, args: tuple[Any, ...], unchecked: str = "off") -> Any:
-        """Call it with its check off."""
-        # The hooks place no casts in it, so JAX's trace key needn't count the derivatives around
-        # it. Without that count, JAX traces a jit inside as often as it does without the hooks.
+        """Call the shard_map with its check off."""
+        # The hooks place no casts here, so keep the count of enclosing derivatives out of JAX's
+        # trace key. JAX then traces inner jits only as often as it does without the hooks.
         with self._enter(self.state.scope, unchecked, derivatives_count=0):
             return self.off(*args)
 
     def _inside(self, args: tuple[Any, ...]) -> Any:
-        """Call it with its check on, because the shard_map around it has its check on."""
+        """Call the shard_map with its check on, since the shard_map around it has its check on."""
         met, blamed = self.state.here.look.met, self.state.here.look.blamed
         if met is not None and self.site not in met:
             met.append(self.site)
@@ -164,7 +164,7 @@ class _Unchecked:
     # install(unchecked="check").
 
     def _decided(self, args: tuple[Any, ...], scope: Scope) -> Any:
-        """Call it with its check on if it then computes the same and sends no more bytes."""
+        """Call the shard_map with its check on if that gives the same values for no more bytes."""
         why = "in a shard_map" if self.door.manual_axes() else ""
         if self.door.at_top():
             why = "called outside of tracing"
@@ -200,7 +200,7 @@ class _Unchecked:
             made = told_apart(self.door, off.programs)
             key = self.site, made, *off.told, kept.beside_types, plain, self.state.registry.version
             known = self.hooks.decisions.get(key) or self._tried(args, scope, off, kept, key)
-            # Last: where the site stays as written, that call has to trace its functions itself.
+            # Test this last: a call that stays as written must trace its functions itself.
             if known.switched and self._holds_older(args, scope, off, kept):
                 return self._note((self.site, OLDER), self.site.decided(OLDER))
         except Exception as error:  # the program's own error comes from the call as written  # noqa: BLE001
@@ -211,10 +211,10 @@ class _Unchecked:
     def _tried(
         self, args: tuple[Any, ...], scope: Scope, off: retrace.Off, kept: Kept, key: Any
     ) -> UncheckedSite:
-        """Return the decision from traces with the check on; note those of the sites inside."""
+        """Return the decision from traces with the check on; note the decisions on inner sites."""
         kind = kind_of(args)
         call, *inner = self._compare(args, kind, scope.casts, off, kept)
-        # Report the reason of the site that fails rather than "waits for" of another site.
+        # If some site waits for another one, report the reason of the site that fails.
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]
         why = min(reasons, key=lambda reason: reason.startswith("waits for"), default="")
         for inner_call in inner:
@@ -228,8 +228,8 @@ class _Unchecked:
     def _holds_older(
         self, args: tuple[Any, ...], scope: Scope, off: retrace.Off, kept: Kept
     ) -> bool:
-        """Return whether JAX would reuse what it traced earlier with other Python values."""
-        # Under a derivative, custom rules run instead of the functions that this would trace.
+        """Return whether JAX would reuse an earlier trace that saw other Python values."""
+        # Under a derivative, JAX runs custom rules instead of the functions that this would trace.
         if scope.derivatives_count and self._has_rules(off.called):
             return False
         with unseen(kept):  # unlike ``_trace_off``, share JAX's caches with calls as written
@@ -245,8 +245,7 @@ class _Unchecked:
         return self._compare(args, kind, casts, self._trace_off(args, kept), kept)
 
     def _looking(self, unchecked: str, **changes: Any) -> contextlib.AbstractContextManager[Any]:
-        """Enter the scope of a retrace, which ignores what surrounds the call."""
-        # Derivatives, a bwd or a transposition around the call must not change the decision.
+        """Enter the scope of a retrace; hide derivatives, bwds and transposes around the call."""
         stack = contextlib.ExitStack()
         stack.enter_context(
             self._enter(self.state.scope, unchecked, derivatives_count=0, **changes)
@@ -296,8 +295,8 @@ class _Unchecked:
         """Return whether a derivative that can't be traced may differ with the check on."""
         from shardrules.hooks.cotangents.summed_shares import rounds
 
-        # The program may differentiate fewer results, for example. For the arguments of a traced
-        # derivative, JAX's own steps were compared; for the others, such a step may round.
+        # For example, the program may differentiate fewer results. For arguments of a traced
+        # derivative, JAX's own steps were compared. For other arguments, such a step may round.
         traced = {n for derivative in off.derivatives for n in derivative.chosen}
         also = rounds if {*retrace.floats(args)} - traced else lambda eqn: False
         return bool(retrace.floats(args)) and self._has_step(off.called, also)
@@ -341,6 +340,7 @@ class _Unchecked:
         self, args: tuple[Any, ...], kind: str, casts: str, off: retrace.Off, kept: Kept
     ) -> list[UncheckedCall]:
         """Trace with the check on, forward and each derivative; compare with the check off."""
+        # Each trace must change the same Python state, run the same rules and have equal constants.
         from shardrules.hooks.cotangents.summed_shares import computes_as
 
         called, undifferentiated = off.called, off.undifferentiated
@@ -492,5 +492,5 @@ class _On(NamedTuple):
     notes: Notes
     gradients: bool  # whether the body takes gradients
     error: Exception | None
-    culprit: Site | None  # the inner shard_map that raised it
+    culprit: Site | None  # the inner shard_map that raised the error
     met: list[Site]  # the inner shard_maps

@@ -8,8 +8,9 @@ from typing import Any
 
 from shardrules.unchecked import undo
 
-# Python raises an audit event before each of these. The functions of shutil, tempfile and http end
-# in calls that are listed here. Changes of environment variables aren't listed: they are undone.
+# Python raises an audit event before each of these changes. The functions of shutil, tempfile and
+# http end in calls that are listed here. Changes of environment variables aren't listed, since the
+# retrace undoes them.
 _CHANGES = {
     event: f"calls {event}"
     for event in """
@@ -35,7 +36,7 @@ _BETWEEN = frozenset({"etils", "fsspec"})  # JAX writes its cache through these,
 
 
 def change(event: str, args: tuple[Any, ...]) -> str:
-    """Say what an audit event is about to change outside of Python; empty if nothing."""
+    """Say what an audit event is about to change outside of Python; empty if it changes nothing."""
     if event != "open":
         return _CHANGES.get(event, "")
     path, mode, flags = (*args, None, None, None)[:3]
@@ -45,13 +46,14 @@ def change(event: str, args: tuple[Any, ...]) -> str:
 
 
 def is_asked_for(frame: types.FrameType | None) -> bool:
-    """Return whether the program, rather than JAX, asked for what a frame does.
+    """Return whether the program, rather than JAX, asked for the change that a frame makes.
 
-    JAX may write to its compilation cache. Imports may have effects, since a module stays imported
-    and has them only once. So may finalizers, since the garbage collector may run at any time.
+    Three kinds of changes are allowed. JAX may write to its compilation cache. An import may change
+    something, but only once, since the module stays imported. And finalizers may, since the garbage
+    collector can call them at any time.
     """
-    # Walk outwards, up to where the retrace starts. The innermost package that is JAX or the
-    # program's own (neither Python's nor NumPy's) asked for the change.
+    # Walk outwards, up to the start of the retrace. The change was asked for by the innermost
+    # package that is JAX's or the program's (so skip Python's and NumPy's).
     asks: str | None = None
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))

@@ -40,7 +40,7 @@ _ADVANCING = frozenset(
     "_hashlib _blake2 _md5 _sha1 _sha2 _sha256 _sha512 _sha3 hmac zlib _bz2 _lzma bz2 lzma sqlite3 "
     "mmap socket _socket _ssl ssl select pyexpat _csv _pickle _asyncio".split()
 )
-# These change a setting of the process, or something outside of it, without an audit event.
+# Functions that change a process setting, or something outside of it, without an audit event.
 _UNTOLD = frozenset(
     f"{module}.{name}"
     for module, names in {
@@ -63,9 +63,9 @@ _UNTOLD = frozenset(
 )
 # The variables of the standard library that a retrace replaces.
 _REPLACED = frozenset({"stdout", "stderr", "showwarning"})
-# With these, code can reach variables of its module by names that it builds at run time.
+# With these functions, code can reach its module's variables by names that it builds at run time.
 _BY_STRINGS = frozenset({"globals", "exec", "eval"})
-# By these names, code reads a type, which says over which axes a value varies.
+# By these names, code reads a value's type, and so the axes over which the value varies.
 _OF_TYPES = frozenset("aval get_aval manual_axis_type typeof vma".split())
 
 
@@ -86,7 +86,7 @@ class _Stuck(NamedTuple):
     name: str  # the name by which code reaches it; empty if unknown
     kind: str
     of_own: bool = False  # whether only names in the body's own package count
-    is_called: bool = False  # whether it is a function; ``kind`` is then its name
+    is_called: bool = False  # whether this is a function, whose name is ``kind``
 
     def __str__(self) -> str:
         if self.is_called:
@@ -118,8 +118,8 @@ class Kept:
         self._stuck: list[_Stuck] = []
         self._settings: set[Any] = set()  # the settings of the process that are kept
         self._left: collections.deque[tuple[str, Any]] = collections.deque()
-        # Visit every object that the roots reach, breadth first. A visit queues the objects that
-        # this one holds, and records how to undo its changes, or that they can't be undone.
+        # Visit every object that the roots reach, breadth first and each once. A visit queues the
+        # objects that this one holds, and records how to undo its changes or that it can't.
         self._add(roots)
         while self._left and not self.why:
             name, value = self._left.popleft()
@@ -129,7 +129,7 @@ class Kept:
                 if len(self._seen) > _MOST_OBJECTS:
                     self.why = f"its body reaches more than {_MOST_OBJECTS:,} objects"
         self._left.clear()
-        # If global generators were restored, other threads would draw the same numbers twice.
+        # If other threads run, restoring global generators would make them draw numbers twice.
         if _alone():
             self._undo += undo.global_generators()
         elif self._draws:
@@ -147,7 +147,7 @@ class Kept:
     def beside_types(self) -> tuple[object, ...]:
         """Return the values that code may read together with a type; empty if it reads no types.
 
-        With the check off all types are alike, so that the program doesn't show these values.
+        With the check off all types are alike, so a trace doesn't show how code uses these values.
         """
         if not self._named & _OF_TYPES:
             return ()
@@ -158,8 +158,8 @@ class Kept:
     def put_back(self, caches: bool = True) -> tuple[object, ...]:
         """Undo the changes since the snapshot; return the changed values in comparable form.
 
-        ``caches`` also clears the caches that were empty. Other caches also hold results of the
-        program's own calls.
+        With ``caches``, also clear the caches that were empty at the snapshot. Other caches stay:
+        they also hold results of the program's own calls.
         """
         became: list[object] = []
         failed: Exception | None = None
@@ -176,7 +176,7 @@ class Kept:
         return tuple((i, now) for i, now in enumerate(became) if now is not None)
 
     def doubt_caches(self) -> None:
-        """Retrace nothing more that can call the cached functions called since the snapshot."""
+        """Forbid further retraces that can call the cached functions used since the snapshot."""
         _DOUBTED.update(cache.function for cache in self._caches if cache.is_used)
 
     def _add(self, values: Iterable[Any], name: str = "") -> None:
@@ -401,7 +401,7 @@ class Kept:
         self._add_items(attributes.items())
 
     def _instance(self, value: Any, name: str) -> None:
-        """Keep an object's attributes; of JAX's objects, visit only the functions they wrap."""
+        """Keep an object's attributes; in JAX's objects, visit only the functions they wrap."""
         kind = type(value)
         attributes = undo.read(value, "__dict__")
         if type(wrapped := undo.read(value, "__wrapped__")) is types.FunctionType:
@@ -443,16 +443,16 @@ _HOLDING = (
 )
 _POINTER_BYTES = struct.calcsize("P")
 _LRU = type(functools.lru_cache(object))
-# Cached functions called where the changes of state depend on how often something is traced. While
-# its cache holds the result, a retrace doesn't run the function and so can't see what it changes.
+# Cached functions that ran in a trace whose changes of state depend on the number of traces. While
+# a cache holds the result, a retrace doesn't run the function, and so doesn't show its changes.
 _DOUBTED: weakref.WeakSet[Any] = weakref.WeakSet()
 _LOCAL = _thread._local  # the program's; the hooks keep their own in hooks/frames.py
 
 
 def _alone() -> bool:
     """Return whether no other Python thread runs."""
-    # Ignore threads that Python didn't start. One is listed once it asks for its own name (in a
-    # callback that logs in a thread of XLA), and up to Python 3.11 it stays listed.
+    # Ignore threads that Python didn't start. Such a thread is listed once it asks for its own name
+    # (a callback that logs in a thread of XLA), and up to Python 3.11 it stays listed.
     dummy: Any = getattr(threading, "_DummyThread", ())
     here = threading.current_thread()
     return all(isinstance(thread, dummy) or thread is here for thread in threading.enumerate())

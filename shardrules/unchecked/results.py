@@ -20,7 +20,7 @@ _ROUNDING = 1e-5  # the error of sums in another order, relative to the largest 
 _RUNS = 2  # recorded runs of each program: later ones inherit the rounding of earlier ones
 _ELEMENTS = 256  # recorded elements of each result
 _MOST_BYTES = 1 << 26  # larger results are not read
-_AS_LARGE = 10  # how many times the arguments' difference a result's may be, if it is rounding
+_AS_LARGE = 10  # rounding makes a result's difference at most this many times the arguments' one
 
 Sent = dict[tuple[str, tuple[str, ...]], int]
 """What one device sends or launches in one run, by a program's name and argument types."""
@@ -31,12 +31,12 @@ class Result(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    largest: float  # of all of its elements, by magnitude
+    largest: float  # the largest magnitude of all its elements
     elements: tuple[float, ...]
 
 
 class ProgramRun(NamedTuple):
-    """The results of one run of a program, and those of its arguments that are earlier results."""
+    """The results of one run of a program, and the earlier results that it took as arguments."""
 
     returned: tuple[Result | None, ...]
     took: tuple[Result, ...] = ()
@@ -156,10 +156,10 @@ def _off(a: Result, b: Result) -> tuple[float, float]:
 
 
 def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
-    """Say if a difference may be rounding alone, as where a script subtracts equal values."""
-    # Judge by the rounding of the program's arguments. In the rounding of its results, a step could
-    # hide a wrong gradient behind the rounding of its weights. The arguments must differ by about
-    # as much as the result does: if they are equal, the difference is not rounding.
+    """Say if a difference may be rounding alone, as when a script subtracts equal values."""
+    # Judge by the rounding of the program's arguments, not of its results: a step returns weights
+    # too, and their rounding could hide a wrong gradient. The arguments must differ by about as
+    # much as the result does. If they are equal, the difference is not rounding.
     shares, taken = [], 0.0
     for a, b in zip(first.took, second.took):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
@@ -186,8 +186,8 @@ def sent_by_name(before: Sent, after: Sent) -> list[tuple[str, int, int]]:
     """Return what two runs of a script send, or launch, for each name of a program.
 
     Programs are matched by name and argument types. JAX may compile a step more often in one of the
-    runs, for example because results were placed differently: of the programs without a match, only
-    the costliest of each name counts.
+    runs, for example because results were placed differently. So among the programs of one name
+    without a match, only the costliest one counts.
     """
     rows = []
     for name in dict.fromkeys(name for name, _ in (*before, *after)):

@@ -18,7 +18,7 @@ from shardrules.jaxprs.walk import Inside, equations, visited
 
 
 class TracedOutput(NamedTuple):
-    """An output whose spec says replicated over axes over which it may vary."""
+    """An output that may vary over axes over which its spec says that it is replicated."""
 
     path: str
     spec: str
@@ -34,7 +34,7 @@ class Sum(NamedTuple):
 
 
 class Unseeable(Exception):
-    """A body that can't be retraced, since the program would observe it."""
+    """Raised for a body that can't be retraced, since the program would observe the retrace."""
 
 
 def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -54,8 +54,10 @@ def traced(
     """Trace a function and its derivatives up to ``order`` with respect to the chosen leaves.
 
     For order 0 and some leaves, trace its linearization, which JAX could transpose. ``pulling()``
-    surrounds the pullbacks of these derivatives, but not those that the function takes itself.
+    surrounds the pullbacks of these derivatives, but not pullbacks inside the function.
     """
+    # Arrays become arguments of the jaxpr; other leaves (numbers, strings) stay as they are. Each
+    # order wraps the function once more in a vjp whose cotangents are ones.
     import jax
     import numpy as np
 
@@ -126,7 +128,7 @@ class Derivative(NamedTuple):
     chosen: tuple[int, ...]  # the leaves of the arguments with respect to which it is taken
     order: int
     closed: Any
-    changed: Any  # the Python state that tracing it changed
+    changed: Any  # the Python state that this trace changed
     is_last: bool = False  # whether no higher order was traced for these leaves
 
 
@@ -134,7 +136,7 @@ class Off(NamedTuple):
     """The traces of a call with the check off."""
 
     called: Any
-    changed: Any  # the Python state that tracing it changed
+    changed: Any  # the Python state that this trace changed
     derivatives: list[Derivative]
     undifferentiated: str
     is_steady: bool  # whether a second trace changed the same state
@@ -144,7 +146,7 @@ class Off(NamedTuple):
 
     @property
     def told(self) -> tuple[object, ...]:
-        """Return ``alike``, whether the traces are steady, and which changed Python state."""
+        """Return ``alike``, whether the traces are steady, and which traces changed state."""
         derivatives = (bool(derivative.changed) for derivative in self.derivatives)
         return self.alike, self.is_steady, bool(self.changed), *derivatives
 
@@ -164,10 +166,10 @@ def derivatives(
     args: tuple[Any, ...],
     has_rules: Callable[[Any], bool],
 ) -> tuple[list[Derivative], str]:
-    """Trace the derivative by all float leaves at once, or else by each of them alone.
+    """Trace the derivative by all float leaves at once, or else by each leaf alone.
 
-    Trace the second derivative too if the first still holds authors' rules or steps that round.
-    ``trace`` takes the leaves and the order, and returns the program and the Python state that it
+    Trace the second derivative too if the first one still holds authors' rules or steps that round.
+    ``trace`` takes the leaves and the order, and returns the program and the Python state that
     changed. Also return why the derivative by all leaves failed; empty if it didn't.
     """
     why = ""
@@ -192,14 +194,14 @@ def derivatives(
 
 
 def _why_not(error: Exception) -> str:
-    """Say why JAX takes no derivative; its own message for a missing rule names internals."""
+    """Say why JAX takes no derivative; JAX's own message for a missing rule names internals."""
     line = first_line(error)
     missing = "an operation in it has no derivative in JAX"
     return missing if "Linearization failed" in line else line
 
 
 def sums(jaxpr: Any, sizes: dict[Any, int] | None = None, runs: int | None = 1) -> list[Sum]:
-    """List the psums inside a jaxpr's shard_maps; of a cond, those of its costliest branch."""
+    """List the psums inside a jaxpr's shard_maps; of a cond, list only its costliest branch's."""
     return visited(opened(jaxpr), _sums_of, (sizes, runs))
 
 
@@ -232,7 +234,7 @@ def _sums_of(
 
 
 def summed_axes(inside: Iterable[Eqn]) -> tuple[str, ...]:
-    """Return the mesh axes that the sums name, in their order; nothing where they name others."""
+    """Return the mesh axes that all sums name, in their order; nothing if the sums differ."""
     found = {eqn.params.get("axes", ()) for eqn in inside if name_of(eqn) in SUMS}
     named = [axes for axes in found if all(isinstance(axis, str) for axis in axes)]
     return tuple(named[0]) if len(found) == len(named) == 1 else ()
@@ -249,7 +251,7 @@ def summed_bytes(sums: Iterable[Sum]) -> int:
 
 
 def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
-    """Count a jaxpr's equations by primitive and type of result, without casts of either kind."""
+    """Count a jaxpr's equations by primitive and result type, without casts of type or dtype."""
     counted: collections.Counter[tuple[str, str]] = collections.Counter()
     # JAX 0.12 converts the dtype of a Python number only after it casts the number to vary.
     left_out = CASTS | {"convert_element_type"}
@@ -270,7 +272,7 @@ class Constants(NamedTuple):
     settings: frozenset[Any]  # numbers among the parameters of equations, each with its name
 
     def has_other(self, than: Constants) -> bool:
-        """Return whether ``than`` lacks a nonzero scalar of these, compared in either dtype."""
+        """Return whether these hold a nonzero scalar that ``than`` lacks in either dtype."""
         for one in self.scalars - than.scalars:
             if one[0] != 0 and not any(_is_same(one, other) for other in than.scalars):
                 return True
@@ -280,12 +282,13 @@ class Constants(NamedTuple):
 def constants(closed: ClosedJaxpr) -> Constants:
     """Return the constants in a jaxpr, which show whether Python state differed between traces.
 
-    A counter that a body makes can't be restored, and may count more traces with the check on.
+    If the body makes a counter, the counter can't be restored, and may count more traces with the
+    check on.
     """
     import numpy as np
 
     inside = list(equations(opened(closed)))
-    # A number that a branch returns as it is stands in no equation until the check casts it.
+    # If a branch returns a number as it is, no equation holds the number until the check casts it.
     returned = (jaxpr.outvars for eqn in inside for jaxpr in inner_jaxprs(eqn.params))
     atoms = itertools.chain(*(eqn.invars for eqn in inside), *returned)
     arrays = (np.asarray(atom.val) for atom in atoms if hasattr(atom, "val"))
@@ -295,7 +298,7 @@ def constants(closed: ClosedJaxpr) -> Constants:
     settings = (
         (eqn.primitive.name, name, value)
         for eqn in inside
-        # An equation that holds jaxprs counts their inputs, which may differ with the check on.
+        # Skip equations that hold jaxprs: their numbers count inputs, which the check may change.
         if name_of(eqn) not in (*CASTS, *SUMS) and not any(inner_jaxprs(eqn.params))
         for name, value in eqn.params.items()
         if type(value) in (int, float)
@@ -322,7 +325,7 @@ def _is_same(one: Any, other: Any) -> bool:
         count = min(np.dtype(of).itemsize, np.dtype(by).itemsize) * 8
         return bool((int(a) - int(b)) % (1 << count) == 0)
     for name in (d for d in (of, by) if "int" not in d and d != "bool"):
-        # These errors: a number that the narrower dtype can't hold, or a complex one as a float.
+        # NumPy raises for a number that the narrower dtype can't hold, or a complex one as a float.
         with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
             dtype = np.dtype(name).type
             if dtype(a) == dtype(b):

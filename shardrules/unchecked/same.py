@@ -34,8 +34,8 @@ def assert_same_unchecked(
 
     Args:
       f: a function of arrays.
-      *args: what it is called with; none is donated.
-      forced: compare with every check on, also where ``install(unchecked="check")`` leaves it off;
+      *args: its arguments; none is donated.
+      forced: compare with every check on, even if ``install(unchecked="check")`` leaves it off;
         use this before you switch a check on by hand.
 
     Returns:
@@ -49,6 +49,9 @@ def assert_same_unchecked(
     Examples:
       >>> sites = testing.assert_same_unchecked(loss, params, batch)
     """
+    # Run the program as written, then with the checks on. Compare the results leaf by leaf. If a
+    # gradient that is zero up to rounding differs, compare the difference with the gradient's own
+    # noise. If nothing was switched, say so, since equal results then prove nothing.
     with _as_written() as state:
         plain, why_plain = _results(f, args)
     notes = Notes()
@@ -112,7 +115,7 @@ def _as_written() -> Iterator[State]:
 
 
 def _results(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[dict[str, Any], str]:
-    """Return values and gradients of the sum of their sines; or JAX's type of error, and why."""
+    """Return values and the gradients of the sum of their sines (or an error's type), and why."""
     outcome, why = {"value": jax.jit(lambda *args: f(*args))(*args)}, ""
     try:
         outcome["gradient"] = _gradients(f, args)
@@ -123,7 +126,7 @@ def _results(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[dict[str, An
 
 
 def _gradients(f: Callable[..., Any], args: tuple[Any, ...], ulps: int = 0) -> list[Any]:
-    """Return the gradients for a cotangent that is ``ulps`` units in the last place above 1."""
+    """Return the gradients for a cotangent that exceeds 1 by ``ulps`` units in the last place."""
     leaves, tree = jax.tree_util.tree_flatten(args)
     chosen = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
 
@@ -143,9 +146,10 @@ def _gradients(f: Callable[..., Any], args: tuple[Any, ...], ulps: int = 0) -> l
 
 
 # A gradient that is zero up to rounding (of an attention's key bias) depends on the order of its
-# sums. Two facts identify it. It is as small as the rounding of the largest gradient. And the check
-# changes it about as much as a cotangent does that is a few units in the last place larger, which
-# rounds each step of the backward pass anew. A wrong gradient, however small, changes more.
+# sums. Two facts identify it. First, it is as small as the rounding of the largest gradient.
+# Second, the check changes it about as much as a slightly larger cotangent does: a few units in the
+# last place make each step of the backward pass round anew. A wrong gradient changes more, even if
+# it is small.
 
 
 def _is_rest(a: Any, b: Any, gradients: Any) -> bool:
@@ -153,16 +157,16 @@ def _is_rest(a: Any, b: Any, gradients: Any) -> bool:
     arrays = isinstance(a, jax.Array) and isinstance(b, jax.Array)
     if not arrays or not isinstance(gradients, list):
         return False
-    # Use float32's precision for all dtypes: the rounding of narrower ones is so large that a sum
-    # over too few devices would pass as rounding.
+    # Use float32's precision for all dtypes. Narrower dtypes round so much that a sum over too few
+    # devices would pass as rounding.
     small = 200 * float(np.finfo(np.float32).eps)
     return max(_largest(a), _largest(b)) <= small * max(map(_largest, gradients))
 
 
 def _noise(f: Callable[..., Any], args: tuple[Any, ...], gradient: Any, index: int) -> float:
-    """Return by how much rounding changes one gradient, as a root mean square."""
+    """Return how much rounding changes one gradient, as a root mean square."""
     again = np.asarray(_gradients(f, args, ulps=3)[index]).astype(np.float64)
-    again /= 1 + 3 * float(jnp.finfo(gradient.dtype).eps)  # what is left is rounding alone
+    again /= 1 + 3 * float(jnp.finfo(gradient.dtype).eps)  # only rounding is left
     return float(np.sqrt(np.mean((again - np.asarray(gradient).astype(np.float64)) ** 2)))
 
 

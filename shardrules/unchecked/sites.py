@@ -1,4 +1,4 @@
-"""Describe unchecked shard_maps: where they are made, what retracing showed, why they are left."""
+"""Describe unchecked shard_maps: their sites, facts from retraces, reasons to leave them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardrules.unchecked import retrace
 
 COMPUTES_ELSE = "its body computes something else with the check on"
 RULES_ELSE = "a rule for its derivative computes something else with the check on"
-# Reasons that hooks.cotangents.summed_shares gives (it imports jax) begin with these words.
+# The reasons from hooks.cotangents.summed_shares begin with these words (that module imports jax).
 TAKES_GRADIENT = "a custom rule takes a gradient itself"
 UNSEEN = "it can't be looked at"
 UNSTEADY = (
@@ -45,13 +45,13 @@ class Site:
     def decided(
         self, why: str, before: int | None = None, after: int | None = None, arguments: str = ""
     ) -> UncheckedSite:
-        """Return the decision: left for the reason ``why``, or switched if that is empty."""
+        """Return the decision: left for the reason ``why``, or switched if ``why`` is empty."""
         where = self.file, self.line, self.function
         return UncheckedSite(*where, not why, why, before, after, arguments)
 
 
 def site_of(frame: Any, function: str, own: str) -> Site | None:
-    """Return the place that makes a shard_map; None if JAX itself does, as for pmap.
+    """Return the place that makes a shard_map; None if JAX itself makes it, as for pmap.
 
     Frames of the module ``own`` are skipped: there are some if the hooks were installed on top of
     ``check_off.kept``.
@@ -87,7 +87,7 @@ class UncheckedCall:
     ] = ()  # outputs that vary over more than their out_specs say
     error: str = ""  # the error of the trace with the check on; empty if it passed
     undifferentiated: str = ""  # why the derivative was not traced; empty if it was
-    takes_gradients: bool = False  # the body takes gradients, whose values the check changes
+    takes_gradients: bool = False  # whether the body takes gradients, whose values may change
     summed: tuple[str, ...] = ()  # the axes that all sums in the body name; empty if they differ
     # The all-reduces with the check off and on, in the forward and backward pass.
     before: tuple[retrace.Sum, ...] | None = None
@@ -125,7 +125,7 @@ class UncheckedSite:
 
 
 def costliest(sites: Iterable[UncheckedSite]) -> tuple[UncheckedSite, ...]:
-    """Return the sites, ordered by the bytes they move with the check off, most first."""
+    """Return the sites, sorted by the bytes that they move with the check off, most first."""
     return tuple(sorted(sites, key=lambda site: -(site.before_bytes or 0)))
 
 
@@ -150,7 +150,7 @@ def why_left(call: UncheckedCall) -> str:
 
 
 def _first_sentences(error: str) -> str:
-    """Return an error's first line, without a last sentence that the next line continues."""
+    """Return an error's first line, cut before a sentence that goes on in the next line."""
     first, *rest = error.splitlines()
     if not any(rest):
         return first
@@ -225,7 +225,7 @@ SUMMED = ("returns a gradient that is summed over", "makes results equal over")
 
 
 def of_cotangents(reasons: Iterable[str]) -> list[str]:
-    """Return what to do where the gradients that pass a bwd or a transpose may change."""
+    """Return advice for sites where gradients that pass a bwd or a transpose may change."""
     advice = [
         _OWN_TERM
         if OWN_TERM in reason

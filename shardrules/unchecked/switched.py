@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 def switched(
     how: Again | None, scope: Scope | None, registry: Registry, mesh: Mapping[str, int] | None
 ) -> Switched | str:
-    """Compile a program with each check on that can be, as ``install(unchecked="check")`` does.
+    """Compile a program with every check on that can be on, as ``install(unchecked="check")`` does.
 
-    ``how`` and ``scope`` say how it was traced, and in which scope of the hooks. Returns the reason
-    if it can't be retraced: tracing depends on something that has changed since, or it changes
-    something that can't be restored.
+    ``how`` and ``scope`` say how the program was traced, and in which scope of the hooks. If it
+    can't be retraced, return the reason: tracing depends on something that has changed since, or
+    tracing changes something that can't be restored.
     """
+    # Retrace in the scope and under the meshes of the first trace, with the program's Python state
+    # snapshotted, and let the hooks decide on each check. Then compile and judge the result.
     under = scope or Scope()
     if how is None:
         return "it is not known how it was traced"

@@ -27,9 +27,10 @@ def tried(
     run: Callable[[Edits], Outcome] | None,
 ) -> tuple[list[SiteRow], Outcome | None]:
     """Run the script with its patch, and return the sites' verdicts and its last good run."""
-    # Try all sites at once. If that fails, sends more or changes results, try the sites in groups,
-    # each together with the groups that passed before it. Sites that would send more (MORE) are
-    # tried too, since the script may not differentiate as the retrace did.
+    # Try all sites at once. If that run fails, sends more or changes results, try the sites in
+    # groups, each together with the groups that passed before it. So each group costs one run, and
+    # the passed groups are known to work together. Also try sites whose retrace would send more
+    # (MORE), since the script may not differentiate as the retrace did.
     hopeful = [row._replace(verdict=SWITCH) if row.verdict == MORE else row for row in rows]
     patched = edit(hopeful).sites
     switched = [row.site for row in rows if row.verdict == SWITCH]

@@ -21,7 +21,7 @@ Undo = Callable[[], object]
 
 ABSENT = object()
 STATELESS = (type(None), bool, int, float, complex, str, bytes, types.CodeType)
-# nanobind is the module of functions in C++ extensions.
+# Functions in C++ extensions name nanobind as their module.
 _OTHERS = frozenset({"jax", "jaxlib", "numpy", "shardrules", "ml_dtypes", "nanobind"}) | frozenset(
     name for name in sys.stdlib_module_names if name != "__main__"
 )
@@ -49,7 +49,7 @@ def variables(variables: dict[str, Any], names: Iterable[str], new: bool = False
                     became[name] = repr(now)
                     variables[name] = value.renewed()
                 continue
-            # An import sets the name of a submodule once only, so it has to stay.
+            # Keep the name of a submodule: an import sets it only once.
             if now is value or (value is ABSENT and isinstance(now, types.ModuleType)):
                 continue
             became[name] = now
@@ -65,8 +65,8 @@ def variables(variables: dict[str, Any], names: Iterable[str], new: bool = False
 class _Numbering:
     """The position of an ``itertools.count`` that only one variable of a module holds.
 
-    A count can't be rewound, so the variable gets a new one. The program can't tell them apart,
-    since nothing else holds the first.
+    A count can't be rewound, so the variable gets a new one. The program can't tell the two apart,
+    since nothing else holds the first one.
     """
 
     __slots__ = ("text",)
@@ -76,7 +76,7 @@ class _Numbering:
 
     @classmethod
     def held(cls, variables: dict[str, Any], name: str) -> Any:
-        """Return a variable's value, or a _Numbering if it is such a counter."""
+        """Return a variable's value, or a _Numbering if the value is such a counter."""
         value = variables.get(name, ABSENT)
         return cls(value) if is_counter(variables, name) else value
 
@@ -95,7 +95,7 @@ def is_counter(variables: dict[str, Any], name: str) -> bool:
         return False
     if any(holder is not variables for holder in gc.get_referrers(value)):
         return False
-    # Compare ids, since an inner function that used the value would itself hold it.
+    # Compare ids: an inner function or generator that used ``value`` would hold it in a cell.
     return [*map(id, variables.values())].count(id(value)) == 1
 
 
@@ -103,7 +103,7 @@ def read(value: Any, name: str, otherwise: Any = None) -> Any:
     """Read an object's attribute without calling its class's ``__getattr__``."""
     try:
         return object.__getattribute__(value, name)
-    except Exception:  # a property's own, too  # noqa: BLE001
+    except Exception:  # also an error that a property raises  # noqa: BLE001
         return otherwise
 
 
@@ -155,7 +155,7 @@ def container(value: Any) -> Undo:
         if is_same:
             return None
         became = plain(value)
-        if kind is bytearray and len(now) == len(before):  # write in place, for its views
+        if kind is bytearray and len(now) == len(before):  # write in place: views forbid resizing
             kind.__setitem__(value, slice(None), before)
             return became
         if issubclass(kind, dict):
@@ -169,10 +169,10 @@ def container(value: Any) -> Undo:
 
 
 def _put_items(value: Any, now: Any, before: Any) -> None:
-    """Restore a dict's items ``before`` from ``now``, which are others or in another order."""
+    """Restore a dict's items to ``before``; ``now`` differs in its items or in their order."""
     kind, pairs = _container_kind(value), zip(now, before)
     if len(now) >= len(before) and all(a[0] is b[0] for a, b in pairs):
-        # Don't clear the dict first: Python itself may need its items meanwhile.
+        # Only new keys were added, so don't clear the dict: Python may need its items meanwhile.
         for key, _ in now[len(before) :]:
             kind.__delitem__(value, key)
     else:
@@ -349,7 +349,7 @@ def shown_warnings() -> Undo:
     return undo
 
 
-# Settings that no variable holds: kept if code names one of these functions.
+# Settings that no variable holds. They are kept if code names one of these functions.
 SETTINGS: dict[str, Callable[[], Undo]] = {
     "decimal.getcontext": this_decimal_context,
     "decimal.setcontext": this_decimal_context,
@@ -401,7 +401,7 @@ def plain(value: Any) -> Any:
     """Return a hashable form of a value; if it can't be read, an object that equals nothing."""
     try:
         hash(found := _held(value))
-    except Exception:  # from the program's code; the value is restored all the same  # noqa: BLE001
+    except Exception:  # the program's code raised; the value is still restored  # noqa: BLE001
         return object()
     return found
 

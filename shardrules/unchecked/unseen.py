@@ -1,8 +1,8 @@
 """Hide retraces from the program, which didn't ask for them.
 
-Their prints, logs and warnings are dropped, and the Python state that they change is restored. If
-they would change something outside of Python's objects, it is prevented and the retrace fails.
-Other threads are not affected.
+A retrace's prints, logs and warnings are dropped, and the Python state that it changes is restored.
+If it would change something outside of Python's objects, the change is prevented and the retrace
+fails. Other threads are not affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardrules.unchecked.python_state import Kept
 
 @dataclasses.dataclass
 class _Look:
-    """What was withheld from a thread while it retraced."""
+    """The warnings and changes that were suppressed while a thread retraced."""
 
     # The warnings that were dropped: text, category, line.
     warnings: list[tuple[str, type[Warning], int]] = dataclasses.field(default_factory=list)
@@ -71,7 +71,7 @@ def unseen(kept: Kept) -> Iterator[None]:
     here = threading.get_ident()
     with contextlib.ExitStack() as stack:
         stack.callback(kept.put_back)
-        if here not in _looking:  # else this is a retrace inside a retrace
+        if here not in _looking:  # if the thread is there, this retrace is inside another one
             with _lock:
                 _listen()
                 if not _looking:
@@ -84,7 +84,7 @@ def unseen(kept: Kept) -> Iterator[None]:
         except Exception:
             if not look.refused:
                 raise
-        if look.refused:  # raise even if the body caught the error and went on
+        if look.refused:  # raise even if the body caught the error
             raise retrace.Unseeable(look.refused)
 
 
@@ -113,13 +113,13 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _patch() -> None:
-    """Patch prints, logs and warnings to drop those of threads that retrace, and only those."""
+    """Patch prints, logs and warnings to drop the output of threads that retrace, and no other."""
     out: Any = _Elsewhere(sys.stdout)
     err: Any = _Elsewhere(sys.stderr)
     handle, show = logging.Logger.callHandlers, warnings.showwarning
 
     def handled(self: logging.Logger, record: logging.LogRecord) -> None:
-        if not _is_looking():  # handlers hold streams, and write to files
+        if not _is_looking():  # drop the record: handlers write to files and other streams
             handle(self, record)
 
     def shown(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
@@ -136,7 +136,7 @@ def _patch() -> None:
 
 
 def _forget(dropped: list[tuple[str, type[Warning], int]]) -> None:
-    """Make Python forget that it showed these warnings, which each module's registry records."""
+    """Make Python forget that it showed these warnings: remove them from modules' registries."""
     if not dropped:
         return
     notes = [getattr(warnings, "onceregistry", {})]

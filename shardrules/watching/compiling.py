@@ -1,9 +1,9 @@
 """Record every program that JAX compiles or takes from one of its caches."""
 
-# Every way to a program in JAX (jit, pmap, lower().compile(), eager operations, any thread) ends in
-# one method, even if a cache in memory or on disk holds the program. A watch replaces that method
-# once JAX is imported; it doesn't import JAX, since a program may first set environment variables
-# that JAX reads at import.
+# However a program is made in JAX (by jit, pmap, lower().compile(), eager operations, in any
+# thread), one method returns it, even if a cache in memory or on disk holds it. A watch replaces
+# that method once JAX is imported. The watch itself doesn't import JAX, since a program may first
+# set environment variables that JAX reads at import.
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Traced(NamedTuple):
     paths: tuple[str, ...] | None
     kernels: list[Any]
     again: again.Again | None = None  # how to retrace it, if a shard_map in it has its check off
-    scope: Any = None  # the hooks' scope at that time, if they were installed
+    scope: Any = None  # the hooks' scope when it was traced, if they were installed
     definition: str = ""
     drops_axes: bool = False  # whether it only ends a shard_map that runs without jit
 
@@ -56,7 +56,7 @@ _traced: weakref.WeakKeyDictionary[Any, Traced] = weakref.WeakKeyDictionary()
 def start(note: Callable[[Any, Traced], None]) -> Callable[[], None]:
     """Call ``note`` once with each executable that any thread compiles or takes from a cache."""
     # Programs that were compiled earlier are recorded when they are called again. The returned
-    # function stops the recording; the last one to be called restores JAX.
+    # function stops the recording. When all recordings are stopped, JAX is restored.
     seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def watcher(executable: Any, computation: Any) -> None:
@@ -95,14 +95,14 @@ def _begin() -> None:
 def _install(_: object) -> None:
     leave_out_frames()  # so that the watch doesn't change the programs' source lines
     # The key of JAX's cache on disk omits source lines, so the cache could return a program with
-    # another one's lines. Include them in the key.
+    # the lines of another program. Include source lines in the key.
     config = sys.modules["jax"].config
     key_has_lines = "jax_compilation_cache_include_metadata_in_key"
     _hold.callback(config.update, key_has_lines, getattr(config, key_has_lines))
     config.update(key_has_lines, True)
     for key, wrapper in (("compile", _compile), ("compile_pmap", _compile), ("lower", _lower)):
         _hold.callback(seams.intercept(key, wrapper))
-    with contextlib.suppress(UnsupportedJaxError):  # then nothing can be retraced
+    with contextlib.suppress(UnsupportedJaxError):  # without this, no program can be retraced
         _hold.callback(again.note())
 
 
@@ -114,7 +114,8 @@ def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lower(original: Any, closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
-    how = again.of(closed_jaxpr)  # first, since lowering traces jits of interpreted kernels
+    # Ask before lowering, which traces the jits of interpreted kernels.
+    how = again.of(closed_jaxpr)
     computation = original(closed_jaxpr, *args, **kwargs)
     if _watchers:
         inside = list(equations(opened(closed_jaxpr)))

@@ -40,7 +40,7 @@ def _why_again(programs: list[Any]) -> str:
 
 
 def _kept(program: Any, before: str, after: str) -> str:
-    """Say how an argument that the program returned keeps its sharding; empty for others."""
+    """Say how an argument that the program returned can keep its sharding; empty for others."""
     is_returned = after.partition(" a device, sharded ")[0] in program.returned
     if not is_returned or " a device, sharded " not in before:
         return ""

@@ -21,7 +21,7 @@ from shardrules.errors import ShardrulesError, first_line
 from shardrules.unchecked import check_off
 from shardrules.watching import compiling, made_again
 
-if TYPE_CHECKING:  # these import NumPy, and a script may first set variables that NumPy reads
+if TYPE_CHECKING:  # they import NumPy, which reads variables that a script may set first
     from shardrules import hlo, report
     from shardrules.costs.timings import Timings
     from shardrules.costs.worth import Switched
@@ -43,7 +43,7 @@ class WatchedProgram:
     def __init__(self, executable: Any, traced: compiling.Traced, owner: Watched, where: str):
         self.name = "a program"  # the module's name, such as ``jit_step``
         self.where = where  # the test that was running, under ``pytest --shardrules``
-        self.count = 1  # the number of programs with this text, from several jits for example
+        self.count = 1  # the number of programs with this text (from several jits, for example)
         self.same_text: list[WatchedProgram] = []  # the other programs with this text
         self._traced, self._owner = traced, owner
         self._record: RunRecord | None = None
@@ -80,14 +80,14 @@ class WatchedProgram:
 
         module = hlo.parse(self.text, name=self.name)
         mesh = self._placements.mesh()
-        if mesh is None:  # no sharding names it, so take that of the shard_maps
+        if mesh is None:  # no sharding names it, so take the mesh of the shard_maps
             shapes = {tuple(dict(mesh.shape).items()) for mesh in self._traced.meshes}
             mesh = dict(shapes.pop()) if len(shapes) == 1 else {}
         device_count = (module.num_partitions or 1) * (module.replica_count or 1)
         if not mesh or math.prod(mesh.values()) != device_count:
             mesh = None
         shardings = program.matching(module, self._placements.parameters())
-        if self._traced.drops_axes:  # earlier programs decided which outputs are equal
+        if self._traced.drops_axes:  # earlier programs determine which outputs are equal
             return module, mesh, shardings, None
         promised = self._placements.results(self._traced.paths, program.output_shapes(module))
         return module, mesh, shardings, promised
@@ -192,7 +192,7 @@ class WatchedProgram:
         return dataclasses.replace(content, findings=advised, interpreted=self._traced.interpreted)
 
     def _switched(self) -> Switched | str:
-        """Return its costs with its shard_maps' checks on, or why they are unknown."""
+        """Return its costs with the checks of its shard_maps on, or why they are unknown."""
         from shardrules.costs.advice import is_defensive
 
         if not any(map(is_defensive, self.judgement.verdicts)):
@@ -300,7 +300,7 @@ class Watched:
           progress: called before each program with the number of judged programs and of all.
 
         Returns:
-          The reports of all programs, the costliest first; after Ctrl-C, of those judged so far.
+          The reports of all programs (after Ctrl-C, of the judged ones), the costliest first.
 
         Raises:
           ShardrulesError: the watch has not begun.
@@ -371,8 +371,8 @@ class Watched:
             folder,
             registry=self.registry,
             known=known,
-            # Files that --keep wrote beside the profile have the mesh in their text; these programs
-            # know theirs. JAX's profiler sometimes writes no HLO on CPU.
+            # Use these texts where the profile has none: on CPU, JAX's profiler sometimes writes no
+            # HLO. They have no mesh, unlike files of --keep, but these programs know their mesh.
             dumped=profile.Dumps(modules, "the script", as_last=True),
             source="the script",
             strict=self.strict,
@@ -445,7 +445,7 @@ class Watched:
 
 
 def _on_one_device(programs: list[WatchedProgram]) -> Iterator[str]:
-    """Yield a note if all programs run on one device, with how to get more if JAX has only one."""
+    """Yield a note if all programs run on one device; say how to get more if JAX has only one."""
     import jax
 
     if {program.content.account.device_count for program in programs} != {1}:
@@ -462,7 +462,7 @@ def _on_one_device(programs: list[WatchedProgram]) -> Iterator[str]:
 
 
 def _of_cpu(programs: list[WatchedProgram]) -> Iterator[str]:
-    """Yield a note if savings or needed all-reduces are those of programs compiled for CPU."""
+    """Yield a note if programs compiled for CPU have savings or needed all-reduces."""
     on_cpu = [program.content for program in programs if program.runs_on_cpu]
     if any(content.worth or content.account.is_reduced for content in on_cpu):
         timed = any(content.timings for content in on_cpu)
@@ -484,7 +484,7 @@ def watch(*, strict: bool = False, allow: Mapping[str, str] | None = None) -> Wa
     as they are. The programs are judged when ``seen`` is printed or its verdicts are read.
 
     Args:
-      strict: accept proofs alone: verdicts that rest on declared rules are findings.
+      strict: accept only proofs: verdicts that rest on declared rules are findings.
       allow: known findings, each with a reason, as for ``testing.assert_no_defensive_psum``.
 
     Raises:

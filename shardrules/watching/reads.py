@@ -25,7 +25,7 @@ _IN_A_TEST = "(shardrules.testing.steady_state finds such reads in a test)"
 
 @dataclasses.dataclass
 class _LineReads:
-    """The reads at one line; ``first`` and ``last`` count programs' runs before those reads."""
+    """The reads at one line; ``first`` and ``last`` count runs before the first and last read."""
 
     first: list[int]
     last: list[int]
@@ -35,7 +35,7 @@ class _LineReads:
 
     @property
     def follows_each_run(self) -> bool:
-        """Return whether programs ran about once between two reads, and it was read often."""
+        """Return whether there were many reads, with about one run of a program between two."""
         runs = (n - m for n, m in itertools.zip_longest(self.last, self.first, fillvalue=0))
         return self.steps >= _OFTEN and 2 * max(runs, default=0) <= 3 * (self.steps - 1)
 
@@ -66,7 +66,7 @@ class Reads:
     def _count(self, array: Any) -> None:
         shape = ",".join(map(str, array.shape))
         if not self._runs.read(array):
-            return  # read one step late, which keeps no device waiting
+            return  # the array is from an earlier step, so no device waits for the read
         counts = self._runs.counts()
         key = user_line(), f"{array.dtype}[{shape}]"
         line = self._lines.setdefault(key, _LineReads(counts, counts))
@@ -80,9 +80,9 @@ class Reads:
         return sorted(often, key=lambda pair: -pair[1].times)
 
     def findings(self) -> dict[str, str]:
-        """Return for each line that reads after each run of a program what to do.
+        """Return advice for each line that reads after each run of a program.
 
-        Arrays on one device are left to ``notes``, since no other device waits for them.
+        ``notes`` handles arrays on one device, since no other device waits for them.
         """
         return {
             line: f"{line} read an array ({what}) on the host {read.times} times, after each run "
@@ -95,7 +95,7 @@ class Reads:
         }
 
     def notes(self) -> list[str]:
-        """Return for each line that reads from one device in each step what to do."""
+        """Return advice for each line that reads from one device in each step."""
         return [
             f"{line} read an array ({what}) on the host {read.times} times, after each run of a "
             "program, which waits for the device: read it only every so many steps, or keep the "

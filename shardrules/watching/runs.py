@@ -13,7 +13,7 @@ from shardrules.door import compiled, watching
 from shardrules.door.places import owns
 from shardrules.errors import UnsupportedJaxError
 
-_UNREAD = 8  # runs in a row without a read by the host, after which a program isn't followed
+_UNREAD = 8  # after this many runs in a row without a read by the host, stop following a program
 
 
 def _forget_fast_paths() -> None:
@@ -26,8 +26,9 @@ class RunRecord:
 
     def __init__(self, kept: Sequence[int] | None = None, is_step: bool = True):
         self.runs = 0
-        self.is_step = is_step  # False for one of JAX's own operations outside jit
-        # Counts arguments by their maker, the number of its result, and the HLO's parameter.
+        self.is_step = is_step  # False for JAX's own operations outside jit
+        # Counts arguments by the program that made them, the number of its result, and the
+        # parameter in this program's HLO.
         self.took: collections.Counter[tuple[RunRecord, int, int]] = collections.Counter()
         self._kept = kept  # the arguments that are parameters; None for all
 
@@ -47,7 +48,7 @@ class _Made(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """Return whether this step of the script has been started again since."""
+        """Return whether the step that made the array has started again since."""
         return self.by.is_step and self.by.runs > self.run
 
 
@@ -55,9 +56,9 @@ class Runs:
     """Follows programs over several devices, and the script's own programs on one device.
 
     Programs over several devices never get JAX's fast path. On one device, JAX's operations outside
-    jit keep it. The script's own programs get it back after 8 runs in a row without a read (a loop
-    that reads in each step doesn't get that far), until the next read. Each such change clears the
-    fast paths of all functions; the next call of each function makes it again.
+    jit keep it. The script's own programs get it back after 8 runs in a row without a read, and
+    lose it at the next read. (In a loop that reads in each step they don't get it back.) Each such
+    change clears the fast paths of all functions; the next call of each function makes it again.
     """
 
     def __init__(self) -> None:
@@ -102,19 +103,19 @@ class Runs:
             unread, reads = unread + 1 if reads == self._reads else 1, self._reads
             if unread >= _UNREAD and stop():
                 self._resting.append(lambda: self._count(kept, record))
-                _forget_fast_paths()  # C++ has cached that there is none
+                _forget_fast_paths()  # C++ has cached that this program has no fast path
 
         stop = compiled.after_each_run(executable, ran)
 
     def counts(self) -> list[int]:
-        """Return how often each step's executable ran, in the order in which they were followed."""
+        """Return how often each step's executable ran, in the order in which following began."""
         return [record.runs for record in self.records if record.is_step]
 
     def read(self, array: Any) -> bool:
-        """Record that the host reads an array; return whether the devices have no next run yet.
+        """Record that the host reads an array; return whether the devices may be idle meanwhile.
 
-        They have one if the program that made the array was started again since: the host waits
-        then for an earlier run than the one that the devices are at.
+        If the program that made the array was started again since, the devices have that run to do.
+        The host then waits for an earlier run only.
         """
         made = self._take(self._host, array, 0)
         self._reads += 1
@@ -128,8 +129,8 @@ class Runs:
     def fed(self, same: Collection[RunRecord]) -> dict[tuple[int, int], tuple[int, int]]:
         """Return runs and first runs of a program, by a result and the parameter that it becomes.
 
-        The result is that parameter in the next run. Apart from that, it is used at most once after
-        each row of runs.
+        The result is that parameter in the next run. Otherwise it is used at most once after each
+        series of such runs. A first run begins a series: its parameter isn't the program's result.
         """
         runs = sum(record.runs for record in same)
         fed: collections.Counter[tuple[int, int]] = collections.Counter()

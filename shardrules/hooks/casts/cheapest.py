@@ -1,11 +1,11 @@
 """Find the cheapest casts of a linear program by minimum cuts, each over one mesh axis or several.
 
 A tangent is labelled as invariant or varying where it is made and where it is used. If it is made
-invariant over some axis and used as varying, its cast costs its bytes times the runs of the loops
-around it. Over one axis, the cheapest labels are a minimum cut. Casts of one tangent over several
-axes share one psum, which no single cut can express. So cuts over several axes at once improve the
-labels until no cut helps (``_descend``). If the labels reach a lower bound, the search stops early
-(``Limits.least_bytes``).
+invariant over some axis and used as varying, it is cast, and the cast costs the tangent's bytes
+times the runs of the enclosing loops. Over one axis, the cheapest labels are a minimum cut. Casts
+of one tangent over several axes share one psum, and no single cut can express that. So cuts over
+several axes at once improve the labels until no cut helps (``_descend``). If the labels reach a
+lower bound, the search stops early (``Limits.least_bytes``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardrules.hooks.casts.linear import NONE, Axes, Graph, Value
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cost:
-    """The bytes of the cotangents' psums on each device: of their operands, and sent in a ring."""
+    """The bytes of the cotangents' psums on each device: of operands, and as sent in a ring."""
 
     bytes: int
     wire_bytes: fractions.Fraction
@@ -32,9 +32,9 @@ class Cost:
 
 
 def cheapest(limits: Limits, bound: Cost | None = None) -> Labels:
-    """Return the labels that sum the fewest bytes, if possible among those within a bound."""
-    # Labels that sum the fewest bytes don't always send the fewest. So prefer labels that cost no
-    # more, in both figures, than JAX's late casts and than the program with the check off.
+    """Return the labels that sum the fewest bytes; prefer labels within a bound."""
+    # Labels that sum the fewest bytes don't always send the fewest. So prefer labels that neither
+    # sum nor send more than JAX's late casts do, or than the program with the check off does.
     graph = limits.graph
     if not limits.groups:
         return limits.low
@@ -58,7 +58,7 @@ def cast_at(values: Iterable[Value], labels: Labels) -> list[Axes]:
     return [labels[value.use] - labels[value] for value in values]
 
 
-# The limit on one search: the number of labels that all its cuts choose. A label takes about 10 us.
+# The limit on one search: the number of labels that all its cuts choose, at about 10 us a label.
 _WORK = 300_000
 
 
@@ -73,7 +73,8 @@ class _Search:
     def candidates(self) -> Iterator[Labels]:
         """Yield locally cheapest labels from several starts; the most promising come first."""
         # First cut over one group after another, in several orders; each cut also prices the psums
-        # over the groups before it. Then improve the best of these, and the extremes, by descent.
+        # over earlier groups. A single group needs no more than that: its cut is optimal. Otherwise
+        # improve the best of these labels, and both extremes, by descent.
         limits, graph, groups = self.limits, self.limits.graph, self.limits.groups
         starts: list[Labels] = []
         for order in _orders(groups):
@@ -96,8 +97,8 @@ class _Search:
 
     def at_borders(self, labels: Labels) -> Labels:
         """Return labels of the same price that cast at shard_map's inputs, before any reorder."""
-        # Don't move casts past an author's bwd for this: that would rest on more proofs for
-        # nothing.
+        # For this, don't move casts past an author's bwd: the gradient would depend on more proofs,
+        # and no psum would get cheaper.
         graph, limits = self.limits.graph, self.limits
         borders = graph.borders
         if not borders:
@@ -107,7 +108,7 @@ class _Search:
         casts = NONE.union(*cast_at((value for value in limits.values if value.live), labels))
         chosen, prices = dict.fromkeys([casts, *limits.groups]), Prices(graph, graph.every)
         for axes in chosen:
-            cut = self._last  # with one group it is the only cut, and also has the earliest choice
+            cut = self._last  # with one group, the only cut so far: it has the earliest choice, too
             if cut is None or fixed or graph.residuals or len(chosen) > 1:
                 self._left -= len(limits.free)
                 cut = Cut(limits, labels, limits.mixed(labels, axes, most), prices)
@@ -119,13 +120,14 @@ class _Search:
         return labels
 
     def together(self, labels: Labels) -> Labels:
-        """Return labels that cast over uncounted axes together with others, if that saves psums."""
+        """Return labels that cast over uncounted axes where other axes are cast, to save psums."""
         axes = self.limits.uncounted
         return self._cut(labels, axes, Count()) if axes else labels
 
     def _descend(self, labels: Labels, prices: Prices) -> Labels:
         """Return labels improved until no cut makes them cheaper, or the work limit is reached."""
-        # Cut over all axes at once, over each group, over all but one group, and over each two.
+        # Cut over all axes at once, over each group, over each two groups, and over all groups but
+        # one. Keep only labels that are strictly cheaper, so the descent ends.
         groups = self.limits.groups
         every = NONE.union(*groups)
         pairs = (first | second for first, second in itertools.combinations(groups, 2))
@@ -152,8 +154,8 @@ class _Search:
         self, labels: Labels, axes: Axes, prices: Prices | Count, from_here: bool = False
     ) -> Labels:
         """Return the cheapest choice between each label's least and most over ``axes``."""
-        # Over a single group this is the optimum. ``from_here`` first chooses between the present
-        # labels and the most, then between the result and the least.
+        # Over a single group this is the optimum. With ``from_here``, choose first between the
+        # present labels and the most, and then between the result and the least.
         limits = self.limits
         self._left -= len(limits.free)
         high = limits.mixed(labels, axes, limits.high)
@@ -222,9 +224,9 @@ def _cost(graph: Graph, sums: Iterable[tuple[int, Axes]]) -> Cost:
     return Cost(size_bytes, fractions.Fraction(of_all, every))
 
 
-# The rules by which the cheapest casts may move more bytes than the program with the check off.
-# Each function lifts one rule from a graph, and returns the reason; empty if the graph has no such
-# case.
+# Some rules can make even the cheapest casts move more bytes than the program with the check off.
+# Each function lifts one such rule from a graph, and returns the rule's reason; empty if the rule
+# doesn't apply to the graph.
 
 
 def _allow_rounding(graph: Graph) -> str:
@@ -276,9 +278,9 @@ _RELAXED: Sequence[Callable[[Graph], str]] = (
 
 
 def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
-    """Return the reasons why casts cost more than the program with the check off; empty if not."""
-    # Lift each rule alone, then all of them together. The first that brings the cost down to that
-    # of the check off is the reason.
+    """Return why the casts cost more than the program with the check off; empty if they don't."""
+    # Lift each rule alone, then all of them together. The reason is the first rule without which
+    # the casts cost no more than with the check off.
     off = cost_unchecked(make())
     if after.within(off):
         return ()
@@ -294,7 +296,7 @@ def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
 
 
 def in_the_way(make: Callable[[], Graph], least: Cost) -> str:
-    """Say without which bwd casts would sum fewer bytes, and how many; empty if there is none."""
+    """Say which bwd makes casts sum more bytes, and the bytes without it; empty if no bwd does."""
     graph = make()
     if not (why := _trust_bwds(graph)):
         return ""

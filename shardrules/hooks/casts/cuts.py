@@ -1,8 +1,8 @@
 """Bound the labels of a linear program, and choose between two labellings by a minimum cut.
 
-A label is a set of axes: a ``Value`` has one label for the axes over which it varies where it is
-made, and another (keyed by its ``use``) for where it is used; a ``Step`` has one. A use that needs
-fewer axes reads the value before the cast.
+A label is a set of axes. A ``Value`` has two: the axes over which it varies where it is made, and
+(keyed by its ``use``) the axes over which it varies where it is used. A ``Step`` has one. A use
+that needs fewer axes reads the value before the cast.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ class Limits:
     """The least and the most of each label; raises ValueError if no labels suit the program."""
 
     def __init__(self, graph: Graph):
+        # Start with the bounds that each value and step sets by itself. Then apply the rules until
+        # nothing changes: a least label only grows, a most label only shrinks, and both are sets of
+        # the mesh's axes, so this ends. Each set of labels that suits the program lies between.
         self.graph = graph
         self.values = list(graph.values.values())
         self.rules = list(self._rules())
@@ -37,8 +40,8 @@ class Limits:
         self.free_steps = [step for step in graph.steps if step in free]
         self.rules = [rule for rule in self.rules if rule[0] in free and rule[1] in free]
         some = NONE.union(*(high[key] - low[key] for key in self.free))
-        # If nothing has to vary over an axis, casting nothing over it is the cheapest. So consider
-        # only the others: those of one device (uncounted), and the counted ones in groups.
+        # If nothing has to vary over an axis, it is cheapest to cast nothing over it. So consider
+        # only the other axes: ``uncounted`` holds the axes of one device, ``groups`` the rest.
         self.uncounted = (some & NONE.union(*low.values())).difference(graph.counted)
         self.groups = self._alike([axis for axis in graph.counted if axis in some])
 
@@ -79,12 +82,12 @@ class Limits:
         return mixed
 
     def below(self, labels: Labels, fixed: Iterable[Any]) -> Labels:
-        """Return the most of each label if the ``fixed`` keys have their labels in ``labels``."""
+        """Return the most of each label if the ``fixed`` keys keep their ``labels``."""
         most = {**self.high, **{key: labels[key] for key in fixed}}
         return self._settled(most, grow=False)
 
     def _alike(self, axes: list[str]) -> list[Axes]:
-        """Return groups of axes that only occur together, since the same choice is best for all."""
+        """Return groups of axes that only occur together: the same choice is best for a group."""
         # For example, a batch that is split over seven axes varies over all of them or over none.
         graph = self.graph
         if len(axes) < 2:
@@ -102,10 +105,10 @@ class Limits:
         return NONE if step.fixed is None else self.graph.every - step.fixed
 
     def _rules(self) -> Iterator[tuple[Any, Any, Axes]]:
-        """Yield (first, then, axes): over ``axes``, ``then`` varies wherever ``first`` does."""
+        """Yield (first, then, axes): if ``first`` varies over one of the axes, so does ``then``."""
         for value in self.values:
             yield value, value.use, self.graph.every
-            # Where a cast is not allowed, a tangent used as varying must be made varying.
+            # Where no cast is allowed, a tangent that is used as varying must be made varying.
             yield value.use, value, value.narrow if value.castable else self.graph.every
         for step in self.graph.steps:
             free = self._free(step)
@@ -163,8 +166,9 @@ def sent_by_all(graph: Graph, axes: Axes) -> int:
 class Prices:
     """The prices of psums; a psum over none of the ``counted`` axes is free."""
 
-    # ``wire`` counts the bytes sent in a ring instead of the operands' bytes. ``left`` is for a
-    # lower bound: it holds the bytes that are still unpaid. Without it, fewer psums break ties.
+    # By default the price is the operands' bytes, and among equal bytes fewer psums are cheaper.
+    # With ``wire`` it is the bytes sent in a ring. ``left`` is for a lower bound: it maps psums to
+    # the bytes that earlier flows left unpaid.
 
     def __init__(self, graph: Graph, counted: Axes, wire: bool = False, left: Any = None):
         self._left = {} if left is None else left
@@ -185,7 +189,7 @@ class Prices:
 
 
 class Count:
-    """Prices by which each run of a psum costs one, whatever its bytes and axes."""
+    """Prices that count psums: each run costs one, whatever its bytes and axes."""
 
     def of(self, key: Any, size_bytes: int, runs: int, sets: Iterable[Axes]) -> list[int]:
         return [runs if axes else 0 for axes in sets]
@@ -195,10 +199,11 @@ class Cut:
     """The cheapest choice between two labels, ``low`` and ``high``, for each tangent and step."""
 
     # Both labellings suit the program, and each label in ``high`` contains the one in ``low``. A
-    # label with a choice is a node: on the source's side of the cut it is low (invariant), on the
-    # sink's side it is high (varying). An edge is paid for if only its tail is on the source's
-    # side, so the edges of a psum are made such that each choice pays its price. A rule is an edge
-    # of infinite capacity. The minimum cut is then the cheapest choice.
+    # label that differs between them is a node: on the source's side of the cut it is low
+    # (invariant), on the sink's side it is high (varying). A cut pays for an edge if only the
+    # edge's tail is on the source's side. So each psum gets edges that make every choice pay that
+    # choice's price. A rule is an edge of infinite capacity, which no finite cut pays for. The
+    # minimum cut is then the cheapest choice.
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Represent the linear program that JAX transposes as a graph in which casts are placed.
 
-``jax.grad`` transposes a jaxpr whose inputs are residuals (their values are known) and tangents.
+``jax.grad`` transposes a jaxpr whose inputs are residuals, with known values, and tangents.
 Each cast of a tangent from invariant to varying becomes a psum of its cotangent. The cast may be
 anywhere in the program: equal operands give equal results on every device, so an operation may run
 before the cast or after it. Casts of residuals cost nothing, since no gradient flows through them.
@@ -32,9 +32,9 @@ from shardrules.jaxprs.reach import Reach
 # Primitives that return their operand with another type: the cast to varying, and the mark.
 CAST = "pvary"
 IDENTITIES = (CAST, MARK)
-# Primitives that reorder or select elements. At the border a sharded array is gathered, and its
-# cotangent sliced. XLA fuses a psum with that slice into one reduce-scatter, even if reshapes and
-# conversions stand between them, but not if one of these does.
+# Primitives that reorder or select elements. Where a sharded array is gathered, its cotangent is
+# sliced. XLA fuses a psum with that slice into one reduce-scatter, even if reshapes and
+# conversions stand between the two, but not if one of these primitives does.
 REORDERS = frozenset(
     "concatenate dynamic_slice dynamic_update_slice gather pad rev scatter scatter-add select_n "
     "slice split".split()
@@ -66,9 +66,9 @@ class Value:
     cast_bytes: int  # the cost of casting it: its bytes times its runs
     castable: bool  # whether it may be cast: False in a branch that only some devices take
     live: bool = False  # whether its cotangent may be nonzero
-    # The axes over which it must stay invariant, since a later value that is cast is more precise.
+    # The axes over which it must stay invariant: the program casts a later, more precise value.
     stays: Axes = NONE
-    # The axes over which it must not be cast, since an earlier value that is cast is more precise.
+    # The axes over which it must not be cast: the program casts an earlier, more precise value.
     narrow: Axes = NONE
     is_gathered: bool = False  # whether a gather made it, whose transpose slices its cotangent
     use: object = dataclasses.field(default_factory=object)  # the key of its label where it is used
@@ -111,7 +111,7 @@ class Step:
     fixed: Axes | None = NONE
     # The sums of cotangents at the operation, for each operand: the bytes, and the axes.
     sums: Sums = ()
-    # The axes over which its operands may be cast instead, which removes the sums over these.
+    # The axes over which its operands may be cast instead; such a cast removes the sums.
     moves: Axes = NONE
     ties: bool = False  # whether operand and result are one value: a scan's carry and last state
     bwd: BwdSums | None = None  # the sums of a custom_vjp's bwd
@@ -146,7 +146,7 @@ class Graph(Fold["Value | None"]):
         self.function: str = "" if places.owns(source.rpartition(" at ")[2]) else source
         self._sizes = door.manual_sizes()
         self.every = frozenset(self._sizes)
-        # Along an axis of one device nothing differs, so no cast is placed because of it.
+        # Along an axis of one device nothing differs, so such an axis is no reason for a cast.
         self.counted = tuple(axis for axis, size in self._sizes.items() if size > 1)
         # For each jaxpr, how often it runs, and whether it may hold casts.
         self._around: dict[Where, tuple[int, bool]] = {}
@@ -168,7 +168,7 @@ class Graph(Fold["Value | None"]):
         return math.prod([self._sizes[axis] for axis in axes])
 
     def counts(self, axes: Axes) -> bool:
-        """Return whether a psum over these axes moves anything."""
+        """Return whether a psum over these axes moves data."""
         return not axes.isdisjoint(self.counted)
 
     # From the program to the graph.
@@ -281,7 +281,7 @@ class Graph(Fold["Value | None"]):
             self._operation(eqn, name, inside, inputs, results([True] * len(eqn.outvars)))
 
     def _join(self, givers: Values, takers: Values, atoms: Sequence[Var]) -> None:
-        """Add steps from givers to takers; a taker without a giver varies as its residual does."""
+        """Add steps from givers to takers; a taker without a giver varies as its atom does."""
         for giver, taker, atom in zip(givers, takers, atoms):
             if taker is not None and giver is not None:
                 self.steps.append(Step([giver], [taker]))
@@ -289,6 +289,9 @@ class Graph(Fold["Value | None"]):
                 self.steps.append(Step([], [taker], self._axes(atom)))
 
     def _loop(self, eqn: Eqn, inside: Where, inputs: Values, results: Callable[..., Any]) -> None:
+        # A carry is a tangent if it is one in any iteration, so find these by a fold first. Tie the
+        # carry that the body takes to the loop's last carry: both must vary alike. A value inside
+        # runs as often as the loop times the loops around it.
         params, inner = eqn.params, opened(eqn.params["jaxpr"])
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]
@@ -351,7 +354,7 @@ class Graph(Fold["Value | None"]):
         step.sums = [(count * runs, axes) for count, axes in bwd.sums]
 
     def most_sums(self, eqn: Eqn) -> BwdSums:
-        """Return the upper bound of a bwd's sums, which holds if it sums nothing by itself."""
+        """Return an upper bound of a bwd's sums; it holds if bwd sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
         arriving = self._axes(*eqn.invars[:count], *eqn.outvars)
@@ -363,10 +366,7 @@ class Graph(Fold["Value | None"]):
         return BwdSums(sums, arriving & frozenset().union(*(axes for _, axes in sums)))
 
     def settle(self, custom: Callable[[Any], BwdSums]) -> bool:
-        """Replace the upper bounds of custom_vjps' sums by ``custom``'s, and protect precision.
-
-        Returns whether this may have changed anything.
-        """
+        """Set custom_vjps' sums from ``custom``, protect precision; return if these may change."""
         for step, eqn, runs in self.customs:
             self._custom(step, eqn, runs, custom(eqn))
         if len({value.aval.dtype for value in self.values.values()}) < 2:

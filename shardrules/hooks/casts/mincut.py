@@ -25,7 +25,7 @@ class Network:
         return len(self._edges) - 1
 
     def edge(self, tail: int, head: int, capacity: int = INFINITE) -> int:
-        """Add an edge, for which a cut pays if only ``tail`` is on the source's side."""
+        """Add an edge; a cut pays its capacity if ``tail`` is on the source's side only."""
         number = len(self._heads)
         self._heads += head, tail
         self._left += capacity, 0
@@ -40,7 +40,8 @@ class Network:
     def flow(self) -> int:
         """Return the maximum flow; raise ValueError if each cut has an infinite edge."""
         # Compute the levels of all nodes, and saturate the shortest paths. Repeat until no path
-        # from the source reaches the sink: the nodes that it still reaches are its side of a
+        # leads from the source to the sink. The shortest paths get longer in each round, so there
+        # are fewer rounds than nodes. The nodes that the source still reaches are its side of a
         # minimum cut.
         while self._reached is None:
             level = self._levels()
@@ -84,7 +85,8 @@ class Network:
         """Saturate all shortest paths, one path at a time and without recursion."""
         # Extend a path along edges with residual capacity to the next level. At the sink, send as
         # much as the path can take, and go back to the first full edge. At a dead end, go back one
-        # edge and never try that edge again.
+        # edge and never try that edge again. This ends, since each node's list of edges to try only
+        # shrinks, and each path to the sink fills an edge.
         todo = [list(edges) for edges in self._edges]
         path: list[int] = []
         while True:

@@ -1,10 +1,9 @@
 """Place the casts of tangents at a minimum cut, as ``install()`` does unless ``casts="late"``.
 
 JAX casts as late as it can. In the backward pass the cast becomes a psum at the same place: in
-every step of a scan, or over the many rows that a single row was broadcast to. So just before JAX
-transposes the linear part of a shard_map's body (``linear``), the hooks place its casts again.
-Nothing else in the program changes: neither the forward pass, nor the residuals, nor the equations
-of a bwd.
+every step of a scan, or over the many rows to which a single row was broadcast. So just before JAX
+transposes the linear part of a shard_map's body (``linear``), the hooks move its casts. Nothing
+else in the program changes: the forward pass, the residuals and the equations of a bwd stay.
 """
 
 from __future__ import annotations
@@ -73,11 +72,16 @@ class CastHooks(Hooks):
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
+        # Each transposition in JAX comes here. Three cases stay as JAX made them: a program inside
+        # one whose casts are placed already, a program outside the check, and one whose casts
+        # nobody asked to place (it still gets ``shares``). For all others, first note why gradients
+        # may differ with the check off. Then find the cheapest casts, which go into the program
+        # only if somebody asked for them, and let JAX transpose it.
         self.state.record_gradient()
         if self.state.here.transpose.placed or not self.door.checking():
             return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
         asked, values = self._asked(jaxpr), [*consts, *primals_in]
-        # Computed only if a bwd or a decision needs it.
+        # Computed on first use: only some bwds and decisions need it.
         shares = functools.cache(lambda: self._shares(jaxpr, values))
         notes = self.state.scope.notes
         if not asked and notes is None:
@@ -88,12 +92,12 @@ class CastHooks(Hooks):
             notes.reasons_to_leave += shares().reasons_to_leave()
             look, over = self.state.here.look, shares().over
             if over and look.inner is not None and only_casts_sum(self.door, jaxpr):
-                look.inner.append(over)  # how the enclosing bwd uses these sums decides
+                look.inner.append(over)  # it depends on how the enclosing bwd uses these sums
                 within = jax.named_scope(INNER)
             elif over and not look.pulls:
                 notes.reasons_to_leave.append(gradient_over(over))
         cotangents = rest[0] if rest else next(iter(kwargs.values()))
-        # Programs that are transposed inside are part of this one, so their casts are placed here.
+        # A program that is transposed inside this one is part of it: its casts are placed here too.
         frame = dataclasses.replace(self.state.here.transpose, placed=True, bwds={}, shares=shares)
         with frame, within:
             placed = self._placed(jaxpr, values, cotangents, asked)
@@ -114,7 +118,8 @@ class CastHooks(Hooks):
         cotangents: Any,
     ) -> Any:
         """Transpose a program that casts residuals, if JAX needs it to be all linear."""
-        # Evaluate the equations of residuals first, as shard_map's own transpose does there.
+        # Evaluate the equations of residuals first, as shard_map's own transpose does in these
+        # versions of JAX. Then transpose the rest, which is all linear.
         door = self.door
         linear = [isinstance(x, door.UndefinedPrimal) for x in primals_in]
         whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -153,10 +158,10 @@ class CastHooks(Hooks):
 
     def _placed(self, jaxpr: Jaxpr, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
         """Return the program with its casts placed, or unchanged if that saves too little."""
-        # Build the graph, and return early if even a lower bound shows that nothing can be saved.
-        # Settle the graph: trace the bwds to learn what they sum. Find the cheapest labels, and
-        # write the program if they save bytes, or cost the same and stand at a border. Note the
-        # result.
+        # Build the graph, and return early if even a lower bound shows that no cast can save bytes.
+        # Settle the graph: trace the bwds to learn what they sum. Find the cheapest labels. Write
+        # the program with them if they save bytes, or if they cost the same and cast at a border.
+        # Note the result.
         linear = self._linear(jaxpr, values)
         wanted = [not isinstance(ct, self.door.Zero) for ct in cotangents]
         again = self.state.scope.derivatives_count > 0
@@ -227,8 +232,8 @@ class CastHooks(Hooks):
     def _sums(self, eqn: Eqn) -> BwdSums:
         """Return the sums of a custom_vjp's cotangents, for ``Graph.settle``."""
         # If bwd returns a cotangent that is already summed over an axis, the axis is not in
-        # ``moves``, since an earlier cast would only add a psum. Over the axes that bwd doesn't sum
-        # over, it may get shares of a cotangent, and its results are summed instead.
+        # ``moves``, since an earlier cast would only add a psum. Over all other axes, bwd may get
+        # shares of a cotangent instead of their sum, and then its results are summed.
         count = eqn.params["num_res"]
         arriving = self._varying((*eqn.invars[:count], *eqn.outvars))
         try:
@@ -243,7 +248,8 @@ class CastHooks(Hooks):
             if run.summed.get(i)
         ]
         fixed, differentiates = NONE, any(map(is_differentiated, equations(run.jaxpr)))
-        # The pullback of a function whose gradient is zero holds no equation that shows it.
+        # If bwd differentiates a function whose gradient is zero, no equation shows that. But bwd
+        # then ignores a cotangent.
         if differentiates or run.ignores_a_cotangent:
             # If a residual is invariant, bwd itself sums a gradient with respect to it. If the
             # residual is cast, bwd returns a share instead, and the hooks sum it.
@@ -267,8 +273,9 @@ class CastHooks(Hooks):
 
     def _needed_inside(self, run: _TracedBwd, moved: _TracedBwd) -> Axes:
         """Return the axes of the gradient sums that must stay inside a bwd."""
-        # A sum must stay if it is a coefficient of the cotangents, or if it isn't known how the
-        # cotangents enter it; and if a result needs it that the hooks don't sum afterwards.
+        # A sum must stay inside if the cotangents are multiplied by it, or if shardrules can't tell
+        # how they enter it. It must also stay if a result needs it and the hooks don't sum that
+        # result afterwards.
         if run.linear_in is None or moved.linear_in is None:
             return gradient_sums(run.jaxpr)
         axes = linearity(run.jaxpr, run.cotangents).summed_of_others
@@ -317,7 +324,7 @@ class _TracedBwd:
         for equation in equations(self.jaxpr):
             used.update(map(id, equation.invars))
         self.ignores_a_cotangent = not used.issuperset(map(id, self.cotangents))
-        # The axes over which it sums; None if it is not linear, rounds or prints.
+        # The axes over which bwd sums; None if it is not proven linear, rounds or prints.
         self.linear_in: Axes | None = NONE
         for jaxpr in self._by_precision(door):
             proof = linearity(jaxpr, self.cotangents, kernels=True)
@@ -341,7 +348,7 @@ class _TracedBwd:
 
 
 def _saves_little(before: Cost, least: int, off: Cost) -> bool:
-    """Return whether ``least`` saves too little to place casts."""
+    """Return whether casts that sum ``least`` bytes save too little to be placed."""
     # If the traced casts cost no more than with the check off, require a saving of 0.1%. If they
     # sum more bytes, require any saving. If they only send more bytes, no saving is too little.
     saved = before.bytes - least

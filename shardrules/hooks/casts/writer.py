@@ -1,4 +1,4 @@
-"""Rewrite a linear program with its casts where the labels say."""
+"""Rewrite a linear program so that its casts stand where the labels put them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Writer:
         self.labels = labels
         self._written: dict[Any, Any] = {}
         self._casts: dict[Any, list[Any]] = {}
-        # For each place, the tangents inside it, and the keys of labels that decide how to write
-        # it.
+        # Maps each place to the tangents in it, and to the keys of the labels by which its jaxpr is
+        # written.
         self._values: dict[Where, list[Value]] = collections.defaultdict(list)
         self._keys: dict[Where, list[Any]] = collections.defaultdict(list)
         for (where, _), value in graph.values.items():
@@ -77,7 +77,8 @@ class Writer:
 
     def jaxpr(self, jaxpr: Jaxpr, where: Where, ends: Sequence[Any]) -> Any:
         """Return a jaxpr of the program, rewritten to have outputs with the avals ``ends``."""
-        # If the labels agree in two places that call one jaxpr, both get the same new jaxpr.
+        # Two places that call one jaxpr get the same new jaxpr if their labels agree. So JAX still
+        # lowers it once.
         types = self.door.axis_types(ends)
         key = id(jaxpr), types, *(self.labels[key] for key in self._keys[where])
         if key in self._written:
@@ -93,7 +94,7 @@ class Writer:
         new = body.new.finish(invars, outvars)
         if where and all(self.labels[value] == value.varying for value in self._values[where]):
             if self.door.axis_types(atom.aval for atom in inner.outvars) == types:
-                new = jaxpr  # no cast in it moves
+                new = jaxpr  # no cast in this jaxpr moves
         self._written[key] = new
         return new
 
@@ -201,6 +202,9 @@ class Body:
         self._done(eqn, operands, **{key: new if key == "branches" else new[0]})
 
     def _operation(self, eqn: Eqn, step: Step) -> None:
+        # If the step can't vary over more axes (``fixed`` is None), its tangents keep their types.
+        # A bwd that gains axes is wrapped, so that it returns shares. Any other operation takes its
+        # operands over the axes of its label; over ``fixed`` axes they keep their own.
         over, types = self.labels[step], self.door.axis_types(atom.aval for atom in eqn.invars)
         wants: list[Axes | None] = [type_.varying for type_ in types]
         changes = {}

@@ -19,9 +19,10 @@ from shardrules.hooks.state import Hooks, State
 
 
 class BatchedVjpHooks(Hooks):
-    # vmap sums the cotangent of an unbatched primal over the batch, but each device holds only a
-    # part of the batch. JAX (0.6.0 to 0.12) adds no psum over the mesh axes that split the batch,
-    # and then rejects the cotangent's type.
+    # vmap sums the cotangent of an unbatched primal over the batch. But each device holds only a
+    # part of the batch, and JAX (0.6.0 to 0.12) adds no psum over the mesh axes that split the
+    # batch: it then rejects the cotangent's type. So record the primals' avals when vmap processes
+    # a custom_vjp, and add the psum after the batched bwd.
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
@@ -93,7 +94,7 @@ class BatchedVjpHooks(Hooks):
         dims = rest[1] if len(rest) > 1 else named["out_dim_dests"]
 
         def run(*args: Any) -> Any:
-            # If the primals were cast to vary over some axes, the cast's transpose sums over these.
+            # Don't sum over axes over which the primals were cast: the cast's transpose does.
             cast = axes & self.state.here.bwd.over
             return self._sum(batched.call_wrapped(*args), primals, axes - cast, cast, dims)
 
@@ -120,7 +121,8 @@ class BatchedVjpHooks(Hooks):
                 have = self.door.axis_type(self.door.typeof(ct))
                 over = axes & have.varying - want.axes
                 whole = cast - want.axes - have.axes
-            if whole and is_inexact(ct):  # already the sum: give each device an equal share of it
+            # The cotangent is already the sum: give each device an equal share.
+            if whole and is_inexact(ct):
                 share = ct / jax.lax.psum(1, tuple(sorted(whole)))
                 ct = self.door.cast(share, have.vary(*whole))
             summed.append(jax.lax.psum(ct, tuple(sorted(over))) if over else ct)

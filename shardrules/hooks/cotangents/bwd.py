@@ -40,11 +40,12 @@ class Bwd:
         self.args = args
         self.refusals = Refusals(self.door, parts, self._declared)
         self._cached: dict[Any, Origins] = {}
-        # For each gradient that it takes itself, the axes over which casts sum; filled only while
-        # its program is retraced.
+        # For each gradient that bwd takes itself, the axes over which casts sum; filled only while
+        # the program is retraced.
         self.inner: list[frozenset[str]] = []
 
-    # hooks/sets/rep.py (JAX 0.5.3 and older) assigns the next four, from replication sets.
+    # hooks/sets/rep.py (JAX 0.5.3 and older) assigns the next four properties, from replication
+    # sets.
 
     @functools.cached_property
     def mesh_axes(self) -> frozenset[str]:
@@ -52,7 +53,7 @@ class Bwd:
 
     @functools.cached_property
     def entering(self) -> Sequence[AxisType]:
-        """Return the axis type of each leaf of the arguments; the cotangents' come last."""
+        """Return the axis type of each leaf of the arguments; cotangents come last."""
         return [self._type(leaf) for leaf in jax.tree_util.tree_leaves(self.args)]
 
     @functools.cached_property
@@ -90,12 +91,12 @@ class Bwd:
 
     def share(self, path: Path, axes: frozenset[str]) -> Any:
         """Return this device's share of a cotangent that bwd sums; None if that is unproven."""
-        # In a branch that only some devices take, the sum would wait for the other devices. The
-        # primal is cast before the branch, and the cast's transpose sums after it. So leave out the
-        # sums inside the branch, if everything after them is linear in them. All other values that
-        # the cotangent depends on are equal along the axes, as the cotangent is.
-        # Split the jaxpr at these sums, prove that the rest is linear in their results, and run the
-        # rest on their operands instead.
+        # In a branch that only some devices take, the sum would wait for the other devices. But the
+        # primal is cast before the branch, and the cast's transpose sums after the branch. So leave
+        # out the sums inside the branch, if everything after them is linear in them. All other
+        # values that the cotangent depends on are equal along the axes, as the cotangent is.
+        # Split the jaxpr at these sums, prove that the rest is linear in the sums' results, and run
+        # the rest on the sums' operands.
         trace, jaxpr = self.trace, self.sliced(path)
         sums, after = split(
             jaxpr,
@@ -151,10 +152,10 @@ class Bwd:
 
     def check_share(self, ct: Cotangent, axes: frozenset[str]) -> None:
         """Raise unless this cotangent is one device's share of the sum over ``axes``."""
-        # It is a share if nothing that it depends on communicates over these axes, and each
+        # The cotangent is a share if it depends on no communication over these axes, and if each
         # arriving cotangent that it depends on varies over them. If an arriving cotangent is
-        # invariant, the output has one value for all devices, and a residual (perhaps of a gathered
-        # argument) makes this cotangent vary: it may be the whole gradient.
+        # invariant, the output has one value for all devices. Then a residual (perhaps a gathered
+        # argument) makes this cotangent vary, and it may be the whole gradient.
         if not self._is_silent:
             for call in self._communicates(self.sliced(ct.path), axes):
                 raise self.refusals.undecided(ct, axes, f"bwd holds {call}")
@@ -193,16 +194,17 @@ class Bwd:
 
     def _check_sums(self, ct: Cotangent) -> None:
         """Raise if this cotangent depends on a sum of values that are equal on the devices."""
-        # The cotangent of an output that is invariant over an axis arrives summed over it. A bwd
-        # that is right with the check off (psum, psum_scatter) then returns N times the gradient.
-        # Such a sum is right only if the forward itself sums equal values over the axis.
+        # The cotangent of an output that is invariant over an axis arrives summed over that axis. A
+        # bwd that is right with the check off (it calls psum or psum_scatter) then returns N times
+        # the gradient. Such a sum is right only if the forward itself sums equal values over the
+        # axis.
         if self._is_silent:
             return
         arriving_axes = frozenset().union(*map(axes_of, self.arriving))
         dropped = axes_of(ct.want) - arriving_axes
-        # JAX accepts a cotangent that varies as its primal does. It may be right if no kernel made
-        # an output invariant over the axis (a forward of several reductions). If a kernel did, it
-        # is wrong.
+        # JAX accepts a cotangent that varies as its primal does. If a kernel made an output
+        # invariant over the axis, the cotangent is wrong. Otherwise it may be right (in a forward
+        # of several reductions).
         by = next(self._communicates(self.sliced(ct.path), dropped, reductions=True), None)
         if dropped and by is not None:
             kernel = self._forward.dropping(dropped)
@@ -232,9 +234,9 @@ class Bwd:
 
     def _is_redundant(self, reduction: Reduction, origins: Origins, sizes: set[int | None]) -> bool:
         """Return whether a sum of equal values is a mean, rather than the forward's transpose."""
-        # If the forward divides by the number of devices, this may instead be a psum (right with
-        # the check off) and the transpose of that division. So bwd must hold all divisions of the
-        # forward apart from its own means.
+        # A psum that is right with the check off looks like a mean if it stands beside the
+        # transpose of a division in the forward by the number of devices. So bwd must hold all of
+        # the forward's divisions in addition to its own means.
         if self._forward.jaxpr is None:
             return not reduction.divisors.isdisjoint(sizes)
         forward = self._forward.origins
@@ -243,10 +245,10 @@ class Bwd:
 
     def _check_whole(self, ct: Cotangent) -> None:
         """Raise if each device would receive the sum of all devices' cotangents of one output."""
-        # An invariant output's cotangent is that sum. For a varying primal the sum is right if the
-        # forward made the output by a collective along that axis, since a psum's transpose is the
-        # identity. Otherwise (straight-through estimators, replaced gradients) each device must get
-        # its own cotangent.
+        # The cotangent of an invariant output is the sum over all devices. For a varying primal,
+        # this sum is right if the forward made the output by a collective along the axis, since a
+        # psum's transpose is the identity. Otherwise (straight-through estimators, replaced
+        # gradients) each device must get its own cotangent.
         arriving = self.arriving
         for axis in sorted(ct.want.varying):
             if all(axis in type_.axes for type_ in arriving):
@@ -269,6 +271,10 @@ class Bwd:
 
     def _unscaled(self, ct: Cotangent, axis: str) -> tuple[str, bool]:
         """Say why the sum is not each device's cotangent, and whether the forward averages."""
+        # Find the forward's sums of this primal. If all of them along the axis are means, bwd (or
+        # the residuals that the forward saved) must divide by the device count too. If there is no
+        # sum, but only a maximum or minimum, each device must get its own part of the cotangent, so
+        # the cotangent must differ along the axis.
         if size_of(frozenset((axis,))) == 1:
             return "", False
         sums = [s for s in self._forward.origins.reductions if ct.index in s.origin.inputs]
@@ -303,9 +309,9 @@ class Bwd:
 
     def _check_type(self, ct: Cotangent) -> None:
         """Raise if JAX wrongly typed this cotangent as invariant."""
-        # JAX rejects a cotangent that varies less than its primal, but our cast makes it pass. If
-        # the type is wrong (as of an opaque primitive), JAX's error would have been the only sign
-        # of it.
+        # JAX rejects a cotangent that varies less than its primal, but our cast makes JAX accept
+        # it. If its type is wrong (as an opaque primitive's may be), the cast would hide the only
+        # sign, JAX's error.
         for equation in equations(self.sliced(ct.path)):
             name = equation.primitive.name
             if self.hooks.state.opaque_call_of(equation.primitive, equation.params) is not None:
@@ -336,8 +342,8 @@ class Bwd:
         leaves, structure = jax.tree_util.tree_flatten(self.args)
         if kept is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
             return Trace(self.door, self.bwd, self.args)
-        # Casts are placed by bwd's sums, so it was traced for that: run the same trace. The entry
-        # also holds the function, so that no other function gets its id.
+        # To place casts, bwd was traced already, since its sums decide where they stand: run the
+        # same trace. The entry also holds the function, so that no other function gets its id.
         key = id(self.parts.rule.bwd), structure, *map(self.door.typeof, leaves)
         if key not in kept:
             kept[key] = self.parts.rule.bwd, Trace(self.door, self.bwd, self.args)
@@ -394,13 +400,13 @@ class Bwd:
         return functools.reduce(Origin.__or__, origins.outputs, NOWHERE)
 
     def _used(self, path: Path, declared: str = "") -> set[int]:
-        """Return the outputs whose cotangents it needs, except those cast over ``declared``."""
+        """Return the outputs whose cotangents a cotangent needs, except casts over ``declared``."""
         leaves = self._leaves(self._origin(path, declared))
         return {i - self.first for i in leaves if i >= self.first}
 
     def _reductions(self, path: Path, arriving: frozenset[str]) -> Sequence[Reduction]:
-        # A residual that was cast may still be equal on the devices, which only the forward shows.
-        # That matters over axes along which no cotangent differs (they differ along ``arriving``).
+        # A residual that was cast may still be equal on the devices; only the forward shows that.
+        # It matters only along axes along which no arriving cotangent differs.
         typed = self.origins_of(path).reductions
         if all(reduction.differing <= arriving for reduction in typed):
             return typed

@@ -36,7 +36,7 @@ def communicates(
 
 
 def moved_by_kernels(state: State, jaxpr: Jaxpr, axes: frozenset[str]) -> frozenset[str]:
-    """Return the axes among ``axes`` along which opaque calls may move data by their rules."""
+    """Return those of ``axes`` along which opaque calls may move data, according to their rules."""
     calls = []
     for equation in equations(jaxpr):
         opaque = state.opaque_call_of(equation.primitive, equation.params)

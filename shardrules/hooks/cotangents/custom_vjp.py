@@ -1,9 +1,9 @@
 """Run custom_vjps under shard_map's check in their scopes, and give cotangents the right types.
 
 JAX requires each cotangent that a bwd returns to have its primal's type. A kernel's cotangent for a
-replicated weight varies over the batch's axes: it is one device's share, and one psum makes it
+replicated weight varies over the batch's axes: it is one device's share, and one psum turns it into
 the gradient. But a bwd that communicates may have summed already, and a second psum would silently
-give N times the gradient. So the hooks insert the psum only if bwd's jaxpr proves that it hasn't
+give N times the gradient. So the hooks insert the psum only if bwd's jaxpr proves that bwd hasn't
 summed.
 """
 
@@ -54,7 +54,7 @@ class Gained(NamedTuple):
 
 
 class UnreadBwd(ShardrulesError):
-    """Raised if casts are placed around a bwd whose cotangents the hooks don't see."""
+    """Raised if casts are placed around a bwd that hides its cotangents from the hooks."""
 
 
 Stage = Callable[[Any, FlatBwd, Gained], FlatBwd]
@@ -65,8 +65,9 @@ Step = Callable[[Any, Bwd, Cotangent, Any], Any]
 class CustomVjpHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # JAX passes a function that returns the trees from fwd to bwd. Keyed by that function: fwd,
-        # whether fwd takes gradients, which of its arguments are perturbed, and the author's fwd.
+        # JAX passes one function from fwd to bwd, which returns the trees. This maps it to fwd,
+        # to whether fwd takes gradients, to which of its arguments are perturbed, and to the
+        # author's fwd.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # Maps the functions that JAX binds to the rules that they run.
         self._rules: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -137,7 +138,7 @@ class CustomVjpHooks(Hooks):
         return self.door.wrapped(run, flat)
 
     def _unread(self, bwd: Any, does: str) -> None:
-        """Note a bwd whose cotangents the hooks don't see; raise if casts depend on its sums."""
+        """Note a bwd that hides its cotangents from the hooks; raise if casts depend on them."""
         why = f"the bwd {self.door.function_name(bwd)!r} {does}, so its gradients can't be compared"
         if (notes := self.state.scope.notes) is not None:
             notes.reasons_to_leave.append(why)
@@ -223,10 +224,10 @@ class CustomVjpHooks(Hooks):
         self, fun: Any, parts: CustomVjpInfo, axes: Any, by_cast: frozenset[str], *args: Any
     ) -> Any:
         """Run a bwd, and replace each cotangent that is a full sum by this device's share."""
-        # A bwd that was written for an invariant primal may reduce its cotangent. Now the primal is
-        # cast before the branch, and the transpose of that cast sums the devices' results. So each
-        # device must return a share: leave out bwd's own sums if that is proven to be right, or
-        # else divide the sum by the number of devices.
+        # If a bwd was written for an invariant primal, it may sum the primal's cotangent itself.
+        # Now the primal is cast before the branch, and the transpose of that cast sums the devices'
+        # results. So each device must return a share: leave out bwd's own sums if that is proven to
+        # be right, or else divide the sum by the number of devices.
         if by_cast:
             avals = tuple(self._wider(aval, by_cast) for aval in parts.in_avals)
             parts = dataclasses.replace(parts, fwd_avals=avals)
@@ -263,6 +264,9 @@ class CustomVjpHooks(Hooks):
     def _run_bwd(
         self, bwd: Any, scope: Scope, parts: CustomVjpInfo, is_wrapped: bool, *args: Any
     ) -> Any:
+        # With the check off, bwd runs as it is; a retrace also notes what it computes. With the
+        # check on, trace bwd first, and note or warn about cotangents that arrive summed. Then
+        # prove, sum and cast each cotangent that it returned (``_match``).
         notes = self.state.scope.notes
         is_looked_at = scope.notes is not None and scope.unchecked == "on"
         with self._enter(parts.name, scope, in_bwd=is_looked_at):
@@ -282,7 +286,7 @@ class CustomVjpHooks(Hooks):
                         None, [WholeCotangents(run, cotangents).why_different()]
                     )
                     notes.rules.add(hashable(run.parts.rule))
-                    if not is_wrapped:  # else it was noted by ``_shares``
+                    if not is_wrapped:  # else ``_shares`` noted it
                         self._note_computed(notes, run)
                 else:
                     WholeCotangents(run, cotangents).warn_of_sums()
@@ -350,6 +354,10 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
     forever for the other devices. So fwd is traced with the types that its primals have in the
     branch (``retyping/higher_order.py``), and each device saves its own residuals.
     """
+    # The flags of nonzero tangents carry the axes of the cast (``higher_order.Mark``). A run reads
+    # them, casts the primals, and stores the trees under these axes; ``trees_of_run`` returns the
+    # trees for the axes of the current bwd. JAX caches fwd by the flags, so each set of axes gets a
+    # trace of its own.
     *before, primal = rest
     kept: dict[frozenset[str], Any] = {}  # the trees, keyed by the axes of casts
     current: frozenset[str] = frozenset()  # the axes of casts of the current run
@@ -361,7 +369,7 @@ def widened_fwd(door: Door, state: State, fwd: Any, *rest: Any, **options: Any) 
         return returned
 
     def out_type() -> Any:
-        """Return the primal's outputs with the types of fwd's, since JAX compares the two."""
+        """Return the primal's outputs with the types of fwd's outputs, since JAX compares them."""
         tree, avals, *others = primal()
         if current:
             leaves = jax.tree_util.tree_leaves(returned[0])

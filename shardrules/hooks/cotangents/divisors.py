@@ -21,7 +21,7 @@ SAME_VALUES = CASTS | set(
 
 # Equations that change at most the sign of their operand's values.
 _SAME_SIZE = SAME_VALUES | {"neg"}
-_MOST_FACTORS = 12  # the most factors of which all products are formed
+_MOST_FACTORS = 12  # form the products of this many factors, and ignore the others
 
 
 def divisors_of(
@@ -32,7 +32,8 @@ def divisors_of(
     A sum over elements counts as a division by one over their number.
     """
     # Follow the operand back through divisions by known numbers. Then follow the result forward, as
-    # long as all its uses divide by the same number and the jaxpr doesn't return it.
+    # long as all its uses divide by the same number and the jaxpr doesn't return it. Both walks
+    # end, since each step goes to another equation and a jaxpr has no cycles.
     divisors: list[float] = []
     maker = maker_of(made, operand)
     while maker is not None and (divisor := _scaled_by(maker, number)) != 1:
@@ -43,7 +44,7 @@ def divisors_of(
     while returned.isdisjoint(names):
         scales: set[float] = set()
         divided: dict[Any, None] = {}
-        for name in names:  # the list grows meanwhile
+        for name in names:  # the loop appends to the list
             for eqn, _ in used.get(name, ()):
                 if eqn.primitive.name in _SAME_SIZE:
                     names += eqn.outvars
@@ -81,7 +82,7 @@ def maker_of(made: Makers, atom: Var) -> Any:
 
 
 def divided_by(name: str, first: float | None, second: float | None) -> float:
-    """Return the known number by which a ``div`` or ``mul`` divides its other operand, else 1."""
+    """Return the known number by which a ``div`` or ``mul`` divides its other operand, or 1."""
     if (first is None) == (second is None):
         return 1
     if name == "div":

@@ -49,7 +49,7 @@ _CALLING = frozenset((*CALLS, "scan", "cond", "while"))
 
 def only_casts_sum(door: Door, jaxpr: Jaxpr) -> bool:
     """Return whether each psum in the transpose of a linear program comes from a cast."""
-    # An author's rule may sum there, and a transposition may recompute a sum (remat).
+    # An author's rule may hold a sum of its own, and a transposition may recompute a sum (remat).
     return not any(
         has_rule(door, eqn)
         or name_of(eqn) == "custom_lin"
@@ -76,10 +76,10 @@ def inner_sums(jaxpr: Jaxpr) -> list[Eqn]:
 
 
 def sums_otherwise(door: Door, state: State, jaxpr: Jaxpr, axis: str) -> bool:
-    """Return whether anything but ``inner_sums`` may move data along an axis."""
+    """Return whether equations other than ``inner_sums`` may move data along an axis."""
     inner = {id(eqn) for eqn in inner_sums(jaxpr) if not eqn.params.get("axis_index_groups")}
     return bool(moved_by_kernels(state, jaxpr, frozenset({axis}))) or any(
-        # A higher derivative would run an author's rule, and that may take a gradient, too.
+        # A higher derivative would run an author's rule, which may take a gradient, too.
         has_rule(door, eqn)
         or (
             axis in named_axes(eqn.params)
@@ -91,11 +91,15 @@ def sums_otherwise(door: Door, state: State, jaxpr: Jaxpr, axis: str) -> bool:
 
 
 def is_total(door: Door, jaxpr: Jaxpr, axis: str) -> bool | None:
-    """Return whether a bwd's result is the sum along an axis of its results without the psums.
+    """Return whether a bwd's result equals the sum along an axis of its results without psums.
 
     False if the result doesn't depend on the psums, None if neither is proven. The jaxpr must have
     one result.
     """
+    # Without the psums, each device has its own share of each summed gradient. If the result is
+    # linear in the psums, with coefficients that are equal along the axis, then the sum of the
+    # devices' results is the same, apart from rounding. So the fold starts with fixed inputs and
+    # calls the psums linear. Give up if it can't tell what the result is, or if a step may round.
     fold = _AfterSums(door, axis)
     try:
         (kind,) = fold.run(jaxpr, [FIXED] * len(jaxpr.invars))
@@ -130,7 +134,8 @@ class _AfterSums(Linearity):
 
     def other(self, eqn: Eqn, name: str, operands: list[str]) -> Sequence[str]:
         inside = (each for jaxpr in inner_jaxprs(eqn.params) for each in equations(jaxpr))
-        if any(self.axis in named_axes(each.params) for each in inside):  # the fold skips these
+        # The fold doesn't read these jaxprs, so it can't tell what a collective in them does.
+        if any(self.axis in named_axes(each.params) for each in inside):
             return [UNKNOWN] * len(eqn.outvars)
         return super().other(eqn, name, operands)
 
@@ -143,7 +148,7 @@ class _AfterSums(Linearity):
     def _equal(self, eqn: Eqn, result: str) -> str:
         """Return the result, or UNKNOWN if its coefficients differ along the axis."""
         name, atoms = name_of(eqn), [*eqn.invars, *eqn.outvars]
-        if name in _CALLING and name != "while":  # each inner equation was tested
+        if name in _CALLING and name != "while":  # the inner equations were tested one by one
             atoms = atoms[: name == "cond"]  # its predicate
         differs = any(self.axis in self.door.axis_type(atom.aval).axes for atom in atoms)
         return UNKNOWN if differs else result

@@ -2,8 +2,8 @@
 
 A type names the mesh axes over which a value *may* vary, and a cast adds axes to it. This module
 finds the axes along which devices can really hold different values, since a sum of equal values
-counts each of them once per device. It also finds the arriving cotangents that a returned cotangent
-depends on.
+counts the same value once per device. It also finds the arriving cotangents on which a returned
+cotangent depends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from shardrules.registry.axistypes import show_axes
 # Equations whose results hold a number if all of their operands hold it.
 _SAME_NUMBER = SAME_VALUES | {"transpose", "copy", "slice", "rev", "select_n", "pmax", "pmin"}
 
-# Equations whose results are zero if all operands are; and those for which one zero is enough.
+# Equations whose results are zero if all operands are zero, and equations whose results are zero if
+# one operand is.
 _OF_ZEROS = frozenset("neg add add_any sub cumsum".split())
 _OF_ONE_ZERO = frozenset("mul dot_general".split())
 
@@ -68,16 +69,16 @@ class Origin:
     inputs: frozenset[int] = frozenset()  # the positions of the jaxpr's inputs on which it depends
     # the mesh axes along which devices may hold different values of it
     axes: frozenset[str] = frozenset()
-    # the mesh axes over which a collective summed or moved a value that it depends on (gathered
+    # the mesh axes over which a collective summed or moved data that the value depends on (gathered
     # values may be added up later)
     sums: frozenset[str] = frozenset()
     # the axes in ``sums`` over which a backward pass summed
     gradients: frozenset[str] = frozenset()
-    # pairs of an input and a mesh axis along which a collective brought it here
+    # pairs of an input and a mesh axis along which a collective moved that input's data here
     crossed: frozenset[tuple[int, str]] = frozenset()
     # the number that all its elements hold, if known; it then depends on no input
     number: float | None = None
-    # mesh axes along which it holds all devices' values, each with the origin of those values
+    # sets of mesh axes along which it holds all devices' data, each with the origin of that data
     gathered: frozenset[tuple[frozenset[str], Origin]] = frozenset()
 
     def __or__(self, other: Origin) -> Origin:
@@ -138,7 +139,7 @@ class Reduction:
         return self.axes & self.origin.axes
 
     def is_mean(self, *sizes: float | None) -> bool:
-        """Return whether it is divided by one of these numbers, at once or in steps."""
+        """Return whether the sum is divided by one of these numbers, at once or in steps."""
         return not self.products.isdisjoint(sizes)
 
 
@@ -189,7 +190,7 @@ class Origins(Fold[Origin]):
 
     @property
     def mean_size(self) -> float:
-        """Return the product of the numbers of elements that means on one device average."""
+        """Return the product of the element counts of all means that one device computes."""
         return product_of(self._means.values())
 
     @property
@@ -209,7 +210,7 @@ class Origins(Fold[Origin]):
 
     def join(self, values: Iterable[Origin]) -> Origin:
         first, *others = [*values] or [NOWHERE]
-        return functools.reduce(Origin.__or__, others, first)  # a number that all hold stays
+        return functools.reduce(Origin.__or__, others, first)  # keeps a number that all hold
 
     def mixed(self, values: Iterable[Origin]) -> Origin:
         return _union(values)
@@ -258,7 +259,8 @@ class Origins(Fold[Origin]):
         ]
 
     def finished(self, jaxpr: Jaxpr, read: Callable[[Any], Any]) -> None:
-        """Add to a jaxpr's reductions the known numbers that divide them in it."""
+        """Add to a jaxpr's reductions the known numbers by which the jaxpr divides them."""
+        # This can't be done when a reduction is read: the divisions of its result come later.
         noted = self._noted.pop(self.place, None)
         if noted is None:
             return
@@ -278,7 +280,7 @@ class Origins(Fold[Origin]):
             reduction = self._reductions[(*key, i)]
             result = eqn.outvars[min(i, len(eqn.outvars) - 1)]
             factors = divisors_of(jaxpr, made, used, number, eqn.invars[i], result)
-            if eqn.primitive.name == "reduce_sum":  # sums gathered values, and elements
+            if eqn.primitive.name == "reduce_sum":  # it sums gathered values and elements
                 elements = size_ratio(eqn) * (size_of(reduction.axes) or 1)
                 factors.insert(0, elements)
             self._reductions[(*key, i)] = dataclasses.replace(
@@ -302,7 +304,7 @@ class Origins(Fold[Origin]):
         if "psum" in name or scatters:
             text = f"{name} over {show_axes(over)}"
             for i, origin in enumerate(operands):
-                if origin.number is None:  # else it counts the devices
+                if origin.number is None:  # a sum of a known number only counts the devices
                     self._reduces(eqn, i, Reduction(text, over, origin))
         if "axis_size" in name:
             return [joined] * len(eqn.outvars)
@@ -310,7 +312,7 @@ class Origins(Fold[Origin]):
             operands = [operand.crossing(over) for operand in operands]
             joined = joined.crossing(over)
         whole = eqn.params.get("axis_index_groups") is None and not scatters
-        if whole and "all_gather" in name:  # its result is equal, even if its type varies
+        if whole and "all_gather" in name:  # the result is equal, even if its type varies
             return [joined.gathering(over)] * len(eqn.outvars)
         if whole and name in ("pmax", "pmin"):
             return [origin.equal(over) for origin in operands]
@@ -363,6 +365,9 @@ def _literal(value: Any) -> Origin:
 
 def _number(eqn: Eqn, operands: Sequence[Any]) -> float | None:
     """Return the number that all elements of an equation's results hold; None if unknown."""
+    # One zero factor makes a product zero. Otherwise all operands must hold known numbers: compute
+    # arithmetic on floats, keep a number that all operands share, and multiply it in a sum by the
+    # number of summed devices or elements.
     name = eqn.primitive.name
     numbers = [None if isinstance(x, Cell) else x.number for x in operands]
     if name == "select_n":

@@ -25,17 +25,17 @@ class Cotangent:
 
     @property
     def missing(self) -> frozenset[str]:
-        """Return the axes over which its primal varies and it does not."""
+        """Return the axes over which the primal varies and the cotangent does not."""
         return self.want.varying - self.have.axes
 
     @property
     def extra(self) -> frozenset[str]:
-        """Return the axes over which it varies and its primal does not."""
+        """Return the axes over which the cotangent varies and the primal does not."""
         return self.have.varying - self.want.varying - self.partial
 
     @property
     def partial(self) -> frozenset[str]:
-        """Return the axes over which its primal is reduced, so that a partial sum is expected."""
+        """Return the axes over which the primal is reduced: there, JAX expects a partial sum."""
         return self.have.varying & self.want.unreduced
 
 
@@ -50,7 +50,7 @@ class Refusals:
     ):
         self.door = door
         self.parts = parts
-        self.declared = declared  # says which rule is taken for granted; empty if none
+        self.declared = declared  # returns text about the unproven rule that is relied on, or empty
 
     def undecided(self, ct: Cotangent, axes: frozenset[str], why: str) -> CotangentError:
         """Return the error for a cotangent that may be one device's share or the full sum."""
@@ -182,7 +182,7 @@ class Refusals:
     def _without_sum(
         self, ct: Cotangent, axes: frozenset[str], shapes: Collection[tuple[int, ...]]
     ) -> str:
-        """Say what to return in place of the sum: the form that fits the shapes, or else both."""
+        """Say what to return instead of the sum: the form that fits the shapes, or both forms."""
         pass_on = "pass it on:\n    return (ct,)\n"
         if not axes & ct.want.varying:
             return f"The primal is invariant over {{{quoted(axes)}}}, so {pass_on}"

@@ -1,9 +1,9 @@
 """Tell whether a cotangent may be the sum of shares at each step of a linear program.
 
 With the check off, each device transposes its own share of the cotangent of a value that is equal
-on the devices. With the check on, all of them transpose the sum. Both give the same gradients if
+on the devices. With the check on, all devices transpose the sum. Both give the same gradients if
 each step's transpose is linear and rounds no share. The transposes of JAX's own linear primitives
-are linear; that of an author's function is only if its jaxpr proves it.
+are linear. An author's transpose counts as linear only if its jaxpr proves it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def why_not_linear(door: Door, eqn: Eqn, is_opaque: IsOpaque) -> str:
     """Say why an equation's transpose may not be linear on each device; empty if it is."""
     name = name_of(eqn)
     if name == "custom_linear_solve":
-        # An iterative solver (cg) is not linear: it would solve each device's share to its own
-        # tolerance, even where the shares cancel.
+        # An iterative solver (cg) is not linear: on each device it would solve a share to that
+        # share's tolerance, even where the shares cancel.
         return "" if _solves(eqn) else f"{name!r} is solved by a function that may not be linear"
     is_authors = hijax_object(door, eqn.primitive, eqn.params) is not None
     if is_authors or not transposed_by_jax(door, eqn.primitive) or is_opaque(eqn) or _calls(eqn):
@@ -102,7 +102,7 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     """Return whether JAX wrote both the rule of a custom_jvp or custom_vmap and its function."""
     rules = (eqn.params.get(name) for name in ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "rule"))
     rule = next(rule for rule in rules if rule is not None)
-    # ``defjvps`` and custom_root make a rule that is JAX's but calls the author's.
+    # ``defjvps`` and custom_root make a rule of JAX's that calls the author's functions.
     primal = opened(eqn.params.get("call_jaxpr", eqn.params.get("call")))
     functions = [getattr(rule, "rule", rule), *([primal] if hasattr(primal, "debug_info") else [])]
     names = map(door.function_name, functions)
@@ -125,8 +125,8 @@ _FOR_THE_CHECK = frozenset({"all_gather_invariant", "psum_invariant"})
 def why_by_arguments(door: Door, eqn: Eqn) -> str:
     """Say why an equation's derivative may differ with the check on, although a retrace agreed.
 
-    A retrace differentiates by all arguments, and without the enclosing vmaps. Empty if there is no
-    reason.
+    A retrace differentiates by all arguments, and without the enclosing vmaps; the program may not.
+    Empty if there is no reason.
     """
     name, count = name_of(eqn), sum(is_inexact(atom.aval) for atom in eqn.invars)
     if count and name in _FOR_THE_CHECK:
@@ -146,7 +146,7 @@ def why_by_arguments(door: Door, eqn: Eqn) -> str:
 def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozenset[object]]:
     """Return a key that distinguishes programs: a digest of their text, and their primitives.
 
-    The text only names primitives, and doesn't show whether a batching rule is an author's.
+    The text names primitives, but doesn't show whether an author wrote their batching rules.
     """
     text, found = hashlib.sha256(), set()
     for program in programs:
@@ -157,7 +157,7 @@ def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozen
 
 
 def absent_tangents(eqn: Eqn) -> Sequence[bool]:
-    """Return which tangents of a custom_vjp's linear part are zero; none are in JAX 0.6.0."""
+    """Return which tangents of a custom_vjp's linear part are zero; JAX 0.6.0 marks none."""
     none_zero = [False] * (len(eqn.invars) - eqn.params["num_res"])
     zeros: Sequence[bool] = eqn.params.get("in_zeros", none_zero)
     return zeros
@@ -172,7 +172,7 @@ class CustomRules:
 
     def __init__(self, door: Door, rule_of: Callable[[Any], Any]):
         self.door = door
-        self._rule_of = rule_of  # maps the bwd that JAX binds to the author's functions
+        self._rule_of = rule_of  # maps a bwd that JAX binds to the author's functions
 
     def left(self, closed: Any) -> collections.Counter[Any]:
         """Return how often each rule is left in a program."""
@@ -183,7 +183,7 @@ class CustomRules:
     def alike(self, programs: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
         """Return which rules are left in each program, numbered in the order of first appearance.
 
-        The programs' text doesn't show whether a rule in a derivative is one that it ran.
+        The programs' text doesn't show whether a derivative already ran a rule that it holds.
         """
         met: dict[Any, int] = {}
         return tuple(
@@ -194,8 +194,9 @@ class CustomRules:
     def new(self, closed: Any, before: Any, ran: Container[Any]) -> bool:
         """Return whether a derivative holds rules that neither ran nor were in the program before.
 
-        A custom_jvp's rule ran if the differentiated program held it. A custom_vjp's rule that was
-        there and didn't run has no tangents, as long as the derivative holds no more calls of it.
+        A custom_jvp's rule ran if the differentiated program held it. If the program held a
+        custom_vjp's rule that didn't run, the rule has no tangents, as long as the derivative
+        doesn't call it more often than the program did.
         """
         counts = self.left(before)
         return any(
@@ -207,8 +208,10 @@ class CustomRules:
     def computed(self, closed: Any, depth: int = 2) -> list[tuple[Any, int | None]]:
         """Return the rules of the custom calls in a program, each with a digest of its jaxpr.
 
-        For a custom_vjp, the digest is that of its fwd. It is None if the rule can't be traced.
+        For a custom_vjp, digest its fwd. The digest is None if the rule can't be traced.
         """
+        # Trace each rule as JAX would under a derivative by all its float arguments. A rule's jaxpr
+        # may call other custom functions, so go on inside it, down to ``depth``.
         made: list[tuple[Any, int | None]] = []
         for eqn in equations(opened(closed)):
             is_vjp = name_of(eqn).startswith("custom_vjp_call")
@@ -243,7 +246,7 @@ class CustomRules:
             written = self._rule_of(eqn.params.get("bwd"))
             return None if written is None else hashable(written)
         if not name.startswith("custom_jvp_call"):
-            return None  # a transpose, which each derivative examines itself
+            return None  # a transpose: the test of each derivative looks at it
         rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("jvp_jaxpr_thunk"))
         zeros = [not is_inexact(atom.aval) for atom in eqn.invars[eqn.params["num_consts"] :]]
         try:
@@ -267,12 +270,12 @@ class Computed(NamedTuple):
     rule: Any  # the author's functions
     name: str
     place: str
-    forms: tuple[Any, ...]  # the shapes and dtypes that it takes and returns
-    made: int  # a digest of its steps
+    forms: tuple[Any, ...]  # the shapes and dtypes that the bwd takes and returns
+    made: int  # a digest of the bwd's steps
 
 
 def computed(parts: CustomVjpInfo, jaxpr: Any, made: int) -> Computed:
-    """Return the description of a bwd with this jaxpr, of which ``made`` is a digest."""
+    """Return the description of a bwd with this jaxpr, whose digest is ``made``."""
     avals = [atom.aval for atom in (*jaxpr.invars, *jaxpr.outvars)]
     forms = tuple((getattr(a, "shape", None), str(getattr(a, "dtype", None))) for a in avals)
     return Computed(hashable(parts.rule), parts.name, parts.place, forms, made)
@@ -281,8 +284,8 @@ def computed(parts: CustomVjpInfo, jaxpr: Any, made: int) -> Computed:
 def computes_as(now: set[Computed], before: set[Computed], pairs: Mapping[Any, Any]) -> bool:
     """Return whether each bwd computes the same as before; ``pairs`` maps rules to earlier ones.
 
-    A bwd whose rule wasn't there before (the body makes it again) is identified by name, place and
-    shapes. If two bwds that compute different things can't be distinguished so, return False.
+    If the body makes a rule again at each trace, its bwd is identified by name, place and shapes.
+    If these don't distinguish two bwds that compute different things, return False.
     """
     rules = {one.rule for one in before}
 
@@ -319,7 +322,7 @@ def gradient_over(axes: frozenset[str]) -> str:
 
 
 class Shares(Reach):
-    """Finds the steps of a linear program by which gradients may differ with the check off."""
+    """Finds the steps of a linear program that may make gradients differ with the check off."""
 
     def __init__(
         self,
@@ -335,7 +338,8 @@ class Shares(Reach):
         sizes = door.manual_sizes()
         self._every = frozenset(axis for axis, size in sizes.items() if size != 1)
         # Along an axis without casts, each of n shares is one nth of the sum. If n is a power of
-        # two and the type has float32's range, rounding a share is the same as rounding the sum.
+        # two and the dtype has float32's range, rounding the shares gives the same result as
+        # rounding the sum.
         self.differing = frozenset(a for a in self._every if again or sizes[a] & (sizes[a] - 1))
         self.summed: frozenset[str] = frozenset()  # the axes over which casts sum cotangents
         self.sums: frozenset[str] = frozenset()  # the axes over which psums sum tangents
@@ -350,14 +354,15 @@ class Shares(Reach):
             self._reasons.append(str(error))
 
     def reasons_to_leave(self) -> list[str]:
-        """Return why the gradients may differ from those with the check off, with the steps."""
+        """Return why the gradients may differ with the check off, naming the steps."""
         rounding = [why for axes, why in self._rounding if axes & self.differing]
         return list(dict.fromkeys([*self._reasons, *rounding]))
 
     @property
     def over(self) -> frozenset[str]:
         """Return the axes over which a gradient that a rule takes differs with the check off."""
-        # With the check off, no cast sums the gradient, and a psum's transpose is a psum.
+        # With the check off, no cast sums the gradient, and the transpose of a psum is a psum. With
+        # the check on, a cast's transpose sums it, and the transpose of a psum is a cast.
         return self._every & (self.summed | self.sums)
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:

@@ -31,8 +31,8 @@ class VjpRule(NamedTuple):
 class CustomVjpInfo:
     name: str  # the bwd's name, for messages
     fwd: Any  # the custom_vjp's fwd, as JAX wraps it
-    gradients: Sequence[None]  # not empty once its fwd took a gradient
-    perturbed: Sequence[bool]  # for each primal, with ``symbolic_zeros=True``; else empty
+    gradients: Sequence[None]  # not empty once fwd has taken a gradient
+    perturbed: Sequence[bool]  # for each primal with ``symbolic_zeros=True``; otherwise empty
     in_tree: Any  # the pytree of the primals
     in_avals: tuple[Any, ...]
     place: str = ""  # where the bwd is defined, ``file:line``, or empty
@@ -55,7 +55,7 @@ class CustomVjpInfo:
             return cotangents
 
         def call(path: Path, value: Any, placeholder: Any) -> Any:
-            # A None covers a whole subtree of primals; JAX drops cotangents of a None.
+            # A None stands for a whole subtree of primals; JAX drops the cotangents of a None.
             index = None if value is None else indices.get(id(placeholder))
             return value if index is None else function(path, index, value)
 
@@ -97,8 +97,8 @@ class Trace:
             self._constant = [None if isinstance(leaf, jax.Array) else leaf for _, leaf in outputs]
             return [leaf for _, leaf in returned]
 
-        # Inlining binds the same equations as bwd itself. eval_jaxpr wouldn't work: if no jit
-        # surrounds the whole program, JAX 0.6.0 can't run a kernel's equation alone.
+        # Inline the jaxpr, which binds the same equations as bwd itself. eval_jaxpr wouldn't work:
+        # if no jit surrounds the whole program, JAX 0.6.0 can't run a kernel's equation alone.
         staged = door.staged(run, self.arrays)
         if staged is not None:
             self.jaxpr, self.consts, self._put = staged
@@ -109,7 +109,7 @@ class Trace:
         else:  # JAX 0.4.28
             closed = jax.make_jaxpr(run)(*self.arrays)
         self.jaxpr, self.consts = closed.jaxpr, closed.consts
-        self._put = lambda arrays: jitted(*arrays)  # not traced again
+        self._put = lambda arrays: jitted(*arrays)  # jit has cached the trace
 
     def of(self, args: Any) -> Trace:
         other = copy.copy(self)
@@ -125,9 +125,9 @@ class Trace:
 
 
 def as_arrays(door: Door, bwd: Any, args: Sequence[Any]) -> list[Trace]:
-    """Trace a bwd with saved numbers made arrays; return nothing if there are none, or it fails.
+    """Trace a bwd with its saved numbers as arrays; return nothing if it saves none, or fails.
 
-    With the check on, such numbers are arrays if they were cast.
+    With the check on, a saved number is an array if it was cast.
     """
     leaves, structure = jax.tree_util.tree_flatten(args)
     if not any(map(_is_number, leaves)):
@@ -146,7 +146,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 class TracedFwd:
-    """A custom_vjp's fwd, traced again; this fails if it closes over values of an ended trace."""
+    """A custom_vjp's fwd, traced again; tracing fails if fwd uses values of an ended trace."""
 
     def __init__(self, bwd: Any):
         self.door = bwd.door
@@ -204,7 +204,7 @@ class TracedFwd:
 
     def dropping(self, axes: frozenset[str]) -> str | None:
         """Describe an opaque call whose rule makes outputs invariant over ``axes``, or None."""
-        # A forward that can't be traced again may hold such a call.
+        # If a forward can't be traced again, assume that it holds such a call.
         if self.jaxpr is None:
             return None if self.parts.fwd is None else "a forward that can't be traced again"
         for equation in equations(self.jaxpr):
@@ -217,7 +217,7 @@ class TracedFwd:
         return None
 
     def saved_scale(self) -> float:
-        """Return the number by which its residuals are divided."""
+        """Return the number by which the residuals are divided."""
         used = [at >= self.output_count for at in range(len(self.jaxpr.outvars))]
         jaxpr = self.door.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
         return self._origins_of(jaxpr).scale

@@ -112,7 +112,7 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
 
 
 def _missing(explainer: _Explainer) -> tuple[MissingRule, ...]:
-    # First the calls that were noted while tracing, in that order, since the jaxpr may lack them.
+    # List the calls that were noted while tracing first, in that order: the jaxpr may lack them.
     rows = [
         MissingRule(call.name, call.primitive, call.place, (), inputs, True, lines)
         for call, inputs, lines in explainer.notes.unknown
@@ -179,6 +179,9 @@ class _Explainer:
                 visited(opened(closed), self._equation, _EqnPlace(), _entered)
 
     def _equation(self, eqn: Eqn, place: _EqnPlace, read_inside: Inside[Any, Any]) -> Sequence[Any]:
+        # Record an opaque call, a cast, a psum or a claim. For any other equation, read the jaxprs
+        # in it with the facts that hold inside: whether the check is on, how often a loop runs the
+        # jaxpr, and what its outputs are for.
         around = f"within {place.at.removeprefix('within ')}" if place.at else ""
         at = self.door.source_line(eqn.source_info)
         if around and is_library(at):  # JAX's traceback stops at the jit of a library
@@ -221,7 +224,7 @@ class _Explainer:
 
     def _call(self, eqn: Eqn, opaque: OpaqueCall, place: _EqnPlace) -> None:
         count = len(eqn.invars) if opaque.operand_count is None else opaque.operand_count
-        # Raise if lowering would. Use a copy, so that the status stays the declared one.
+        # Raise the errors of lowering. Use a copy, so that the status stays ``declared``.
         check_declaration(
             dataclasses.replace(opaque), state(), eqn.primitive.name, eqn.params, count
         )

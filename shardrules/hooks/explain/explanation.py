@@ -25,7 +25,7 @@ class ExplainedCall:
     kernel: str
     primitive: str  # ``pallas_call`` or another
     defined_at: str  # where the kernel's function is defined, ``file:line``, or empty
-    at: str  # the source line of the call, or that of the shard_map around it, or empty
+    at: str  # the source line of the call or of the shard_map around it, or empty
     phase: str  # ``forward``, ``backward`` or ``recompute``
     checked: bool  # whether shard_map's check is on there
     inputs: tuple[AxisType, ...]  # each operand's axis type, after its cast
@@ -119,7 +119,7 @@ class MissingRule:
     primitive: str  # ``pallas_call`` or another
     defined_at: str  # where its function is defined, ``file:line``, or empty
     called_at: tuple[str, ...]  # the source lines of its calls
-    inputs: tuple[AxisType, ...]  # types at the first call; empty where the check is off
+    inputs: tuple[AxisType, ...]  # types at the first call; empty if the check is off there
     checked: bool  # whether the check is on at one of its calls
     lines: tuple[str, ...]  # paste any one of them
 

@@ -23,8 +23,8 @@ class NamedValue(NamedTuple):
     # ``jax.checkpoint`` reads it, so a policy that names it changes nothing
     status: str
     shape: str  # of one value, on all devices, ``"float32[8,16]"``
-    bytes: int  # of all values that the loops around it make, on all devices
-    is_output: bool  # whether its block returns it
+    bytes: int  # of all values of this name that the enclosing loops make, on all devices
+    is_output: bool  # whether the checkpointed block returns it
     source: str  # ``file:line``, empty if JAX keeps none
 
 
@@ -50,6 +50,9 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
     Raises:
       ShardrulesError: ``f`` is not callable, or holds no backward pass of a ``jax.checkpoint``.
     """
+    # Trace the gradient, and follow each named value and its copies. If one of them enters a
+    # backward pass that recomputes, it was saved as a residual (on the host if a copy went there).
+    # If a backward pass makes the named value itself, it is recomputed.
     import jax
 
     if not callable(f):
@@ -93,7 +96,7 @@ class _Names(Fold[_Copied]):
         self.line = internals.load().source_line
         self.has_backward = False
         self.values: dict[_EqnPlace, NamedValue] = {}
-        # The named values that enter such a pass, each with whether it went through the host.
+        # The named values that enter these passes, each with whether it went through the host.
         self.kept: set[tuple[_EqnPlace, bool]] = set()
 
     def literal(self, value: Any) -> _Copied:

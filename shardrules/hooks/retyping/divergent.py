@@ -1,8 +1,8 @@
 """Reject gradient sums that only some devices reach, since a varying predicate chose their branch.
 
 A collective waits for all devices of its group. If all branches hold the same collectives, XLA
-moves them out; if not, the program hangs. Users' own collectives in a branch are left alone, since
-the predicate may be equal on all devices although its type says that it varies.
+moves them out of the branches; if not, the program hangs. A user's own collectives in a branch are
+left alone: the predicate may be equal on all devices although its type says that it varies.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ class Divergent(Hooks):
 
     def check(self, trace: Any, over: frozenset[str], jaxprs: Sequence[Any], what: str) -> None:
         """Raise AxisError if devices that decide differently would sum gradients differently."""
-        # List each branch's collectives that wait over ``over``, and compare the lists. All
-        # branches must have the same kinds; a loop, whose number of steps differs, must have none.
+        # List the collectives of each branch that wait for devices along ``over``, and compare the
+        # lists. All branches must hold the same kinds in the same order. A loop must hold none,
+        # since devices run different numbers of steps.
         is_backward = trace is self.state.here.branch.trace
         axes_of = _summed
         if is_backward:
-            # If the forward branches held collectives of their own, the transposed branches hold
-            # their transposes, which can't be told from a bwd's own collectives: count only sums. A
-            # transposed psum is a cast, so a sum here comes from a bwd.
+            # If the forward branches held collectives, the transposed branches hold the transposes
+            # of these. They look like a bwd's own collectives, so count only sums: the transpose of
+            # a psum is a cast, so a sum here comes from a bwd.
             before, asked = map(opened, self.state.here.branch.branches), self._communicated
             if not any(_collectives(branch, over, True, asked) for branch in before):
                 axes_of = asked
@@ -131,15 +132,15 @@ def _summed(eqn: Eqn) -> frozenset[str]:
 def _collectives(
     jaxpr: Jaxpr, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
 ) -> list[Any]:
-    """Return (equation, inner lists) of each collective over ``over``, and each call of some."""
+    """Return (equation, inner lists) of each collective over ``over`` and each call with one."""
 
     def visit(
         eqn: Eqn, everywhere: bool, inside: Inside[Any, Any]
     ) -> Iterator[tuple[Any, list[Any]]]:
         waits = everywhere or is_transposed(eqn)
-        # Skip the transpose of a cast that gives a branch's result the join's type. Inputs were
-        # cast before the branch, so a collective that the user wrote there made the result. The sum
-        # waits for the same devices as that collective.
+        # Skip the transpose of a cast that gives a branch's result the join's type. The inputs were
+        # cast before the branch, so the result lacks axes only because a collective that the user
+        # wrote in the branch made it. The sum waits for the same devices as that collective.
         if waits and axes_of(eqn) & over and not is_in(eqn, JOINED):
             yield eqn, []
         elif eqn.primitive.name not in KERNELS and any(inner := inside(waits)):
@@ -149,7 +150,7 @@ def _collectives(
 
 
 def _kinds(collectives: Sequence[Any]) -> list[Any]:
-    """Return keys that are equal for collectives that devices can run in place of each other."""
+    """Return a key for each collective; devices can run collectives of equal keys together."""
     kinds: list[Any] = []
     for eqn, inner in collectives:
         if not inner:

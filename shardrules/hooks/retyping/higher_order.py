@@ -1,8 +1,9 @@
 """Retype calls of jaxprs whose operands vary over more mesh axes: loops, branches, jit and others.
 
-A value that a varying predicate chooses varies. For its gradient, JAX puts a psum wherever an
-invariant value was cast, but only the devices that take a branch run a psum inside it (JAX 0.6 to
-0.12: the program hangs). So operands are cast before the branches, and no cast is left inside.
+If a varying predicate chooses a value, the value varies. In the gradient, JAX puts a psum wherever
+the program casts an invariant value. If that is in a branch, only the devices that take the branch
+run the psum, and the program hangs (JAX 0.6 to 0.12). So operands are cast before the branches, and
+no cast is left inside.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # parameters of custom_vjp and c
 class Mark:
     """A flag that a tangent is not zero, with the axes over which its primal was cast to vary.
 
-    JAX traces a custom_vjp's fwd when it is differentiated, and tells it which tangents are not
-    zero. Only these flags reach it through jit, vmap and other traces, so they carry the axes, too.
-    They are part of JAX's cache key for the traced fwd.
+    JAX traces a custom_vjp's fwd when the call is differentiated, and passes it a flag for each
+    tangent that is not zero. Nothing else reaches fwd through jit, vmap and other traces, so these
+    flags also carry the axes. They are part of JAX's cache key for the traced fwd.
     """
 
     nonzero: bool
@@ -69,7 +70,7 @@ class HigherOrderOp:
     def of(
         retyping: Any, primitive: Primitive, params: Params, avals: Sequence[Any]
     ) -> HigherOrderOp | None:
-        """Return the call; None if it calls no jaxpr with its own operands."""
+        """Return the call; None if the primitive calls no jaxpr with its own operands."""
         door = retyping.door
         if primitive.name == "cond":
             predicate = door.axis_type(avals[0])  # any type fits
@@ -94,19 +95,19 @@ class HigherOrderOp:
         return None
 
     def wanted(self, have: Sequence[AxisType]) -> list[AxisType]:
-        """Return the types to cast operands to first, which are at least the traced ones."""
+        """Return the types to cast operands to first; they vary at least as the traced types do."""
         return [widened(own, traced.varying) for own, traced in zip(have, self.traced)]
 
     def retyped(self, types: Sequence[AxisType], what: str | None) -> Retyped | None:
-        """Return the call retyped for operands of these types; None if it fits."""
+        """Return the call retyped for operands of these types; None if it fits them already."""
         raise NotImplementedError
 
 
 class _Cond(HigherOrderOp):
     def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
-        # If the predicate varies, and a result doesn't or a branch casts an operand, cast all
-        # operands over the predicate's axes before the branches. Retype each branch, and cast its
-        # results to the join of all branches.
+        # Suppose that the predicate varies, and that a result doesn't or that a branch casts an
+        # operand. Then cast all operands over the predicate's axes before the branches. Retype each
+        # branch, and cast its results to the join of all branches.
         door, retyping, branches = self.door, self.retyping, self.params["branches"]
         over, operands = types[0].varying, [*types[1:]]
         avals = [var.aval for var in opened(branches[0]).invars]
@@ -176,8 +177,8 @@ class _Casts(Reach):
 class _While(HigherOrderOp):
     def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
         # Widen the carry by the types of the body's results and of the condition, until it stops
-        # changing. Skip leaves that the body returns unchanged: they stay the same, however often a
-        # device runs the body.
+        # changing. This ends, since a carry only gains axes and a mesh has few. Skip leaves that
+        # the body returns unchanged: they stay the same, however often a device runs the body.
         door, retyping, params = self.door, self.retyping, self.params
         first, second = params["cond_nconsts"], params["body_nconsts"]
         constants, carry = list(types[: first + second]), list(types[first + second :])
@@ -206,6 +207,8 @@ class _While(HigherOrderOp):
 
 class _Scan(HigherOrderOp):
     def retyped(self, types: Sequence[AxisType], what: Any) -> Retyped | None:
+        # Widen the carry until it stops changing, as for a while_loop. Nothing decides how often a
+        # scan's body runs, so only the body's results widen it.
         constants, carries = scan_counts(self.params)
         types, jaxpr = [*types], self.params["jaxpr"]
         carry = slice(constants, constants + carries)
@@ -260,7 +263,7 @@ class _LinearSolve(_Alike):
 
 
 class _JaxprCall(HigherOrderOp):
-    """An op that calls one jaxpr, its parameter ``key``, with all of its operands."""
+    """An op that calls the jaxpr in its parameter ``key`` with all of its operands."""
 
     def __init__(self, retyping: Any, params: Params, traced: Any, key: str):
         super().__init__(retyping, params, traced)
@@ -295,7 +298,7 @@ class _JaxprCall(HigherOrderOp):
                 zeros = tuple(map(Mark, map(bool, zeros), axes))
             if zeros not in jaxprs:
                 jaxpr, *rest = callable_of(thunk)(*zeros)
-                is_jvp = len(rest) == 2  # a custom_vjp's takes the primals only
+                is_jvp = len(rest) == 2  # a custom_vjp's jaxpr takes the primals only
                 tangents = [t for t, zero in zip(types, zeros) if is_jvp and not zero]
                 jaxpr = retyping.jaxpr(jaxpr, [*types, *tangents], what)
                 if is_jvp:

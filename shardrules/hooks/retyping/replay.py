@@ -2,12 +2,12 @@
 
 Libraries trace a function once and run its jaxpr on other values (closure conversion, a linear
 solve, an interpreter of jaxprs). JAX's functions cast operands that vary differently, but the
-primitives in a jaxpr don't (0.6 to 0.12), and a jaxpr that is called keeps the types of its trace.
-So the hooks cast operands when an equation is bound, and retype a jaxpr for its call's operands.
+primitives in a jaxpr don't (0.6 to 0.12), and a called jaxpr keeps the types of its trace. So the
+hooks cast operands when an equation is bound, and retype a jaxpr for the operands of its call.
 
-A value that a predicate chooses varies as the predicate does, but JAX types it by the branches or
-the body alone. So results of cond, switch and while_loop get the predicate's axes when they are
-bound.
+If a predicate chooses a value, the value varies as the predicate does, but JAX types it by the
+branches or the body alone. So the hooks add the predicate's axes to the results of cond, switch and
+while_loop when these are bound.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class ReplayHooks(Hooks):
     def _called(
         self, rest: Rest, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
-        """Bind a primitive that calls jaxprs, fitted to its operands."""
+        """Bind a primitive that calls jaxprs, after fitting the jaxprs to its operands."""
         if not self.acts:
             return rest(primitive, trace, args, params)
         watched = self.state.here.look.gradients is not None
         if watched and any(map(gradient_sums, inner_jaxprs(params))):
-            self.state.record_gradient()  # an inner jit took it, when it was traced earlier
+            self.state.record_gradient()  # an inner jit took a gradient when it was traced earlier
         fitted = self._fitted(primitive, trace, args, params)
         if fitted is not None:
             types, changes = fitted
@@ -100,8 +100,8 @@ class ReplayHooks(Hooks):
         error: Exception,
     ) -> Any:
         """Bind an equation that JAX rejected, with its operands cast; or raise JAX's error."""
-        # Programs that JAX accepts don't get here, so they pay nothing and stay the same.
-        # JAX 0.10 has an option that forbids casts by its functions.
+        # Programs that JAX accepts don't come here: they stay the same and lose no time. JAX 0.10
+        # has an option that forbids casts by JAX's functions; don't cast under it either.
         door = self.door
         if not self.acts or (door.auto_pcast is not None and not door.auto_pcast.value):
             raise error
@@ -128,17 +128,18 @@ class ReplayHooks(Hooks):
 
     def _managed(self) -> Any:
         """Return a property to enter an equation's context, in the current mesh if it has none."""
-        # Inside shard_map, JAX (0.6 to 0.12) runs equations that were traced outside of it without
-        # a mesh, so it doesn't follow their types.
+        # If an equation was traced outside shard_map, JAX (0.6 to 0.12) runs it without a mesh even
+        # inside shard_map, and so doesn't follow its types.
         hooks, door, plain = self, self.door, self.door.JaxprEqnContextManager
-        full: Any = None  # the last mesh that wasn't empty; mostly, a program has one
+        full: Any = None  # the last mesh that wasn't empty; most programs have only one
 
         class Entered(plain):  # type: ignore[valid-type, misc]  # a class of JAX's, looked up here
             def __enter__(self) -> None:
                 super().__enter__()
                 door.use_abstract_mesh(self.mesh).__enter__()  # __exit__ restores the mesh
 
-        # Every equation comes here, so this doesn't call JAX's method; its last line does the same.
+        # Every equation comes here. To save a call, don't call JAX's method: the last line does the
+        # same.
         def manager(self: Any) -> Any:
             nonlocal full
             mesh = self.cur_abstract_mesh
@@ -158,7 +159,7 @@ class ReplayHooks(Hooks):
         def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any, **options: Any) -> Any:
             if self.acts:
                 if self.state.here.look.gradients is not None and gradient_sums(jaxpr):
-                    self.state.record_gradient()  # it was taken when the jaxpr was traced
+                    self.state.record_gradient()  # a gradient was taken when the jaxpr was traced
                 avals = [*map(self.door.typeof, (*consts, *args))]
                 inputs = (*jaxpr.constvars, *jaxpr.invars)
                 self.retyping.check_gradients(jaxpr, inputs, avals)
@@ -172,6 +173,9 @@ class ReplayHooks(Hooks):
         self, primitive: Primitive, trace: JaxTrace, args: Sequence[Any], params: Params
     ) -> Any:
         """Return the types to cast operands to, and changed parameters; None if nothing changes."""
+        # First skip the usual case, a jit with operands as traced. Then cast operands to at least
+        # the traced types. If a varying predicate decides, reject gradient sums that only some
+        # devices would reach. Retype the jaxprs unless the operands now have the traced types.
         avals = [*map(self.door.typeof, args)]
         if primitive.name in CALLS and _as_traced(params.get(CALLS[primitive.name]), avals):
             return None
@@ -196,7 +200,7 @@ class ReplayHooks(Hooks):
     def _decides(
         self, primitive: Primitive, avals: Sequence[Aval], params: Params
     ) -> tuple[str | None, frozenset[str]]:
-        """Return the name of the varying predicate that an equation has, or None, and its axes."""
+        """Return an equation's varying predicate by name, or None, and the predicate's axes."""
         door = self.door
         if primitive is door.cond_p:
             decides = avals[0]
@@ -212,7 +216,7 @@ class ReplayHooks(Hooks):
             primitive.abstract_eval(*avals, **params)
         return DECIDES[primitive.name], over
 
-    # A custom_vjp: its bwd closes over the primals' types.
+    # A custom_vjp. Its bwd closes over the primals' types, so it must learn of gained axes.
 
     def _bind_params(self, original: Callable[..., Any], params: Params) -> Any:
         new = original(params)
@@ -253,7 +257,7 @@ class _Replayed:
 
 
 def _as_traced(jaxpr: Any, avals: Sequence[Aval]) -> bool:
-    """Return whether a jaxpr is called with the avals it was traced with, as jit's mostly are."""
+    """Return whether a jaxpr is called with the avals it was traced with, as in most jits."""
     jaxpr = opened(jaxpr)
     if jaxpr is None or len(jaxpr.invars) != len(avals):
         return False

@@ -1,7 +1,7 @@
 """Retype jaxprs for inputs that vary over more mesh axes than when they were traced.
 
 The types are computed again from the inputs' types, equation by equation. This removes casts that
-have become redundant, and runs no code of the user's again.
+have become redundant, and doesn't run the user's code again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardrules.registry.axistypes import AxisType, show_axes
 
 
 class Retyping(Hooks):
-    """Maps a jaxpr and its inputs' axis types to the jaxpr with all types derived from these."""
+    """Maps a jaxpr and its inputs' axis types to a jaxpr whose types all follow from these."""
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
@@ -69,8 +69,8 @@ class Retyping(Hooks):
 
     @contextlib.contextmanager
     def inside_bwd(self) -> Iterator[tuple[frozenset[str], frozenset[str]]]:
-        """Yield the axes of the current bwd, and hide them from what it differentiates."""
-        # These are the axes that its primals gained, and the axes among them gained by a cast.
+        """Yield the axes of the current bwd, and hide them from gradients that it takes."""
+        # Yield the axes that its primals gained, and which of these axes they gained by a cast.
         frame = self.state.here.bwd
         bare = dataclasses.replace(frame, over=frozenset(), cast=frozenset())
         with bare:
@@ -95,13 +95,16 @@ class Retyping(Hooks):
                 new = self._retyped(jaxpr, types, None)
             except AxisError:
                 new = self._retraced(jaxpr, avals)
-            replayed[key] = None if new is jaxpr else new  # a value must not keep its key alive
+            # Store None for the same jaxpr: in a WeakKeyDictionary, a value that holds its key
+            # would keep it alive.
+            replayed[key] = None if new is jaxpr else new
         return jaxpr if replayed[key] is None else replayed[key]
 
     def check_gradients(self, jaxpr: Jaxpr, variables: Any, avals: Sequence[Aval]) -> None:
         """Raise AxisError if a jaxpr sums a gradient over axes that an input gained."""
         # The gradient of an invariant value is summed over the devices, but a varying value has its
-        # own gradient on each device. The jaxpr doesn't say which psum belongs to which input.
+        # own gradient on each device. The jaxpr doesn't show which psum belongs to which input, so
+        # any such psum is an error.
         before = (var.aval for var in variables)
         over = gained(self.door.axis_types(avals), self.door.axis_types(before))
         over = over and over & gradient_sums(jaxpr)
@@ -137,7 +140,8 @@ class Retyping(Hooks):
         def write(eqn: Eqn) -> None:
             operands = [value_of(env, atom) for atom in eqn.invars]
             if over and name_of(eqn) in NEW_REFS:
-                # Only some devices may store to this ref, so it varies, whatever its first value.
+                # Only some devices may store to this ref, so it varies even if its first value
+                # doesn't.
                 with eqn.ctx.manager:
                     _Equation(self, eqn, operands, new, what).made(over)
             elif all(new is old for new, old in zip(operands, eqn.invars)):
@@ -203,12 +207,15 @@ class _Equation:
         self._done(retyped.changes, retyped.results)
 
     def made(self, over: frozenset[str]) -> None:
-        """Write the equations that make this one's ref, so that it also varies over ``over``."""
+        """Write equations that make the same ref, but varying over ``over`` too."""
         self._cast([widened(self.types[0], over)])
         self._done({}, self.types)
 
     def _operation(self) -> None:
         """Write an operation with the types of its abstract eval, its operands cast to agree."""
+        # Raise where an author's code would have to run again, or might sum cotangents unseen. Cast
+        # operands over the axes that they gained, so that they agree. Then ask the primitive for
+        # the types of its results.
         eqn = self.eqn
         if self.retyping.state.opaque_call_of(eqn.primitive, eqn.params) is None and any(
             var.aval.shape for inner in inner_jaxprs(eqn.params) for var in inner.invars
@@ -246,8 +253,8 @@ class _Equation:
 
     def _sums_unseen(self) -> bool:
         """Return whether an author's function that no rule describes returns the cotangents."""
-        # If it was written for an invariant operand, it sums its cotangent; the transpose of the
-        # cast that is added before it would sum once more.
+        # If the function was written for an invariant operand, it sums the operand's cotangent. The
+        # operand is now cast first, and the transpose of that cast would sum once more.
         door, (primitive, params) = self.door, (self.eqn.primitive, self.eqn.params)
         if not any(is_inexact(atom.aval) for atom in self.operands):
             return False
@@ -301,7 +308,7 @@ class _Equation:
 
 def transposed_by_jax(door: Door, primitive: Primitive) -> bool:
     """Return whether a primitive's transpose is JAX's or ours, linear and without collectives."""
-    # A user's may clip or sum a cotangent, so it must get the same cotangent as before.
+    # A user's transpose may clip or sum a cotangent, so it must get the same cotangent as before.
     return _are_jaxs(primitive, door.primitive_transposes, door.fancy_transposes)
 
 

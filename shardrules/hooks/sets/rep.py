@@ -4,8 +4,8 @@ shard_map's own tracer carries the set of mesh axes over which a value is replic
 hold, for each primitive, how the sets pass through it (*check*) and which casts its operands need
 (*rewrite*). Each opaque primitive has one entry, which asks the registry at every call.
 
-JAX sums every cotangent that varies over an axis over which its primal doesn't, even if bwd has
-already summed it (144 instead of 36). So the hooks examine first what bwd does.
+If a cotangent varies over an axis and its primal doesn't, JAX sums the cotangent over the axis,
+even if bwd has already summed it (144 instead of 36). So the hooks first examine what bwd does.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.identities import leave_out_zeros
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, show_axes
 
-# JAX's own primitives whose table entries are too invariant: with groups, each group has its own
-# maximum; and a generator without a key draws separately on each device.
+# JAX's own primitives whose table entries are too invariant. With groups, each group has its own
+# maximum. And a generator without a key draws different numbers on each device.
 _BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))
 
 
@@ -153,6 +153,8 @@ class SetHooks(Hooks):
         *args: Any,
         **params: Any,
     ) -> Any:
+        # Cast the operands as the rule asks, bind the primitive, and return the results' sets. JAX
+        # may rewrite one call more than once, so keep effects that hold for all rewrites.
         opaque = self._opaque_call(primitive, params)
         if self._leaves(primitive, original, opaque):
             return original(mesh, in_rep, *args, **params)
@@ -177,6 +179,8 @@ class SetHooks(Hooks):
         *in_rep: set[str] | None,
         **params: Any,
     ) -> Any:
+        # The rewrite has found the call's rule in its scope, which is closed by now, so use the
+        # rewrite's OpaqueCall. A cast can't be added any more: raise if one is missing.
         opaque = self._opaque_call(primitive, params)
         if opaque.registration is None:
             opaque = self._rewritten.get((primitive.name, opaque.call.name), opaque)
@@ -186,8 +190,9 @@ class SetHooks(Hooks):
         for i, (rep, want) in enumerate(zip(in_rep, resolution.inputs)):
             lost = want.varying - _type(mesh, rep).varying
             if rep is not None and lost:
-                # For example, a vmap with spmd_axis_name over shard_map adds its axis after the
-                # casts. The input's gradient would lack the psum that is a cast's transpose.
+                # For example, a vmap with spmd_axis_name over shard_map adds its axis after JAX has
+                # put in the casts. Without a cast over that axis, the input's gradient would lack
+                # the psum that transposes it.
                 raise RuleError(
                     f"input {i} of {opaque.call} is invariant over {show_axes(lost)}, but "
                     "another input came to vary over that after shard_map's casts were put in. "
@@ -203,8 +208,8 @@ class SetHooks(Hooks):
         self, original: Callable[..., Any], mesh: JaxMesh, in_rep: Any, /, *args: Any, **params: Any
     ) -> Any:
         """Cast operands before branches that devices choose differently."""
-        # A cast in a branch becomes a psum in its gradient, and devices that took another branch
-        # never reach it (JAX 0.5.3: the program hangs).
+        # A cast in a branch becomes a psum in the branch's gradient, and devices that took another
+        # branch never reach that psum (JAX 0.5.3: the program hangs).
         cast, in_rep = [*args], [*in_rep]
         over = _type(mesh, in_rep[0]).varying if self.state.active else frozenset()
         for i, (x, rep) in enumerate(zip(cast, in_rep)):
@@ -325,12 +330,12 @@ class SetHooks(Hooks):
     def see(self, parts: CustomVjpInfo, *args: Any) -> None:
         """Record a bwd's CustomVjpInfo and the types of its arguments."""
         running = self.state.here.bwd.running
-        # Record only the first, since bwd may differentiate a function whose own bwd runs inside.
+        # Record only the first call: bwd may differentiate a function whose own bwd runs inside.
         if running and not running[-1].returned and not running[-1].entering:
             running[-1].enter(parts, args)
 
     def _match_replication(self, src: Any, dst: Any, x: Any) -> Any:
-        """Sum a cotangent that varies where its primal doesn't, unless it is already the sum."""
+        """Sum a cotangent over axes that its primal doesn't vary over, unless it is the sum."""
         running = self.state.here.bwd.running
         if not running or not running[-1].returned:  # called for a custom_jvp's tangents
             return self.door.match_replication(src, dst, x)
@@ -357,7 +362,7 @@ def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
 
 
 def _weaker(earlier: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
-    """Return the effects that hold for both of a call's rewrites."""
+    """Return effects that hold for both of a call's rewrites."""
     # Two ``typed`` effects hold together over the union of their axes.
     if earlier is None or len(earlier) != len(effects):
         return effects

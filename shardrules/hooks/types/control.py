@@ -1,9 +1,9 @@
 """Cast loops' carries and branches' outputs to the join of their types, under shard_map's check.
 
 JAX requires that a carry has the same type before and after the body, and that all branches have
-equal types. If they differ only in their varying axes, the initial carry is cast to the fixpoint of
-its type, and each branch's output to the join of all. The carry is cast before the loop, so the
-psum that transposes this cast is outside of the loop, too.
+equal types. If types differ only in their varying axes, the hooks cast the initial carry to the
+fixpoint of its type, and each branch's output to the join over all branches. The carry is cast
+before the loop, so the psum that transposes this cast is outside of the loop, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardrules.registry.axistypes import AxisType
 class ControlHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self.tracers = door.body_tracers  # read now, to raise before anything is replaced
+        self.tracers = door.body_tracers  # read this now, so that errors come before any patch
 
     def install(self, patches: Patches) -> None:
         door = self.door
@@ -89,9 +89,10 @@ class ControlHooks(Hooks):
         again: Callable[..., Any],
     ) -> tuple[list[AxisType], Any]:
         """Trace a body again until its carry varies as much as its results."""
-        # Join the carry's types with those of the results. If they grew, trace the body with the
-        # wider carry. This ends, since types only grow. If some leaf can't be joined (it differs in
-        # more than varying axes), return the first trace, and leave the error to JAX.
+        # Join the carry's types with the types of the results. If a type grew, trace the body again
+        # with the wider carry. This ends, since types only grow and a mesh has few axes. If a leaf
+        # can't be joined (it differs in more than varying axes), return the first trace, and leave
+        # the error to JAX.
         door, first = self.door, traced
         types = [door.axis_type(aval) for aval in carry]
         while True:
@@ -109,7 +110,7 @@ class ControlHooks(Hooks):
         return cast_outputs(self.door, jaxpr, [*types, *have[len(types) :]])
 
     def _promote(self, in_val: Any, in_aval: Aval, out_aval: Aval) -> Any:
-        """Cast an initial carry to the type that its body returns."""
+        """Cast an initial carry to the type that the body returns."""
         value, changed = self.door.promote_carry(in_val, in_aval, out_aval)
         if not self.acts:
             return value, changed

@@ -1,4 +1,4 @@
-"""Handle every primitive's types, casts and tags in one place, whoever made it and whenever.
+"""Handle every primitive's types, casts and tags in one place, JAX's primitives and users'.
 
 Types come from one data descriptor, ``Primitive.abstract_eval``; casts and OpaqueCalls from one
 wrapper of ``Primitive.bind_with_trace``; tags from one wrapper of the function that lowers an
@@ -47,7 +47,7 @@ class _Evaluations(dict[Any, Any]):
 
     def __init__(self, original: Any, law_of: Callable[[Any], Law]):
         super().__init__()
-        self._original = original  # the class's own, which raises that there is none
+        self._original = original  # the class's own method, which raises for a missing rule
         self._law_of = law_of
 
     def __missing__(self, primitive: Primitive) -> Any:
@@ -139,9 +139,11 @@ class Funnel(Hooks):
     # Binding.
 
     def _binder(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # Every equation that JAX traces goes through here, even in kernels, where the check is off.
-        # So cheap tests come first. There is one function for each signature of this method, since
-        # passing on arbitrary arguments takes twice as long as everything else here.
+        # Every equation that JAX traces comes here, even in kernels, where the check is off. So the
+        # cheap tests come first. There is a function for each signature of ``bind_with_trace``,
+        # since passing on arbitrary arguments would take twice as long as everything else here.
+        # Cast the operands first, then bind by the primitive's law or as JAX does. If JAX rejects
+        # the equation, ``refused`` may cast its operands and try again.
         funnel, bound = self, self._bound
         check: Any = getattr(self.door, "check_vma", None)  # up to JAX 0.5.3 no law reads it
         typeof, at_once = self.door.typeof, self.door.binds_by_processing
@@ -227,7 +229,7 @@ class Funnel(Hooks):
             **params: Any,
         ) -> Any:
             primitive, rules = ctx.primitive, (description, platform_rules, default_rule, effects)
-            if primitive not in tagged_by:  # JAX lowers more than equations
+            if primitive not in tagged_by:  # JAX also lowers things that are not primitives
                 is_one = isinstance(primitive, self.door.Primitive)
                 tagged_by[primitive] = self.law_of(primitive).tagged if is_one else None
             tagged = tagged_by[primitive]

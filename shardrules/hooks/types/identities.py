@@ -1,9 +1,9 @@
 """Define identity primitives: an un-cast, a retyping, the mark of ``place_casts``; redundant casts.
 
-A user's cast over axes that a value already varies over is an identity here (JAX 0.8 to 0.12 reject
-it): a proof may widen a kernel's annotation before the user casts (MaxText's megablox). JAX up to
-0.6.0 sums or casts a cotangent that is known to be zero (a bwd returns None), and raises;
-transposes skip such cotangents here.
+JAX 0.8 to 0.12 reject a cast over axes over which the value already varies. The hooks make it an
+identity, since a proof may widen a kernel's annotation before the user casts (MaxText's megablox).
+JAX up to 0.6.0 raises when it sums or casts a cotangent that is known to be zero (a bwd returns
+None). With the hooks, transposes skip such cotangents.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
 
 
 def uncast(x: jax.Array, axes: tuple[str, ...]) -> Any:
-    """Type ``x`` as invariant over ``axes``, along which its values are equal."""
+    """Type ``x`` as invariant over ``axes``; its values must be equal along them."""
     return _UNCAST.bind(x, axes=axes)
 
 
 def retype_varying(x: jax.Array, axes: tuple[str, ...]) -> Any:
-    """Type ``x`` as varying over ``axes``, along which its values differ."""
-    # This is not a cast, since a cast's transpose would sum the devices' different values. Its
-    # transpose raises.
+    """Type ``x`` as varying over ``axes``; its values may differ along them."""
+    # This is not a cast: the transpose of a cast would sum the cotangents of different values. The
+    # transpose of this raises.
     return _RETYPED.bind(x, axes=axes)
 
 
@@ -131,13 +131,13 @@ class RedundantCastHooks(Hooks):
             varying = self.door.axis_type(aval).varying
             left = tuple(a for a in axes if a not in varying)
             if left and len(left) < len(axes):
-                # JAX rejects values that vary over some of the axes only.
+                # JAX rejects values that vary over only some of the axes.
                 state = str(self.door.pcast_from(aval, left, name))
                 if state == "invarying" and name == "jax.lax.pcast":
-                    return state  # cast over those that are left
+                    return state  # cast over the other axes
                 auto = self.door.auto_pcast
                 if state == "invarying" and (auto is None or auto.value):
-                    return "varying"  # a reduction then casts by itself, as over invariant axes
+                    return "varying"  # a reduction casts by itself over its invariant axes
         return str(self.door.pcast_from(aval, axes, name))
 
     def _stay(self, leaf: Any, axes: tuple[Any, ...]) -> Any:

@@ -1,7 +1,7 @@
 """Apply the default law: a result varies at least over the join of the operands.
 
-It types JAX's own primitives, and checks hijax primitives. The rows of ``laws.py`` say which
-primitive may drop axes, which adds them, and why.
+The law types JAX's own primitives, and checks hijax primitives. The rows of ``laws.py`` say which
+primitives may drop axes, which ones add axes, and why.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class JoinLawHooks(Hooks):
 
     def _retyped(self, outputs: Any, args: Sequence[Any], params: Params) -> Any:
         """Make an unchecked inner shard_map's results vary as its operands do."""
-        # JAX (0.6.2 to 0.12) drops the outer shard_map's types there.
+        # JAX (0.6.2 to 0.12) drops the outer shard_map's types from these results.
         door = self.door
         if params.get("check_vma", True) or not self.acts:
             return outputs
@@ -120,9 +120,9 @@ class JoinLawHooks(Hooks):
         self, name: str, row: Row, avals: Sequence[Aval], outputs: Sequence[Any], params: Params
     ) -> Sequence[Any]:
         """Return the outputs' avals, widened as the law requires."""
-        # Each output must vary over the join of the operands, less the axes that the primitive may
-        # drop, plus those that it adds. With ``each``, an output depends on one operand only; with
-        # ``last``, all outputs depend on the last operand only.
+        # Each output must vary over the join of the operands, plus the axes that the primitive
+        # adds, minus the axes that it may drop. With ``each``, an output depends on one operand
+        # only; with ``last``, all outputs depend on the last operand only.
         door = self.door
         joined = [door.axis_type(aval).varying for aval in avals]
         if row.each and len(joined) == len(outputs):
@@ -173,8 +173,8 @@ class HijaxHooks(Hooks):
     """Checks the results of hijax primitives, whose authors type them by hand."""
 
     # If an author forgets mesh axes in a result type (``out_aval``, or ``abstract_eval`` up to JAX
-    # 0.11), JAX silently and wrongly types the result as invariant. Expand the primitive to see
-    # over which axes the result varies.
+    # 0.11), JAX silently and wrongly types the result as invariant. So trace the primitive's
+    # expansion, and compare its types with the author's.
 
     laws = ("hijax",)
 
@@ -195,7 +195,9 @@ class HijaxHooks(Hooks):
         result = rest(primitive, trace, args, params)
         outputs = result if primitive.multiple_results else [result]
         if not self.acts or (is_jaxs(called) and self._keeps_all(args, outputs)):
-            return result  # JAX types its other ones by tracing, which a replay doesn't repeat
+            # Trust JAX's own primitives, which JAX types by tracing. But a replay doesn't trace
+            # them again, so check them if a result lacks axes.
+            return result
 
         def expand(*flat: Any) -> Any:
             if called is primitive:
@@ -276,8 +278,8 @@ def is_jaxs(called: Any) -> bool:
 
 def is_typed_by_hand(called: Any) -> bool:
     """Return whether a hijax object is JAX's own and its types don't come from tracing."""
-    # These are jax.numpy's. In JAX 0.12, the type of frexp's exponents lacks all mesh axes, and the
-    # type of ldexp's product lacks the mesh axes of its second operand.
+    # These objects are jax.numpy's. In JAX 0.12, the type of frexp's exponents lacks all mesh axes,
+    # and the type of ldexp's product lacks the mesh axes of its second operand.
     return is_jaxs(called) and ".numpy." in type(called).__module__
 
 

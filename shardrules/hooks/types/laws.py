@@ -17,14 +17,14 @@ class Row:
     # The law that types the primitive: ``join`` (above), ``called`` (types from the jaxprs that it
     # calls), ``ref``, ``pallas_call``, ``mesh_kernel``, ``opaque`` (a rule or a proof), ``hijax``.
     law: str = "join"
-    # The result may drop the axes that the primitive names, since it is equal along them, or typed
-    # reduced or unreduced. Within groups (``axis_index_groups``) neither holds.
+    # The result may drop the axes that the primitive names: it is equal along them, or it is typed
+    # reduced or unreduced. Neither is true within groups (``axis_index_groups``).
     drops: bool = False
     adds: bool = False  # the result gains the named axes: each device decides what it gets
     draws: bool = False  # each device draws its own values: the result varies over all mesh axes
     each: bool = False  # each result depends only on the operand at its position
     last: bool = False  # the result is the last operand; the others only order execution
-    keeps: bool = False  # operands are not cast: refs, or what jaxprs were traced with
+    keeps: bool = False  # operands are not cast: refs, or operands of jaxprs with fixed types
 
 
 DEFAULT = Row()
@@ -52,9 +52,9 @@ ROWS: dict[str, Row] = {
     "custom_linear_solve": Row(keeps=True),
     # This package's identities type their results themselves.
     **_rows("already_summed unchecked_shard_map place_casts", Row("called")),
-    # These call jaxprs with their operands; each result has the type of the jaxpr's output.
-    # (eval_jaxpr is JAX 0.12's closed_call, to which a scan's body is lowered. The results of
-    # custom_lin are tangents, and have the types of the custom_vjp's outputs.)
+    # Primitives that call jaxprs with their operands; each result has the type of the jaxpr's
+    # output. (eval_jaxpr is JAX 0.12's closed_call, to which a scan's body is lowered. The results
+    # of custom_lin are tangents, and have the types of the custom_vjp's outputs.)
     **_rows(
         "jit pjit closed_call core_call eval_jaxpr remat2 checkpoint remat_opt custom_jvp_call "
         "custom_vjp_call custom_vjp_call_jaxpr custom_partitioning custom_dce_call "
@@ -63,8 +63,8 @@ ROWS: dict[str, Row] = {
         "call_hi_primitive_linearized",
         Row("called"),
     ),
-    # Writes to a ref in a branch or loop vary as the predicate does; reads from a ref vary as the
-    # writes to it do, and as their indices do.
+    # A write to a ref in a branch or loop varies as the predicate does. A read from a ref varies as
+    # the writes to the ref do, and as the read's indices do.
     **_rows("cond while swap addupdate run_state", Row("ref")),
     "get": Row(keeps=True),
     "pallas_call": Row("pallas_call"),

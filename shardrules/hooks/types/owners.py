@@ -1,4 +1,4 @@
-"""Tell whether a primitive is JAX's own, or a user's or library's, which may do anything."""
+"""Tell JAX's own primitives from those of users and libraries, which may do anything."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DEPTH = 5  # enough for the partials and nested closures that JAX's helpers wra
 
 def is_users(door: Door, primitive: Primitive) -> bool:
     """Return whether a primitive isn't JAX's own: one of its functions comes from elsewhere."""
-    # A foreign lowering alone proves nothing, since a plugin may lower JAX's primitives its own
-    # way. Then the question is whether a module of JAX holds the primitive.
+    # A foreign lowering alone proves nothing, since a plugin may lower JAX's primitives in its own
+    # way. In that case, test whether a module of JAX holds the primitive.
     own = [vars(primitive).get(name) for name in ("abstract_eval", "impl")]
     if any(map(is_foreign, own)):
         return True
@@ -32,7 +32,7 @@ def is_users(door: Door, primitive: Primitive) -> bool:
 
 
 def is_foreign(function: Any) -> bool:
-    """Return whether a function, or one that it is made of, is a user's or a library's."""
+    """Return whether a function, or a function inside it, is a user's or a library's."""
     return any(module not in _NEUTRAL for module in _code_modules(function))
 
 

@@ -23,7 +23,7 @@ from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import AxisType, show_axes
 
-# What decides which code a device runs, for messages.
+# Messages' names for the value that decides which code a device runs.
 DECIDES = {"cond": "the predicate of a cond or switch", "while": "the condition of a while_loop"}
 
 
@@ -137,10 +137,11 @@ class RefHooks(Hooks):
 
     def _trace_run_state(self, fun: Any, in_tree: Any, in_avals: Any, dbg: Any) -> Any:
         """Trace the body of a run_state with its refs' types at their fixpoint."""
-        # A store that doesn't fit ends the trace with a RefError. It names the ref: widen its type
-        # by the axes that are missing, and trace again. The trace must not go on after the error:
-        # JAX would cache the jaxprs of inner jits under the narrow types, and a ref that has these
-        # types and can't grow would use them unchecked (a test in tests/hooks/types/test_refs.py).
+        # A store that doesn't fit ends the trace with a RefError, which names the ref. Widen the
+        # ref's type by the missing axes, and trace again. This ends, since types only grow. The
+        # trace must not go on after the error: JAX would cache the jaxprs of inner jits under the
+        # narrow types. A ref that has these types and can't grow would then use these jaxprs
+        # unchecked (a test in tests/hooks/types/test_refs.py).
         trace = self.door.trace_run_state
         if not self.acts:
             return trace(fun, in_tree, in_avals, dbg)

@@ -1,9 +1,9 @@
 """Add the causes to JAX's errors about types that the hooks changed.
 
-For example, a sort's indices vary under the hooks, but JAX alone types them as invariant: it then
-rejects ``out_specs=P()`` and can't say why. When a shard_map is differentiated, JAX (0.6 to 0.12)
-also names the wrong output, or raises an error about pytrees; the hooks write that message from the
-outputs' own types.
+For example, a sort's indices vary under the hooks, but JAX alone types them as invariant. So JAX
+rejects ``out_specs=P()`` under the hooks, and can't say why. When a shard_map is differentiated,
+JAX (0.6 to 0.12) also names the wrong output, or raises an error about pytrees; the hooks write
+that message from the outputs' own types.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ONE_BY_ONE = "'_rem_singleton'"
 
 class _Returned(NamedTuple):
     tree: Any  # the pytree of the outputs
-    wide: list[frozenset[str]]  # for each leaf, the axes that it varies over and its spec lacks
+    wide: list[frozenset[str]]  # the axes over which each leaf varies although its spec lacks them
 
 
 def _text(tree: Any, axes: list[frozenset[str]]) -> str:
-    """Return text that names the outputs that vary over axes which their specs don't name."""
+    """Return text about the outputs that vary over axes that their specs don't name."""
     paths, _ = tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
     wide = [
         f"output{keystr(path)} varies over {show_axes(each)}"
@@ -51,8 +51,8 @@ def _text(tree: Any, axes: list[frozenset[str]]) -> str:
 
 def _of_outputs(axes: list[frozenset[str]], count: int) -> list[frozenset[str]] | None:
     """Return the outputs' axes, up to JAX 0.8; None if there are tangents too."""
-    # The other entries belong to residuals. These come first if JAX linearizes directly, else last.
-    # They never fail, since JAX makes their specs from their types.
+    # The other entries belong to residuals, which come first if JAX linearizes directly, else last.
+    # Residuals never fail, since JAX makes their specs from their types.
     first, last = axes[:count], axes[-count:]
     at_once = getattr(jax.config, "jax_use_direct_linearize", False)
     parts = (last, first) if at_once else (first, last)
@@ -135,6 +135,9 @@ class TypeNoteHooks(Hooks):
 
     @contextlib.contextmanager
     def _annotated(self, returned: list[_Returned]) -> Iterator[None]:
+        # JAX's error may be a text, or the leaves that fail, from which JAX writes the text later
+        # (``_specs_error``). Add the causes to the text, or pass them on in ``here.refused``. The
+        # notes also go to the enclosing shard_map, whose outputs may depend on these results.
         here, outer = self.state.here, self.state.here.body.notes
         noted: dict[tuple[str, frozenset[str]], Any] = {}
         contradictions: list[Any] = []

@@ -20,7 +20,7 @@ class TimedChange(comparing.Change):
     """The collectives of one kind, axes, element type and source in two profiles."""
 
     seconds: tuple[float, float]  # the time that they took in a step, before and after
-    exposed_seconds: tuple[float, float]  # the part of it in which their device did nothing else
+    exposed_seconds: tuple[float, float]  # the part of that time when a device did nothing else
 
     @property
     def saved_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""Read from the events of a profile's planes which operation ran where and when.
+"""Read a profile's events: which operation ran where and when.
 
 This module understands three kinds of planes that XLA's profilers write (for names and stats see
 xla/tsl/profiler/utils/xplane_schema.cc):
@@ -70,12 +70,12 @@ class Events:
     def __init__(self) -> None:
         self._origin: int | None = None
         self._programs: list[wire.WireProgram] = []  # the programs of the host that is being read
-        # Keyed by device and program; a program that the profile lacks has no proto.
+        # Keyed by device and program; a program without HLO in the profile has no proto.
         self.timelines: dict[tuple[str, wire.WireProgram], Timeline] = {}
         self.numbers: dict[str, int] = {}  # maps an operation's name to its number
         # Start and end of each step, by the host that marked it.
         self.markers: dict[str, list[tuple[float, float]]] = {}
-        # The planes that were understood, with the number of their operations.
+        # The planes that could be read, with the number of their operations.
         self.planes: dict[str, int] = {}
 
     def read(self, data: memoryview, host: str) -> None:
@@ -109,7 +109,7 @@ class Events:
         return ran
 
     def merge(self, into: dict[wire.WireProgram, wire.WireProgram]) -> None:
-        """Count the operations of one program as those of another."""
+        """Count one program's operations as another program's."""
         for (device, program), timeline in list(self.timelines.items()):
             if (other := into.get(program, program)) is not program:
                 del self.timelines[device, program]
@@ -136,6 +136,8 @@ class Events:
         return len(where)
 
     def _tpu(self, plane: wire.Plane, host: str) -> int:
+        # Read the runs of programs first. An operation's event doesn't name its program, so assign
+        # it to the last run that started before it.
         lines = {line.name: line for line in plane.lines()}
         runs: list[tuple[float, float, str]] = []
         for batch in self._batches(lines.get("XLA Modules")):
@@ -151,7 +153,7 @@ class Events:
             for batch in self._batches(lines.get(line_name)):
                 codes = self._codes(batch.name, names)
                 at = np.searchsorted(starts, batch.start, side="right") - 1
-                # Skip operations of the first line, which the second line repeats.
+                # Skip operations that an earlier line holds, since the second line repeats them.
                 kept = (at >= 0) & (codes >= 0) & ~np.isin(codes, seen)
                 of_line.append(np.unique(codes[kept]))
                 count += int(kept.sum())
@@ -180,7 +182,7 @@ class Events:
             yield from line.batches(self._origin, stats)
 
     def _program(self, name: str, number: int) -> wire.WireProgram:
-        """Return the host's program with this name and id, or else its only one with this name."""
+        """Return the host's program with this name and id, or its only program with this name."""
         named = [program for program in self._programs if program.name == name]
         fitting = [p for p in named if number == p.number][-1:] or [p for p in named if p.proto]
         if len(fitting) != 1:
@@ -192,7 +194,7 @@ class Events:
         return self.timelines.setdefault((device, program), Timeline())
 
     def _codes(self, column: np.ndarray, names: dict[int, str]) -> np.ndarray:
-        """Return the numbers of operations, given a plane's numbers for their names; -1 if none."""
+        """Map a plane's numbers of names to numbers of operations; -1 for other names."""
         distinct, positions = np.unique(column, return_inverse=True)
         codes = [
             self.numbers.setdefault(names[number], len(self.numbers)) if number in names else -1

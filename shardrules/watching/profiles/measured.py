@@ -1,4 +1,4 @@
-"""Measure how long each collective took in a step, and how long nothing else ran meanwhile."""
+"""Measure how long each collective took in a step, and how long nothing else ran beside it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching.profiles.events import UNKNOWN_RUN, Events, Timeline
 from shardrules.watching.profiles.wire import WireProgram
 
-# Operations that hide no collective: collectives themselves, and loops and branches, which run
-# operations with their own events.
+# Operations that hide no collective: collectives themselves, and loops and branches, whose inner
+# operations have their own events.
 _HIDES_NOTHING = re.compile(rf"while|conditional|call|{'|'.join(KINDS)}|.*-(start|done)")
-# A profile has events for these instructions, but none for the operations that they call.
+# A profile has events for these instructions, but not for the operations that they call.
 _INSIDE = ("fusion", "async-start", "call")
 _STEM = re.compile(r"[^a-z-]")  # ends an opcode in an operation's name
 _BUSY = 2000  # the most intervals that are drawn; the shortest gaps are closed first
@@ -52,7 +52,9 @@ class Times:
         return max(runs, key=lambda spans: sum(end - start for start, end in spans))
 
     def _cover(self, judged: Mapping[WireProgram, hlo.Judgement]) -> dict[str, Covered]:
-        """Return, by device, the times of operations that hide collectives."""
+        """Map each device to the times of operations that hide collectives."""
+        # If a program couldn't be judged, its opcodes are unknown: guess them from the names of its
+        # operations, which begin with the opcode.
         numbers, parts = self._seen.numbers, collections.defaultdict(list)
         for (device, program), timeline in self._seen.timelines.items():
             if program in judged:
@@ -111,6 +113,7 @@ class Times:
         spans: Mapping[int, tuple[float, float]],
     ) -> tuple[tuple[tuple[int, float, float], ...], tuple[tuple[float, float], ...]]:
         """Return a device's collectives in a median step, and when it ran anything else."""
+        # Choose the step whose collectives take the median time in all.
         start, end, steps = map(np.concatenate, zip(*ran.values()))
         seen_steps, at = np.unique(steps, return_inverse=True)
         order = np.argsort(np.bincount(at, end - start), kind="stable")
@@ -122,7 +125,8 @@ class Times:
                 shown.append((start, end, numbers[name]))
         shown.sort()
         # Devices lag behind the host. So the host's markers show how long a step is, but not when
-        # it begins on the device: draw from the start of the program's runs to their end, if known.
+        # it begins on a device. So draw from the start of the program's runs to their end, if
+        # these are known.
         begin, last = shown[0][0], max(end for _, end, _ in shown)
         if UNKNOWN_RUN not in spans:
             around = [(a, b) for a, b in spans.values() if a < last and b > begin]
@@ -133,14 +137,14 @@ class Times:
 
 
 class ProfiledSite(NamedTuple):
-    """The operations that stand for one collective in a profile."""
+    """The operations by which a profile shows one collective."""
 
-    first: str  # the collective, or its start
-    done: str | None  # waits for its end
+    first: str  # the collective, or the operation that starts it
+    done: str | None  # the operation that waits for its end, if there is one
 
 
 def sites(judgement: hlo.Judgement) -> dict[str, ProfiledSite]:
-    """Return, by a collective's name, the operations for which a profile has events."""
+    """Map each collective's name to the operations by which a profile shows the collective."""
     callers: dict[str, Any] = {}
     users: dict[str, str] = {}
     for computation in judgement.module.computations.values():
@@ -164,8 +168,8 @@ def sites(judgement: hlo.Judgement) -> dict[str, ProfiledSite]:
 
 def steps_of(starts: Sequence[float], markers: Sequence[float]) -> list[int]:
     """Return the step of each run of a program, given the starts of runs and steps, in order."""
-    # Devices lag behind the host, so use the clock only if the steps can't all have equally many
-    # runs.
+    # If all steps can have equally many runs, assign the runs in order. Devices lag behind the
+    # host, so use the clock only if that isn't possible.
     if starts and markers and len(starts) % len(markers) == 0:
         return [number * len(markers) // len(starts) for number in range(len(starts))]
     return [max(bisect.bisect_right(markers, start) - 1, 0) for start in starts]
@@ -202,7 +206,7 @@ def executions(
         if not len(first):
             continue
         start, end = ran.start[first], ran.end[first]
-        if len(first) == len(last):  # else (on a GPU) the start's kernel is the whole collective
+        if len(first) == len(last):  # if not (on a GPU), the start's kernel is the whole collective
             end = np.maximum(end, ran.end[last])
         runs = ran.run[first]
         if np.any(runs == UNKNOWN_RUN):
@@ -224,7 +228,7 @@ def measure(
     step_counts: Mapping[str, int],
     covered: Mapping[str, Covered],
 ) -> dict[str, Timing]:
-    """Return the time of each collective of a program in a step; all arguments are by device."""
+    """Return the time of each collective of a program in a step; arguments are keyed by device."""
     # On each device, take the median over steps. Report the slowest and the fastest device.
     of_device: dict[str, list[tuple[float, float, float, str]]] = {}
     for device, collectives in ran.items():
@@ -246,6 +250,8 @@ class Covered:
     """The union of intervals that may overlap, to measure how much of a window it covers."""
 
     def __init__(self, start: np.ndarray, end: np.ndarray):
+        # Sort by start. A new interval of the union begins where an interval starts after the
+        # latest end so far.
         order = np.argsort(start, kind="stable")
         start, latest = start[order], np.maximum.accumulate(end[order])
         apart = np.flatnonzero(np.append(True, start[1:] > latest[:-1])[: len(start)])

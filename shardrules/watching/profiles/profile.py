@@ -89,8 +89,10 @@ def read(
     **options: Any,
 ) -> Profile:
     """Read a profile's programs and times, and judge each program."""
-    # ``known`` returns an existing judgement of a text; ``dumped`` holds HLO that the profile
-    # lacks; ``options`` are passed to ``report.content``. An HloError becomes a note.
+    # ``known`` returns a text's judgement if there is one already. ``dumped`` holds HLO that the
+    # profile lacks. ``options`` go to ``report.content``. An HloError becomes a note.
+    # First read the events, then the HLO of each program that ran, then judge each program, and
+    # last assign the events' times to the verdicts.
     seen = events.Events()
     for file in _files(pathlib.Path(path)):
         with _mapped(file) as data:
@@ -162,7 +164,7 @@ def _judged(
     registry: Any,
     notes: list[str],
 ) -> hlo.Judgement:
-    """Return the judgement of a program from what the profile alone says about it."""
+    """Return the judgement of a program from the facts in the profile alone."""
     module = hlo.parse(text, name=program.name)
     if len(program.shardings) == len(module.entry.parameters):
         shardings = list(map(sharding_text, program.shardings))
@@ -186,8 +188,8 @@ def _judged(
 
 def body(text: str) -> str:
     """Return a module's computations without comments and pointers to tables of source lines."""
-    # If a step is compiled twice (for the first call and for the others), only these pointers
-    # differ. The text of a parsed module has blanks where XLA printed /*index=5*/ into a tuple.
+    # If a step is compiled twice (for the first call and for the others), the texts differ only in
+    # these pointers. Where XLA prints /*index=5*/ in a tuple, a parsed module's text has blanks.
     return _FRAME.sub("", blanked(text[max(text.find("\n%"), 0) :]))
 
 
@@ -257,7 +259,7 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     if not path.is_dir():
         raise ProfileError(f"{path}: there is no such file or folder; to record a profile, {_HOW}")
     found = path.rglob(_FILES)
-    # Skip folders that other processes record into; they move their files when they are done.
+    # Skip folders into which other processes still record; they move their files at the end.
     files = sorted(f for f in found if not f.relative_to(path).parts[0].startswith(UNFINISHED))
     if not files:
         raise ProfileError(f"{path} holds no profile ({_FILES}); to record one, {_HOW}")
@@ -276,7 +278,7 @@ def _mapped(file: pathlib.Path) -> Iterator[memoryview]:
         with file.open("rb") as opened:
             if not file.stat().st_size:
                 raise ProfileError("it is empty")
-            # Don't close the map, since a traceback may keep arrays of its bytes alive.
+            # Don't close the map: a traceback may keep arrays of its bytes alive.
             yield memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise ProfileError(f"can't read {file}: {error.strerror}") from error

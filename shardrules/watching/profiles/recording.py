@@ -18,8 +18,8 @@ from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching import compiling
 from shardrules.watching.profiles.profile import UNFINISHED
 
-_CALLS = 2  # calls of a program since the last compilation, after which the script is warm
-_RESTARTS = 9  # how often a compilation may end a recording before the last one
+_CALLS = 2  # the script is warm after this many calls of a program without a compilation
+_RESTARTS = 9  # the most recordings that a compilation may end before the last one
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 
 _Folder = tempfile.TemporaryDirectory[str]  # deletes only what it made itself
@@ -35,6 +35,11 @@ class Recorder(watching.Listener):
     to.
     """
 
+    # ``returned`` counts the calls of each program since the last compilation. Once a program has
+    # been called _CALLS times, ``_start`` begins to record: at that call, or at the next marker if
+    # the script marks steps. ``_count`` ends the recording after the wanted steps. ``compiling``
+    # ends it early, and the calls are counted from zero.
+
     def __init__(self, step_count: int, folder: str):
         self.left = self._wanted = step_count  # the number of steps still to record
         # the reason why nothing is recorded
@@ -49,7 +54,8 @@ class Recorder(watching.Listener):
         self._recording = False
         self._looks = False
         self._own: _Folder | None = None  # the folder of the current recording
-        self._best: tuple[int, _Folder] | None = None  # steps left after the best one; its folder
+        # of the best recording so far: how many steps were left, and its folder
+        self._best: tuple[int, _Folder] | None = None
         self._restarts = 0
         self._ended = "the script ended"
         self._hold = contextlib.ExitStack()

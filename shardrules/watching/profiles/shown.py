@@ -28,7 +28,7 @@ class Line:
     entry: accounts.Entry
     finding: findings.Finding | None
     timing: Timing | None  # its time in a step; None if the profile has no event of it
-    avoidable_seconds: float  # exposed seconds a step that following the finding's advice saves
+    avoidable_seconds: float  # the exposed seconds that the finding's advice saves in each step
 
     @property
     def verdict(self) -> hlo.Verdict:
@@ -44,7 +44,7 @@ class Line:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Return the bytes that one device sends a second while it runs; None if unknown."""
+        """Return the bytes per second that a device sends while this runs; None if unknown."""
         if self.timing is None or not self.seconds:
             return None
         return self.entry.wire_bytes * self.timing.runs / self.seconds
@@ -83,8 +83,8 @@ class Profile:
     programs: tuple[ProfiledProgram, ...]  # the programs that ran and have collectives
     step_count: int
     step_seconds: float  # the median step
-    marked: bool  # whether the script marked steps; else they are runs of the longest program
-    planes: Mapping[str, int]  # the planes that were understood, with their number of operations
+    marked: bool  # whether the script marked steps; if not, they are runs of the longest program
+    planes: Mapping[str, int]  # the planes that could be read, with their number of operations
     notes: tuple[str, ...]  # sentences about what the profile lacks
 
     def _repr_html_(self) -> str:
@@ -107,12 +107,12 @@ class Profile:
 
     @property
     def avoidable_seconds(self) -> float:
-        """Return the exposed time a step that following every finding's advice would save."""
+        """Return the exposed time that the advice of all findings would save in each step."""
         return sum(line.avoidable_seconds for line in self.findings)
 
     @property
     def cheaper_seconds(self) -> float:
-        """Return the exposed time a step that following every hint would save beyond findings."""
+        """Return the exposed time that all hints would save in each step beyond findings."""
         each = {id(p.timings): p.content for p in self.programs}.values()
         both = sum(content.avoidable.exposed_seconds for content in each)
         return max(0.0, both - self.avoidable_seconds)

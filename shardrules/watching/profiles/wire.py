@@ -96,7 +96,7 @@ def text(data: bytes | memoryview) -> str:
 
 
 class Table(NamedTuple):
-    """The fields of many messages: first all first fields, then all second fields, and so on."""
+    """The fields of many messages: all messages' first fields, then all second fields, ..."""
 
     of: np.ndarray  # the index of the message
     number: np.ndarray
@@ -118,7 +118,8 @@ class Table(NamedTuple):
 
 def table(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Table:
     """Return the fields of many messages ``data[start:end]``."""
-    # Read one field of all messages at once, and go on with the messages that have more.
+    # Read one field of all messages at once, and go on with the messages that have more fields. So
+    # the Python loop runs once per field of the longest message, not once per message.
     of, at = np.arange(len(starts)), starts
     parts = [Table(*np.zeros((4, 0), np.int64))]
     for _ in range(_MOST_FIELDS + 1):
@@ -217,7 +218,7 @@ class Plane:
                 yield WireProgram(*read_title(name), bytes(module))
 
     def number_of(self, text: str) -> int:
-        """Add a text that an event holds itself to ``texts``, and return its negative number."""
+        """Add an event's own text to ``texts``, and return its negative number."""
         number = self._added.setdefault(text, -1 - len(self._added))
         self.texts[number] = text
         return number
@@ -256,7 +257,7 @@ class WireLine:
 
     def batches(self, origin: int, stats: Sequence[str] = ()) -> Iterator[Batch]:
         """Yield its events, with some of their stats, and times relative to ``origin``."""
-        # Nanoseconds since 1970 as a float would be rounded to multiples of 256.
+        # Subtract the origin first: a float would round nanoseconds since 1970 to multiples of 256.
         for at in range(0, len(self._starts), _BATCH):
             starts, ends = (places[at : at + _BATCH] for places in (self._starts, self._ends))
             read, count = table(self._bytes, starts, ends), len(starts)

@@ -1,9 +1,9 @@
 """Compare users' annotations of outputs with the call's rule or proof.
 
-An annotation that varies less than a proof is widened to it. Plain JAX believes the annotation and
-omits a reduction, so one ``AnnotationWarning`` is given when the shard_map has been traced, unless
-a ``pcast`` of the output itself has added the missing axes by then (as in MaxText's megablox).
-Plain JAX loses nothing in that case, since kernels have their own derivatives.
+If an annotation varies less than a proof, the hooks widen it. Plain JAX believes the annotation and
+omits a reduction. So the hooks give one ``AnnotationWarning`` when the shard_map has been traced,
+unless a ``pcast`` of the output itself has added the missing axes by then (as in MaxText's
+megablox). Plain JAX loses nothing in that case, since kernels have their own derivatives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _OURS = os.path.join(os.path.dirname(sys.modules["shardrules"].__path__[0]), "sh
 def check_annotations(
     door: Door, state: State, opaque: OpaqueCall, types: tuple[AxisType, ...]
 ) -> None:
-    """Compare annotations with the rule's or proof's answer; accept wider ones."""
+    """Compare annotations with the rule's or proof's answer; accept wider annotations."""
+    # If an annotation is narrower than a proof, record a contradiction: the hooks use the proven
+    # type and warn once the shard_map is traced. If it is narrower than a mere declaration, either
+    # one may be wrong, so raise.
     contradictions, registration = [], opaque.registration
     for i, (note, answer) in enumerate(zip(opaque.annotations, types)):
         if note is None or (answer.varying <= note.varying and answer.unreduced == note.unreduced):
@@ -70,8 +73,8 @@ def note_results(state: State, opaque: OpaqueCall, results: Any) -> None:
 
 def note_called(state: State, jaxpr: Jaxpr, results: Any) -> None:
     """Record the results of a jit that returns a contradicted kernel's output."""
-    # The jit may have converted, reshaped or masked the output. That is the same value for our
-    # purpose, as long as its gradient flows into nothing but the kernel.
+    # The jit may have converted, reshaped or masked the output. For our purpose the result is still
+    # the kernel's output, if the result's gradient flows into that kernel alone.
     sources = _Sources(state).run(jaxpr, [_ELSEWHERE] * len(jaxpr.invars))
     for contradictions, result in zip(sources, results):
         for contradiction in contradictions or ():
@@ -86,7 +89,7 @@ _ELSEWHERE: _Source = ()
 
 
 class _Sources(Fold[_Source]):
-    """Finds where a jaxpr's outputs' gradients flow, given where its inputs' gradients flow."""
+    """Finds where the gradients of a jaxpr's outputs flow, given the same for its inputs."""
 
     bottom = None
 

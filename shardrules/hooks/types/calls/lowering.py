@@ -29,7 +29,7 @@ def lower(
     check_declaration(opaque, state, ctx.primitive.name, params, count, varying=frozenset())
     if params.get("interpret"):
         # The interpreter's loops mix inputs that vary differently (JAX 0.10.2 fails on a carry). So
-        # drop the types: the call's own types are settled, and nothing is left to check here.
+        # interpret without types: the call's own types are settled, so nothing is left to check.
         plain = ctx.replace(
             avals_in=[door.with_axis_type(aval, AxisType()) for aval in ctx.avals_in],
             avals_out=[door.with_axis_type(aval, AxisType()) for aval in ctx.avals_out],
@@ -39,8 +39,9 @@ def lower(
         if plain.tokens_out is not None:
             ctx.set_tokens_out(plain.tokens_out)
         return results
-    # Kernels are traced without the check, so trace parts of one here without it, too. Since JAX
-    # 0.12, lowering traces the device id of a signal, and Mosaic can't lower a cast in it.
+    # Kernels are traced without the check. Lowering may trace parts of a kernel, so switch the
+    # check off here, too: since JAX 0.12, lowering traces the device id of a signal, and Mosaic
+    # can't lower a cast in it.
     is_kernel = ctx.primitive is door.pallas_call_p
     with door.unchecked() if is_kernel else contextlib.nullcontext():
         results = rule(ctx, *operands, **params)
@@ -79,7 +80,7 @@ def _effects(door: Door, state: State, ctx: Any, opaque: OpaqueCall) -> tuple[Ef
     types = door.axis_types(ctx.avals_in)
     if any(t.axes for t in types):
         effects = resolve(door, state, opaque, types, count).effects
-    else:  # the check is off, so use only effects that don't depend on types
+    else:  # the check is off, so use effects that don't depend on types
         assert opaque.registration is not None, "only a rule's effects are asked for"
         declared = opaque.effects or opaque.registration.rule.effects(count)
         effects = declared or (Effect("unknown"),) * count

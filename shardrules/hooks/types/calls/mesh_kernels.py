@@ -54,8 +54,8 @@ def _out_avals(params: Params) -> Sequence[Any]:
 class Layout(NamedTuple):
     """The outputs that a call's rule types: the arrays and refs that the kernel writes."""
 
-    # For each returned array, the position of the rule's answer; None if the kernel doesn't change
-    # the operand that it stands for (a discharged ref that is only read).
+    # For each returned array, the position of the rule's answer; None if the array is an operand
+    # that the kernel doesn't change (a discharged ref that is only read).
     answers: tuple[int | None, ...]
     overwritten: tuple[int | None, ...]  # for each returned array, the operand that it overwrites
     refs: tuple[int, ...]  # positions of the refs that are written; their answers come last
@@ -74,7 +74,7 @@ class Layout(NamedTuple):
                 types.append(answered[answer])
             elif answer is None:
                 types.append(inputs[operand])
-            else:  # a discharged ref keeps its type: no write to it varies more
+            else:  # a discharged ref keeps its type, since no write varies more than the ref
                 types.append(inputs[operand].vary(*answered[answer].varying))
         return tuple(types)
 
@@ -161,6 +161,8 @@ class MeshKernelHooks(Hooks):
         return lowered
 
     def _source(self, function: Any) -> Any:
+        # Pallas wraps the user's kernel in functions of its own. Follow their closures to the
+        # user's function, or to a jaxpr whose source was recorded before.
         while module_of(function).startswith(PALLAS):  # the user's kernel is in its closure
             held = dict(held_by(innermost(function)))
             for value in held.values():
@@ -183,6 +185,9 @@ class MeshKernelHooks(Hooks):
 
     def _mpmd_map(self, meshes_and_fns: Any, /, out_types: Any = (), **kwargs: Any) -> Any:
         """Return the kernel, with the check on again if plgpu.kernel switched it off."""
+        # plgpu.kernel switches the check off around the call. The frame says whether it was on
+        # outside; switch it on again only for plgpu's own function. Annotations that JAX converts
+        # meanwhile belong to this kernel: keep them for its call.
         door, here = self.door, self.state.here
         again = (
             here.kernel.checked
@@ -237,7 +242,7 @@ class MeshKernelHooks(Hooks):
 
     def _proven(self, primitive: Primitive, params: Params, kernel: OpaqueCall) -> OpaqueCall:
         """Return the kernel, after looking for a proof if it isn't declared."""
-        # Only if it has a layout, since Mosaic GPU also binds core_maps inside kernels.
+        # A kernel without a layout isn't a call of its own: Mosaic GPU binds core_maps in kernels.
         if kernel.layout is not None:
             prove(kernel, self.state, primitive.name, params, kernel.operand_count or 0)
         return kernel
@@ -297,8 +302,8 @@ class MeshKernelHooks(Hooks):
             if not self._acts(params):
                 return evaluate(*avals, **params)
             # JAX 0.11 and 0.12 reject every ref that varies, so evaluate without types, and check
-            # writes to refs below. In a kernel, where Mosaic GPU maps over warps, the check is off
-            # (JAX 0.12); there, drop the types of refs alone.
+            # writes to refs below. Inside a kernel, where Mosaic GPU maps over warps, the check is
+            # off (JAX 0.12); there, drop only the types of refs.
             door, checking = self.door, self.door.checking()
             plain = [checking or isinstance(aval, door.AbstractRef) for aval in avals]
             given = [door.with_axis_type(a, AxisType()) if p else a for a, p in zip(avals, plain)]
@@ -309,7 +314,7 @@ class MeshKernelHooks(Hooks):
             layout = self._lay_out(kernel, params, avals)
             if not layout.answer_count:
                 return outputs, effects
-            # Ask the rule again: JAX flattens ``out_avals``, so they can't carry the bind's answer.
+            # Ask the rule again: JAX flattens ``out_avals``, which thus lose the bind's answer.
             resolution, types = self._resolve(primitive, params, kernel, avals)
             registration = kernel.registration
             rule = "" if registration is None else f", by the rule {registration.rule!r},"

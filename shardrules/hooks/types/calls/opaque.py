@@ -60,12 +60,12 @@ class Contradiction:
 
 @dataclasses.dataclass
 class OpaqueCall:
-    """An opaque call and what the hooks know of it; transformations keep it."""
+    """An opaque call and the hooks' facts about it; transformations keep this object."""
 
-    call: Call  # its name, place and binding
+    call: Call  # the call's name, place and binding
     # for each output, the axis type that the user wrote, or None
     annotations: tuple[AxisType | None, ...] = ()
-    registration: Registration | None = None  # the rule it obeys, set when it is first bound
+    registration: Registration | None = None  # the rule that it obeys, set at its first bind
     scope: Scope | None = None  # the scope in which it was first bound
     # the effects, kept for lowering if avals carry no types
     effects: tuple[Effect, ...] | None = None
@@ -73,10 +73,10 @@ class OpaqueCall:
     # the number of operands that the audit takes; None for all that are lowered
     operand_count: int | None = None
     contradictions: tuple[Contradiction, ...] = ()  # the annotations that its kernel contradicts
-    layout: Any = None  # the outputs that the rule of a kernel on a mesh types, at its last bind
+    layout: Any = None  # of a kernel on a mesh: the outputs that its rule types, at its last bind
 
     def active(self, state: State) -> bool:
-        """Return whether the hooks act on the call now, or did when it was bound."""
+        """Return whether the hooks act on the call now, or acted on it when it was bound."""
         return state.active or (self.scope is not None and self.scope.active)
 
     def settle(self, state: State) -> None:
@@ -109,7 +109,7 @@ jax.tree_util.register_pytree_node(
 def typed(
     door: Door, opaque: OpaqueCall, avals: Sequence[Aval], types: tuple[AxisType, ...]
 ) -> tuple[Any, ...]:
-    """Return avals with their axis types, widened by wider annotations."""
+    """Return avals with these axis types; a wider annotation makes its output's type wider."""
     if any(opaque.annotations):
         types = tuple(
             answer if note is None else answer.vary(*(note.varying - answer.axes))
@@ -119,8 +119,8 @@ def typed(
 
 
 def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
-    # First a rule that is bound to the kernel's function object, then the rule of the declared op
-    # around it, then the registry's rule for the name.
+    # Look first for a rule that is bound to the kernel's function object, then for the rule of the
+    # declared op around it, then for the registry's rule for the name.
     for binding in (call.binding, scope.binding):
         if binding is not None:
             return Registration(call.name, binding.rule, binding.where)
@@ -155,10 +155,10 @@ def check_declaration(
 
     ``varying`` holds the axes over which an operand varies; None if unknown.
     """
-    # A proven declaration is marked audited; one that can't be confirmed stays as declared. This
-    # runs when a call is lowered, so that tracing doesn't wait for it. It also runs at each bind of
-    # a call that ``is_doubtful``, and at the first bind of a jaxpr with effects other than on refs.
-    # ``explain`` and ``scan_calls`` run it for every call.
+    # A declaration that the jaxpr proves becomes "audited"; one that the jaxpr neither proves nor
+    # contradicts stays "declared". This runs when a call is lowered, so that tracing doesn't wait
+    # for it. It also runs at each bind of a call that ``is_doubtful``, and at the first bind of a
+    # jaxpr with effects other than on refs. ``explain`` and ``scan_calls`` run it for every call.
     registration = opaque.registration
     if registration is None or registration.status == "audited":
         return
@@ -203,8 +203,8 @@ def check_declaration(
 def is_doubtful(opaque: OpaqueCall, state: State) -> bool:
     """Return whether a declaration says that outputs are invariant over more axes than inputs.
 
-    ``check_declaration`` then runs at each bind. If such a declaration is wrong, a custom_vjp gets
-    wrong cotangents, and an error about those would otherwise come first.
+    If so, ``check_declaration`` runs at each bind: if such a declaration is wrong, a custom_vjp
+    gets wrong cotangents, and without the check, an error about those would come first.
     """
     return bool(_joined(opaque, state))
 
@@ -237,7 +237,7 @@ _UNKNOWN = Rule("varying", _everywhere, lambda count: (Effect("unknown"),) * cou
 def resolve(
     door: Door, state: State, opaque: OpaqueCall, inputs: tuple[AxisType, ...], output_count: int
 ) -> Resolution:
-    """Return the answer of a call's rule, or of the policy if it has none, for its operands."""
+    """Return the answer of a call's rule for its operands; without a rule, the policy's answer."""
     call, registration, axes = opaque.call, opaque.registration, door.manual_axes()
     kept = None if registration is None else registration.rule.kept(inputs, output_count, axes)
     if kept is not None:

@@ -1,8 +1,8 @@
 """Type pallas_call under shard_map's check by rules, at every bind, if avals carry axis types.
 
-Only the kernel tracer sees both a kernel's function object and its jaxpr. It records them, so that
-the rule bound to the function can be looked up from the jaxpr in every transformed call. Types are
-computed again at each bind, since the traced types may be too invariant after batching.
+Only the kernel tracer sees both a kernel's function object and its jaxpr. The hooks record the pair
+there: in every transformed call, the jaxpr then leads to the rule that is bound to the function.
+Types are computed again at each bind, since the traced types may be too invariant after batching.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class PallasHooks(Hooks):
             annotations: tuple[AxisType | None, ...] = ()
             noted = self.state.here.annotations
             if noted:
-                # out_shape's leaves were converted just before, in order. Older entries are left
-                # over from calls that failed meanwhile.
+                # JAX has just converted out_shape's leaves, in order. Any entries before theirs are
+                # left over from calls that failed.
                 if any(noted):
                     grid_mapping = args[1]
                     annotations = tuple(noted[len(noted) - grid_mapping.num_outputs :])
@@ -144,8 +144,8 @@ class PallasHooks(Hooks):
             if kernel is not None:
                 kernel.call = kernel.call._replace(name=name, place=place)
             elif outer.primitive is self.door.pallas_call_p and outer.call.call.name == name:
-                # A transformation made this jaxpr. It keeps the name and the rule of the bind that
-                # is being transformed, but not its annotations, since its outputs differ.
+                # A transformation made this jaxpr. Give it the name and the rule of the bind that
+                # is being transformed, but not the annotations, since its outputs differ.
                 kernel = dataclasses.replace(outer.call, annotations=())
             else:
                 kernel = OpaqueCall(Call("pallas_call", name, place, module_at(place)))
@@ -201,7 +201,7 @@ class PallasHooks(Hooks):
             inputs, written = self.door.axis_types(avals), params["out_avals"]
             jaxpr = params["jaxpr"]
             if type(written) is Results and written.resolution.inputs == inputs:
-                kernel, resolution = written.opaque, written.resolution  # of the bind just before
+                kernel, resolution = written.opaque, written.resolution  # the bind has set them
             else:  # retyping a jaxpr calls this without a bind
                 known = self._kernels.get(jaxpr)
                 if not self._acts(known):

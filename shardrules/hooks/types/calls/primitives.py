@@ -1,7 +1,8 @@
 """Type opaque primitives other than pallas_call: FFI calls, callbacks, raw Mosaic, users' own.
 
-JAX types their results as invariant, whatever the operands (0.8.3 to 0.12 for ``ffi_call``). Here,
-the bind casts the operands, and the abstract eval returns the types.
+JAX types the results of these primitives as invariant, whatever the operands are (0.8.3 to 0.12 for
+``ffi_call``). With the hooks, the bind casts the operands, and the abstract eval returns the types
+by the rule.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _CallKind(NamedTuple):
     def read(self, params: Params) -> tuple[Any, tuple[str, ...]]:
         """Return the kernel's function, or None, and the names to look up."""
         function = params.get(self.function)
-        function = getattr(function, "callback_func", function)  # where JAX wraps a callback
+        function = getattr(function, "callback_func", function)  # JAX wraps a callback
         names = [params.get(key) for key in ("kernel_name", "target_name", "name")]
         # An exported program may hold any kernel or collective. jax-triton keeps the function in
         # ``fn``.
@@ -109,8 +110,8 @@ class PrimitiveHooks(Hooks):
         self, rule: Callable[..., Any], name: str, cotangents: Any, *args: Any, **params: Any
     ) -> Any:
         """Transpose a user's primitive; raise if an invariant operand gets a varying cotangent."""
-        # JAX up to 0.7.2 takes each device's cotangent for the total. Since 0.8.3 it raises, but
-        # names neither the primitive nor the axes.
+        # JAX up to 0.7.2 mistakes each device's cotangent for the total. Since 0.8.3 it raises, but
+        # the error names neither the primitive nor the axes.
         cotangents_out = rule(cotangents, *args, **params)
         if self.door.checking() and isinstance(cotangents_out, (list, tuple)):
             for i, (ct, x) in enumerate(zip(cotangents_out, args)):
@@ -221,7 +222,7 @@ class PrimitiveHooks(Hooks):
         avals = [self.door.typeof(x) for x in args]
         may_answer = self._may_answer(opaque)
         if may_answer and opaque.governing(self.state).policy == COLLECT:
-            # A trace that only collects continues as if the rule and its casts existed.
+            # A trace that only collects calls goes on as if the rule and its casts existed.
             with self.door.unchecked():
                 own = vars(primitive)["abstract_eval"](*avals, **params)[0]
             may_answer = self._is_wide(avals, own if primitive.multiple_results else (own,))
@@ -248,7 +249,7 @@ class PrimitiveHooks(Hooks):
             if not (isinstance(answer, tuple) and len(answer) == 2):
                 return answer  # leave the mismatch to JAX
             outputs, effects = answer
-            if isinstance(outputs, Results):  # callbacks return theirs, and JAX maps over it
+            if isinstance(outputs, Results):  # callbacks return this parameter; JAX maps over it
                 outputs = tuple(outputs)
             several = primitive.multiple_results
             if not self.door.checking() or isinstance(outputs, (tuple, list)) != several:
@@ -268,7 +269,7 @@ class PrimitiveHooks(Hooks):
         return abstract_eval
 
     def _is_wide(self, avals: Sequence[Aval], outputs: Any) -> bool:
-        """Return whether results vary at least as those of a kernel that doesn't communicate."""
+        """Return whether results vary at least over every axis that an operand varies over."""
         types = self.door.axis_types(outputs)
         axes = union(self.door.axis_types(avals))
         return all(axes <= axis_type.varying for axis_type in types) and any(
@@ -277,7 +278,7 @@ class PrimitiveHooks(Hooks):
 
     def _may_answer(self, opaque: OpaqueCall) -> bool:
         """Return whether a call may keep its own abstract eval's types if they are wide enough."""
-        # A user's primitive may know about axis types; it then casts its own inputs.
+        # A user's primitive may handle axis types; it then casts its own inputs.
         if opaque.registration is not None or self._kinds.get(opaque.call.target) is not _USERS:
             return False
         return opaque.governing(self.state).policy in ("error", COLLECT)
@@ -309,6 +310,8 @@ class PrimitiveHooks(Hooks):
         return carrier
 
     def _complete(self, carrier: Any, primitive: Primitive, scope: Scope) -> None:
+        # Copy each rule of the primitive that JAX's tables hold by now. A user may register more
+        # rules later, so this runs at each bind.
         modules = (vars(importlib.import_module(name)) for name in _TABLES)
         tables = itertools.chain(*(list(module.values()) for module in modules))
         for table in [*tables, self.door.fancy_transposes]:
@@ -323,7 +326,7 @@ class PrimitiveHooks(Hooks):
     def _scoped(self, rule: Any, scope: Scope) -> Any:
         @functools.wraps(rule)
         def run(*args: Any, **params: Any) -> Any:
-            here = self.state.scope  # current observers stay
+            here = self.state.scope  # keep the current observers
             lent = dataclasses.replace(scope, claims=here.claims, notes=here.notes)
             with self.state.enter(lent):
                 return rule(*args, **params)

@@ -174,7 +174,9 @@ class Ledger:
         share = timings.avoidable(one.verdict, one.entry) if sure else 0.0
         known = number in self.switched
         if known:
-            share = self.switched[number] / (cost.bytes or 1)
+            # With the check on, other collectives of the program may become cheaper, too, and their
+            # savings count here. Their time isn't this collective's.
+            share = min(1.0, self.switched[number] / (cost.bytes or 1))
         return cost._replace(
             bytes=self.switched[number] if known else round(share * cost.bytes),
             seconds=share * cost.seconds,

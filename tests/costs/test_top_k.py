@@ -156,6 +156,9 @@ def test_parts_of_each_row(cpu_mesh, name):
             one, other = f(array), g(array)
             assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
     assert len(found) == (2 if name == "rows" else 1)
+    # Followed alone, a shard_map over the rows would gather each row's parts.
+    assert all(h.advice.startswith("goes away with that at") for h in found[1:])
+    assert {h.goes_with for h in found} == {parts.verdict.collective if found[1:] else None}
     assert f"jax.lax.axis_index({axis!r}), as v, i = jax.shard_map(part" in parts.advice
 
 

@@ -52,10 +52,10 @@ def _shared_out(moved: list[Site], saved: int, advice: str) -> dict[Site, Hint]:
     return found
 
 
-def _constraint(spec: str) -> str:
+def _constraint(spec: str, value: str = "x") -> str:
     return (
-        "x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
-        f"P({spec}))) if the batch is its first dimension"
+        f"jax.lax.with_sharding_constraint({value}, jax.sharding.NamedSharding(mesh, P({spec}))) "
+        "if the batch is its first dimension"
     )
 
 
@@ -101,9 +101,9 @@ def _off_the_batch(program: Program) -> dict[Site, Hint]:
     advice = (
         "the forward pass leaves each activation where its part of the batch is, and gathers "
         f"weights; the backward pass moves them over {moved[0].over} instead, in {len(moved)} "
-        f"collectives: as in the forward pass, it sends {saved} B less. Constrain an activation "
-        "here, as what a scanned layer takes, to the batch's layout, which its gradient then has: "
-        f"{_constraint(moved[0].over)}"
+        f"collectives: as in the forward pass, it sends {saved} B less. Constrain the result of "
+        "the product in this line to the batch's layout, which its gradient then has, in place of "
+        f"x @ w {_constraint(moved[0].over, 'x @ w')}"
     )
     return _shared_out(moved, saved, advice)
 
@@ -170,7 +170,7 @@ def _along(program: Program, axis: str, split: Collection[str]) -> dict[Site, Hi
     advice = (
         f"the batch is split over {axis!r} when the program gets it, but XLA gave this up for the "
         f"layout of weights: each device computes activations of {size} devices. Constrain the "
-        f"activation to the batch's layout {place}: {_constraint(spec)}. XLA then gathers "
+        f"activation to the batch's layout {place}: x = {_constraint(spec)}. XLA then gathers "
         f"weights instead, and a device sends at least {saved} B less in {len(moved)} collectives "
         "together"
     )

@@ -23,8 +23,7 @@ from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
 # JAX's names for kernels and foreign functions; XLA's own calls have the names of operations.
 _CALLS = frozenset(["ffi_call", "pallas_call", "triton_kernel_call", "tpu_custom_call"])
-# XLA runs a callback on one device, in a branch for that device.
-_CALLBACKS = frozenset(["pure_callback"])
+_CALLBACKS = frozenset(["pure_callback"])  # XLA runs one in a branch, for one device alone
 _MOVES = WHOLE | BARRIERS | {"all-gather-done"}
 _COMPLEX = ("FFT", "IFFT")  # the result of a real FFT has another size than its operand
 _TOP_K = ("TopK", "TopKBatchMajorSmallK", "__gpu$TopK")
@@ -245,8 +244,10 @@ def of_the_largest(site: Site) -> Hint | None:
         return None  # the array has another shape where it is gathered along another dimension
     for gather in gathers:
         spec[int(gather.collective.dimension)] = gather.over
-    is_rows = int(site.collective.dimension) < len(spec) - 1
-    return _of_rows(site, call, spec) if is_rows else _of_parts(site, call, spec)
+    of_parts = next((g for g in gathers if int(g.collective.dimension) == len(spec) - 1), None)
+    if site is of_parts:
+        return _of_parts(site, call, spec)
+    return _of_rows(site, call, spec, of_parts)
 
 
 def _top_k(gather: Site) -> _Largest | None:
@@ -344,8 +345,8 @@ def _written(spec: list[str]) -> str:
     return f"P({', '.join(axes or 'None' for axes in spec[:count])})"
 
 
-def _of_rows(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
-    """Return the hint to run a top_k on each device's own rows."""
+def _of_rows(site: Site, call: _Largest, spec: list[str], of_parts: Site | None) -> Hint | None:
+    """Return the hint on a device's own rows; if rows have parts, that on them has the advice."""
     readers = _uses(site.program, *call.ends)
     rows, k = _written([*spec[:-1], ""]), call.k
     found, sent = 0, 0
@@ -360,14 +361,9 @@ def _of_rows(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
         f"out_specs={rows}) reads a device's own alone, and {site.entry.wire_bytes} B become "
         + (f"{sent} B, to gather what it finds" if sent else "0 B")
     )
-    if not sent:
-        return site.hint(advice)
-    return site.hint(
-        advice,
-        bytes_after=site.in_all(found),
-        trips_after=site.in_all(2),
-        sent_after=site.in_all(sent),
-    )
+    if of_parts is not None:
+        advice = f"goes away with that at {of_parts.where}"
+    return _of_found(site, advice, found, sent, of_parts)
 
 
 def _of_parts(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
@@ -375,8 +371,8 @@ def _of_parts(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
     size, k, part = site.collective.group_size, call.k, site.taken.dimensions[-1]
     found = site.taken.element_count // part * min(k, part) * call.bits // 8
     sent = accounts.wire_bytes("all-gather", found, size)
-    if site.entry.wire_bytes - sent <= SMALL:  # one more round trip: indices are gathered, too
-        return None
+    if site.entry.wire_bytes - sent <= SMALL and not any(spec[:-1]):
+        return None  # one more round trip: indices are gathered, too
     own, whole, axis = _written(spec), _written([*spec[:-1], ""]), site.over
     advice = (
         f"XLA gathers all of each row for this top_k. Let each device find the {k} largest of its "
@@ -387,11 +383,17 @@ def _of_parts(site: Site, call: _Largest, spec: list[str]) -> Hint | None:
         f"mesh=mesh, in_specs={whole}, out_specs={whole})(v), i = jnp.take_along_axis(i, j, -1): a "
         f"device sends {sent} B instead of {site.entry.wire_bytes} B"
     )
+    return _of_found(site, advice, found, sent, site if any(spec[:-1]) else None)
+
+
+def _of_found(site: Site, advice: str, found: int, sent: int, goes_with: Site | None) -> Hint:
+    """Return a hint after which values and places that are found are gathered, if any."""
     return site.hint(
         advice,
         bytes_after=site.in_all(found),
-        trips_after=site.in_all(2),
+        trips_after=site.in_all(2 if sent else 0),
         sent_after=site.in_all(sent),
+        goes_with=goes_with,
     )
 
 

@@ -116,6 +116,21 @@ def is_inexact(aval: object) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
+def has_tangent(value: Any) -> bool:
+    """Return whether a value has a gradient, as a quantized integer may have, too."""
+    import jax
+
+    try:
+        if hasattr(value, "shape") and hasattr(value, "dtype"):  # also a ShapeDtypeStruct
+            aval = jax.core.ShapedArray(value.shape, value.dtype)
+        else:
+            aval = jax.typeof(value)
+        tangent = aval.to_tangent_aval()
+    except Exception:  # not a value of JAX's, or JAX 0.4.35 and older  # noqa: BLE001
+        return is_inexact(value)
+    return is_inexact(value) or getattr(tangent, "dtype", None) != jax.dtypes.float0
+
+
 def is_float(value: Any) -> bool:
     """Return whether a value is real and of a float type."""
     import jax

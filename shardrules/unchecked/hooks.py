@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import CUSTOM_CALLS, KERNELS, is_inexact, is_transposed, name_of, opened
+from shardrules.door.jaxprs import (
+    CUSTOM_CALLS,
+    KERNELS,
+    has_tangent,
+    is_transposed,
+    name_of,
+    opened,
+)
 from shardrules.door.patching import Patches
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
@@ -348,7 +355,7 @@ class _Unchecked:
         before = tuple(retrace.sums(called if undifferentiated else first))
         ran: set[Any] = set()  # the bwds that ran with the check on
         last_on: Any = None
-        reasons: list[str] = []
+        reasons = retrace.why_undifferentiated(args)
         with unseen(kept):
             on = forward = self._trace_on(args, None, casts)
             is_steady = off.is_steady & (kept.put_back() == off.changed)
@@ -361,6 +368,7 @@ class _Unchecked:
                 if then.closed is not None:
                     was, now = map(retrace.constants, (derivative.closed, then.closed))
                     is_steady &= not now.has_other(was)
+                    is_other |= retrace.weak(derivative.closed) != retrace.weak(then.closed)
                 if (derivative.order == 1 and not undifferentiated) or then.error is not None:
                     on = then
                 if then.error is not None:
@@ -453,9 +461,9 @@ class _Unchecked:
             for spec in jax.tree_util.tree_leaves(self.asked.get(name)):
                 if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
                     yield f"{name} hold partial sums"
-        if any(isinstance(x, jax.core.Tracer) and is_inexact(x) for x in off.consts):
+        if any(isinstance(x, jax.core.Tracer) and has_tangent(x) for x in off.consts):
             yield "its body closes over values that are traced: pass them as arguments"
-        if on is not None and retrace.computed(off) != retrace.computed(on):
+        if on is not None and retrace.computes(off) != retrace.computes(on):
             yield COMPUTES_ELSE
         elif on is not None:
             was, now = map(retrace.constants, (off, on))

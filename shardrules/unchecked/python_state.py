@@ -388,7 +388,7 @@ class Kept:
             self._undo.append(undo.memory(value))
 
     def _class(self, kind: type) -> None:
-        self._add(kind.__bases__)
+        self._add((*kind.__bases__, type(kind)))  # a metaclass may count the objects it makes
         self._undo.append(undo.class_attributes(kind))
         for name, value in [*vars(kind).items()]:
             held = "__func__" if type(value) in (classmethod, staticmethod) else "fget"

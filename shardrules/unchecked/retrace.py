@@ -10,7 +10,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, inner_jaxprs, is_inexact, name_of, opened
+from shardrules.door.jaxprs import (
+    CASTS,
+    KERNELS,
+    SUMS,
+    has_tangent,
+    inner_jaxprs,
+    is_inexact,
+    name_of,
+    opened,
+)
 from shardrules.door.protocols import ClosedJaxpr, Eqn
 from shardrules.errors import first_line
 from shardrules.jaxprs.made_of import has_same_steps
@@ -35,6 +44,15 @@ class Sum(NamedTuple):
 
 class Unseeable(Exception):
     """Raised for a body that can't be retraced, since the program would observe the retrace."""
+
+
+def why_undifferentiated(args: tuple[Any, ...]) -> list[str]:
+    """Say which arguments have gradients that no trace here takes."""
+    import jax
+
+    others = [x for x in jax.tree_util.tree_leaves(args) if has_tangent(x) and not is_inexact(x)]
+    kinds = dict.fromkeys(str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in others)
+    return [f"an argument is of {kind}, whose gradients are of another type" for kind in kinds]
 
 
 def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -263,6 +281,17 @@ def computed(closed: ClosedJaxpr) -> collections.Counter[tuple[str, str]]:
             form = f"{getattr(var.aval, 'dtype', '')}{getattr(var.aval, 'shape', '')}"
             counted[name, form] += 1
     return counted
+
+
+def weak(closed: ClosedJaxpr) -> list[bool]:
+    """Return which results have a weak type, which gives way to that of the other operand."""
+    # jax.lax.psum's result has none; the check's own psum keeps its operand's (JAX 0.12).
+    return [getattr(aval, "weak_type", False) for aval in closed.out_avals]
+
+
+def computes(closed: ClosedJaxpr) -> tuple[object, list[bool]]:
+    """Return what a jaxpr computes, as far as ``computed`` and ``weak`` tell."""
+    return computed(closed), weak(closed)
 
 
 class Constants(NamedTuple):

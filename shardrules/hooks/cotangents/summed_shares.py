@@ -9,7 +9,9 @@ are linear. An author's transpose counts as linear only if its jaxpr proves it.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
+import types
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -106,15 +108,63 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     primal = opened(eqn.params.get("call_jaxpr", eqn.params.get("call")))
     functions = [getattr(rule, "rule", rule), *([primal] if hasattr(primal, "debug_info") else [])]
     names = map(door.function_name, functions)
-    return "_custom_root" not in names and all(
-        places.owns(door.function_place(function)) for function in functions
+    return (
+        "_custom_root" not in names
+        and all(places.owns(door.function_place(function)) for function in functions)
+        and _calls_only_jaxs(functions[0])
     )
 
 
 def _is_batched_by_jax(door: Door, eqn: Eqn) -> bool:
     """Return whether JAX wrote the rule of a custom_vmap, as for ``sequential_vmap``."""
-    rule = eqn.params["rule"]
-    return places.owns(door.function_place(getattr(rule, "rule", rule)))
+    rule = getattr(eqn.params["rule"], "rule", eqn.params["rule"])
+    # ``sequential_vmap`` makes a rule of JAX's that calls the function itself.
+    own = door.function_place(opened(eqn.params["call"]))
+    return places.owns(door.function_place(rule)) and _calls_only_jaxs(rule, own)
+
+
+_WRAPPED = ("__wrapped__", "f", "f_transformed", "transforms", "fun", "jvp", "func")
+_MOST_HELD = 1000  # the most objects to visit in a rule; those of JAX's own hold some tens
+
+
+def _calls_only_jaxs(rule: Any, own: str = "") -> bool:
+    """Return whether all functions that a rule wraps, closes over or is given are JAX's.
+
+    ``functools.partial(jax.jvp, f)`` and ``jax.named_call(f)`` are JAX's, and call the author's f.
+    A function at the place ``own``, ``file:line``, is allowed, too.
+    """
+    left, met = [rule], set[int]()
+    while left:
+        held = left.pop()
+        if id(held) in met:
+            continue
+        met.add(id(held))
+        if len(met) > _MOST_HELD:
+            return False
+        if isinstance(held, types.FunctionType):
+            code = held.__code__
+            if f"{code.co_filename}:{code.co_firstlineno}" == own:
+                continue
+            if not places.owns(code.co_filename):
+                return False
+            left += [getattr(cell, "cell_contents", None) for cell in held.__closure__ or ()]
+            left += [held.__defaults__, held.__kwdefaults__, getattr(held, "__wrapped__", None)]
+        elif isinstance(held, functools.partial):
+            left += [held.func, held.args, held.keywords]
+        elif isinstance(held, types.MethodType):
+            left += [held.__func__, held.__self__]
+        elif isinstance(held, (tuple, list)):
+            left += held
+        elif isinstance(held, dict):
+            left += held.values()
+        elif isinstance(held, (type, types.BuiltinFunctionType)):
+            continue
+        elif callable(held) or hasattr(held, "call_wrapped"):
+            # JAX's wrappers: of jit, of caches, WrappedFun, custom_jvp.
+            left += [getattr(held, name, None) for name in _WRAPPED]
+            if not type(held).__module__.startswith(("jax", "functools")):
+                return False
+    return True
 
 
 # JAX binds these primitives under the check, and a body may bind them itself. With the check off,

@@ -442,7 +442,8 @@ ROWS = {
         reordered,
         looks_like=(
             "an all-to-all for a reshape of a sharded batch to microbatches, (batch, ...) to "
-            "(steps, batch / steps, ...), or to concatenate two sharded batches"
+            "(steps, batch / steps, ...), or, with fewer steps than devices, activations that are "
+            "exchanged over parts of the axis; or to concatenate two sharded batches"
         ),
         in_shard_map="does not occur: a reshape there is of a device's own rows",
         under_jit=(

@@ -388,7 +388,10 @@ class Kept:
             self._undo.append(undo.memory(value))
 
     def _class(self, kind: type) -> None:
-        self._add((*kind.__bases__, type(kind)))  # a metaclass may count the objects it makes
+        self._add(kind.__bases__)
+        # A metaclass may count what it makes; in C, ``__module__`` is no text.
+        if type(kind) is not type and type(type(kind).__module__) is str:
+            self._add((type(kind),))
         self._undo.append(undo.class_attributes(kind))
         for name, value in [*vars(kind).items()]:
             held = "__func__" if type(value) in (classmethod, staticmethod) else "fget"

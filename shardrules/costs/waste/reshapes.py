@@ -68,10 +68,10 @@ def _of_steps(program: Program) -> dict[Site, Hint]:
             continue
         advice = (
             "the loop's steps come before the sharded rows, as after x.reshape(steps, -1, ...), "
-            f"and there are fewer than devices: those of {first.over} divide the features of one "
-            "step, and exchange activations. If it does not matter which rows a step takes, as for "
-            "microbatches, x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), and of the labels "
-            "alike, gives each step rows that each device has already: these "
+            f"and there are fewer than devices: those of {first.over} gather all steps, or divide "
+            "the features of one step and exchange activations. If it does not matter which rows a "
+            "step takes, as for microbatches, x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), "
+            "and of the labels alike, gives each step rows that each device has already: these "
             f"{total} B become 0 B"
         )
         if more:

@@ -517,6 +517,12 @@ def call(path, text, function="f"):
             "é = 'é', shard_map(f, check_rep =\tFalse)\r\n",
             "é = 'é', shard_map(f, check_rep =\tTrue)",
         ),
+        (
+            "x = partial(shard_map, check_vma=False)(f, mesh=mesh)\n",
+            "x = partial(shard_map, check_vma=True)(f, mesh=mesh)",
+        ),
+        ("x = partial(shard_map, check_vma=False)(f, check_vma=off)\n", None),
+        ("later = partial(f, check_vma=False)\nx = (later or shard_map)(f)\n", None),
         ("x = shard_map(f, check_vma=off)\n", None),
         ("x = shard_map(f, **off)\n", None),
         ("x = shard_map(f, check_vma=not True)\n", None),

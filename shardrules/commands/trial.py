@@ -184,22 +184,25 @@ def _sent(seen: Iterable[WatchedProgram]) -> tuple[Sent, Sent]:
     """
     from shardrules.costs import accounts
 
-    # Maps a program to its bytes and collectives. If a program is compiled again, count it once.
-    of_function: dict[tuple[str, ...], tuple[int, int]] = {}
+    # Both runs number the functions of one name and kind of arguments alike; the lines of their
+    # definitions move with the patch.
+    functions: dict[tuple[str, tuple[str, ...]], list[str]] = collections.defaultdict(list)
+    sent: Sent = collections.defaultdict(list)
+    launched: Sent = collections.defaultdict(list)
     for program in seen:
         with contextlib.suppress(ShardrulesError):  # its backend does not return its HLO
-            key = program.name, program.definition, *program.arguments
+            name, arguments = program.name, tuple(program.arguments)
             count, launches = 0, dict[tuple[str, str], int]()
             for entry in accounts.of(program.judgement).entries:
                 runs, of = entry.each if entry.runs is None else entry.runs, entry.judged.collective
                 count += runs * entry.wire_bytes
                 launches[of.computation, of.name] = runs  # counts a combined collective once
-            of_function[key] = count, sum(launches.values())
-    sent: Sent = collections.defaultdict(int)
-    launched: Sent = collections.defaultdict(int)
-    for (name, _, *arguments), (count, runs) in of_function.items():
-        sent[name, tuple(arguments)] += count
-        launched[name, tuple(arguments)] += runs
+            known = functions[name, arguments]
+            if program.definition not in known:
+                known.append(program.definition)
+            key = name, arguments, known.index(program.definition)
+            sent[key].append(count)
+            launched[key].append(sum(launches.values()))
     return dict(sent), dict(launched)
 
 

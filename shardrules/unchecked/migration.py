@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from shardrules.paths import is_here
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
-from shardrules.unchecked.results import Outcome, Sent, compared, sent_by_name
+from shardrules.unchecked.results import Outcome, Sent, SentByName, compared, sent_by_name
 from shardrules.unchecked.retrace import sent_bytes
 from shardrules.unchecked.sites import (
     BY_TYPE,
@@ -146,32 +146,42 @@ def written(
 
 
 def _sent(before: Outcome, after: Outcome) -> list[str]:
-    sums = [each for each in sent_by_name(before.sent, after.sent) if max(each[1:])]
-    sums.sort(key=lambda each: (-max(each[1:]), each))
-    total = sum(off for _, off, _ in sums), sum(on for *_, on in sums)
-    shown, rest = sums[:_SHOWN], sums[_SHOWN:]
-    if rest:
-        more = f"{len(rest)} more programs"
-        shown.append((more, sum(off for _, off, _ in rest), sum(on for *_, on in rest)))
-    shown.append(("all programs", *total))
-    cells = [(name, size(off), _less(off, on)) for name, off, on in shown]
+    sums = [each for each in sent_by_name(before.sent, after.sent) if each.before or each.after]
+    sums.sort(key=lambda each: (-max(each.before, each.after), each))
+    total = sum(each.before for each in sums), sum(each.after for each in sums)
+    cells = [(_named(each), each.before, each.after) for each in sums[:_SHOWN]]
+    if rest := sums[_SHOWN:]:
+        more = sum(each.before for each in rest), sum(each.after for each in rest)
+        cells.append((f"{sum(each.programs for each in rest)} more programs", *more))
+    cells.append(("all programs", *total))
+    shown = [(name, size(off), _less(off, on)) for name, off, on in cells]
+    is_same = total[0] == total[1] and not any(each.saves for each in sums)
     same = "the patch saves no bytes here; the gain is that JAX checks these shard_maps"
     return [
-        table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
+        table([("compiled program", "bytes now", "bytes with the patch"), *shown]),
         "",
-        *([same] if total[0] == total[1] else []),
+        *([same] if is_same else []),
         *_launched(before.launched, after.launched),
-        "(bytes: what one device sends for the collectives of each program that the script "
-        "compiled, run once for each kind of arguments, and for a kind that only one run compiled "
-        "the costliest of that name; a while loop without a known count is one trip. The script "
-        "ran again with the patch, in a process of its own, to measure this)",
+        "(bytes: what one device sends for the collectives of all programs of a name, each run "
+        "once; programs of one function that send equal bytes for arguments of one kind count "
+        "once, and of those that only one run compiled just the costliest of that name counts; a "
+        "while loop without a known count is one trip. The script ran again with the patch, in a "
+        "process of its own, to measure this)",
     ]
+
+
+def _named(each: SentByName) -> str:
+    return each.name + (f" ({each.programs} programs)" if each.programs > 1 else "")
 
 
 def _launched(before: Sent, after: Sent) -> list[str]:
     """Say which programs run more collectives with the patch, which bytes don't show."""
     sums = sent_by_name(before, after)
-    more = sorted((off - on, name, off, on) for name, off, on in sums if on > off)
+    more = sorted(
+        (each.before - each.after, _named(each), each.before, each.after)
+        for each in sums
+        if each.after > each.before
+    )
     if not more:
         return []
     named = ", ".join(f"{name} {on}, {off} without it" for _, name, off, on in more[:_SHOWN])

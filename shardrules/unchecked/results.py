@@ -22,8 +22,12 @@ _ELEMENTS = 256  # recorded elements of each result
 _MOST_BYTES = 1 << 26  # larger results are not read
 _AS_LARGE = 10  # rounding makes a result's difference at most this many times the arguments' one
 
-Sent = dict[tuple[str, tuple[str, ...]], int]
-"""What one device sends or launches in one run, by a program's name and argument types."""
+Sent = dict[tuple[str, tuple[str, ...], int], list[int]]
+"""What one device sends or launches in one run of each program, in the order of compilation.
+
+The key is the programs' name, their argument types, and the number of the function among those that
+share both: a function may be compiled more than once for the same argument types.
+"""
 
 
 class Result(NamedTuple):
@@ -178,28 +182,53 @@ def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
     )
 
 
-def _of_program(name: str, sent: Sent) -> Sent:
-    return {key: count for key, count in sent.items() if key[0] == name}
+class SentByName(NamedTuple):
+    """What two runs of a script send, or launch, in the programs of one name."""
+
+    name: str
+    before: int
+    after: int
+    programs: int  # how many programs that send something are summed
+    saves: bool  # whether one of them sends less in the second run
 
 
-def sent_by_name(before: Sent, after: Sent) -> list[tuple[str, int, int]]:
-    """Return what two runs of a script send, or launch, for each name of a program.
+def sent_by_name(before: Sent, after: Sent) -> list[SentByName]:
+    """Compare what two runs of a script send, or launch, for each name of a program.
 
-    Programs are matched by name and argument types. JAX may compile a step more often in one of the
-    runs, for example because results were placed differently. So among the programs of one name
-    without a match, only the costliest one counts.
+    Programs are matched by name, argument types and the order of compilation. JAX may compile a
+    step more often in one of the runs, for example because results were placed differently. So
+    among programs without a match, only the costliest one counts.
     """
     rows = []
-    for name in dict.fromkeys(name for name, _ in (*before, *after)):
-        sides = [_of_program(name, side) for side in (before, after)]
-        both = sides[0].keys() & sides[1].keys()
-        sums = []
-        for side in sides:
-            others = [n for key, n in side.items() if key not in both]
-            extra = 0 if sides[0].keys() == sides[1].keys() else max(others or side.values() or [0])
-            sums.append(sum(side[key] for key in both) + extra)
-        rows.append((name, sums[0], sums[1]))
+    for name in dict.fromkeys(name for name, *_ in (*before, *after)):
+        first, second = (
+            {key: side[key] for key in side if key[0] == name} for side in (before, after)
+        )
+        both = [key for key in first if key in second]
+        pairs, saves = list[tuple[int, int]](), False
+        for key in both:
+            pairs += _matched(first[key], second[key])
+            saves |= min(second[key]) < min(first[key])
+        if first.keys() != second.keys():
+            pairs.append((_costliest_other(first, both), _costliest_other(second, both)))
+        saves |= any(on < off for off, on in pairs)
+        off, on = map(sum, zip(*pairs))
+        rows.append(SentByName(name, off, on, sum(map(any, pairs)), saves))
     return rows
+
+
+def _matched(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
+    """Match what a function's programs send in two runs."""
+    # A jit that is made anew compiles the same program again, which counts once. Functions that
+    # differ only in the shard_maps they call look the same here, unless the patch changes some.
+    if len(before) == len(after):
+        return list(dict.fromkeys(zip(before, after)))
+    return [(max(before), max(after))]
+
+
+def _costliest_other(side: Sent, both: Sequence[Any]) -> int:
+    others = [max(counts) for key, counts in side.items() if key not in both]
+    return max(others or [max(counts) for counts in side.values()] or [0])
 
 
 def _tolerance(dtype: str) -> float:

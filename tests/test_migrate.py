@@ -642,6 +642,21 @@ def test_a_program_that_shares_its_name_shows_what_it_saves(tmp_path):
     assert "-    check_vma=False,\n+    check_vma=True," in patch
 
 
+def test_programs_are_counted_as_run_counts_them(tmp_path):
+    """Those of one function and one kind of arguments counted once."""
+    (tmp_path / "train.py").write_text(
+        "import jax\nfor _ in range(3):\n    jax.jit(lambda x: x + 1)(1.0)\n"
+    )
+    reported = run(tmp_path, "-m", "shardrules", "run", "train.py").stderr
+    count = re.match(r"(\d+) programs compiled", reported).group(1)
+    done = run(tmp_path, "-m", "shardrules", "migrate", "train.py")
+    assert int(count) >= 3 and f"by the {count} programs that the script compiled" in done.stderr
+    # Nor does a name count as one program.
+    one = results.Result("float32", (1,), 1.0, (1.0,))
+    runs = {"jit_f": [results.ProgramRun((one, one), program=number) for number in (4, 4, 5)]}
+    assert results.compared(runs, runs).startswith("compared: 6 results of 2 programs, ")
+
+
 def test_what_was_looked_at_together_is_switched_together_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     site = call(pathlib.Path("one.py"), "x = shard_map(f, check_vma=False)\n")

@@ -85,7 +85,7 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
         flags.say("the run with the patch was interrupted: no site was tried")
         rows, after = tried(untried, before, edit, None)
     said: list[str] = []
-    text = migration.written(rows, (before, after) if after else None, len(before.sent))
+    text = migration.written(rows, (before, after) if after else None, before.compiled)
     if before.failure and not rows:
         text = f"until the script failed ({before.failure}), {text}"
     if arguments.diff is not None:

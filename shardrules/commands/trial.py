@@ -147,6 +147,7 @@ def child(path: str) -> int:
     sys.excepthook = record_error
 
     def end(_: script.Ended) -> int:
+        outcome.compiled = len(seen)
         _add_rules(outcome, registered)
         _write(result, outcome)  # write this before judging: after SIGTERM, little time is left
         outcome.sent, outcome.launched = _sent(seen)

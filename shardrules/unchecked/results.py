@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,7 @@ class ProgramRun(NamedTuple):
     returned: tuple[Result | None, ...]
     took: tuple[Result, ...] = ()
     line: str = ""  # the line of the script that ran it, ``FILE:LINE``
+    program: int = 0  # which of the compiled programs it is
 
 
 Results = dict[str, list[ProgramRun]]  # by a program's name
@@ -58,6 +60,7 @@ class Outcome:
     raised: str = ""  # the first line of the error that ended it, empty if none did
     # the calls of unchecked shard_maps, if the run retraced them
     calls: list[UncheckedCall] = field(default_factory=list)
+    compiled: int = 0  # the programs that it compiled
     sent: Sent = field(default_factory=dict)
     launched: Sent = field(default_factory=dict)  # the collectives that one device runs
     results: Results = field(default_factory=dict)  # what its programs returned
@@ -74,6 +77,7 @@ def start(results: Results) -> Callable[[], None]:
     """Record what each program's first runs return, until the returned function is called."""
     lock = threading.Lock()
     made: dict[int, tuple[weakref.ref[Any], Result]] = {}  # by the ids of arrays
+    numbers = itertools.count()
 
     def taken(arrays: Iterable[Any]) -> Iterator[Result]:
         # An id alone doesn't identify an array, since Python reuses ids.
@@ -84,16 +88,15 @@ def start(results: Results) -> Callable[[], None]:
 
     def note(executable: Any, traced: object) -> None:
         name = compiled.program_name(executable)
-        left = _RUNS
+        number, left = next(numbers), _RUNS
 
         def see(arguments: Sequence[Any], arrays: Sequence[Any]) -> None:
             nonlocal left
             with lock:
                 left -= 1
                 if left >= 0:
-                    run = ProgramRun(
-                        tuple(map(_read, arrays)), tuple(taken(arguments)), user_line()
-                    )
+                    returned, took = tuple(map(_read, arrays)), tuple(taken(arguments))
+                    run = ProgramRun(returned, took, user_line(), number)
                     results.setdefault(name, []).append(run)
                     for array, result in zip(arrays, run.returned):
                         if result is not None:
@@ -139,12 +142,12 @@ def different(before: Results, after: Results) -> str:
 
 def compared(before: Results, after: Results) -> str:
     """Say how many results of two runs were compared and found equal."""
-    counts: dict[str, int] = {}
+    counts: dict[int, int] = {}  # by the number of the program
     for name, runs in before.items():
         for first, second in zip(runs, after.get(name, ())):
             pairs = zip(first.returned, second.returned)
             alike = [a and b and (a.dtype, a.shape) == (b.dtype, b.shape) for a, b in pairs]
-            counts[name] = counts.get(name, 0) + sum(map(bool, alike))
+            counts[first.program] = counts.get(first.program, 0) + sum(map(bool, alike))
     results, programs = sum(counts.values()), sum(map(bool, counts.values()))
     if not results:
         return "nothing that the script's programs returned could be compared"

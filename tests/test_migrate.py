@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules
-from shardrules.commands import trial
+from shardrules import paths
+from shardrules.commands import migrate, trial
 from shardrules.unchecked import migration, results, tried
 from shardrules.unchecked.sites import Site, UncheckedCall
 
@@ -677,13 +678,49 @@ def test_what_is_not_below_this_folder_or_installs_already_is_left(tmp_path, mon
     monkeypatch.chdir(tmp_path / "here")
     elsewhere = call(tmp_path / "other.py", "x = shard_map(f, check_vma=False)\n")
     rows = [migration.SiteRow(elsewhere, (), migration.SWITCH)]
-    assert patched(rows, "script.py")[0] == ""
+    patch, (reason,) = patched(rows, "script.py")
+    assert patch == "" and "run migrate in a folder above it" in reason
     path = pathlib.Path("script.py")
     text = "import shardrules\nshardrules.install()\nx = shard_map(f, check_vma=False)\n"
     patch, _ = patched([migration.SiteRow(call(path, text), (), migration.SWITCH)], str(path))
     assert "install" not in "".join(line for line in patch.splitlines() if line[0] == "+")
     blocked = [row._replace(verdict=migration.RULE) for row in rows]
     assert patched(blocked, str(path)) == ("", [])
+
+
+def test_a_script_in_another_folder_is_patched_there(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "own code").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / "own code" / "train.py"
+    site = call(path, "x = shard_map(f, check_vma=False)\n")
+    own = migration.SiteRow(site, (), migration.SWITCH)
+    edits = migration.edited([own], str(path))
+    assert "+++ b/train.py\n" in migration.diff(edits) and not edits.left
+    pathlib.Path("on.patch").write_text(migration.diff(edits))
+    applied = migrate._applied(edits, "on.patch", 1, 1, "").partition("apply it: ")[2].strip("`")
+    subprocess.run(applied, shell=True, check=True)
+    assert "check_vma=True" in path.read_text() and "shardrules.install()" in path.read_text()
+    # One patch for two folders, and nothing for a command that pip installed.
+    site = call(path, "x = shard_map(f, check_vma=False)\n")
+    model = call(pathlib.Path("model.py"), "x = shard_map(f, check_vma=False)\n")
+    both = [own, migration.SiteRow(model, (), migration.SWITCH)]
+    patch, _ = patched(both, str(path))
+    names = re.findall(r"^\+\+\+ (.*)", patch, re.MULTILINE)
+    assert names == ["b/own code/train.py", "b/here/model.py"]
+    monkeypatch.setattr(paths, "_COMMANDS", str(path.parent))
+    patch, left = patched([own], str(path))
+    assert patch == "" and "not your own file" in left[0]
+
+
+def test_a_script_in_another_folder_is_tried(tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "train.py").write_text(ONE_NAME)
+    done = run(tmp_path / "here", "-m", "shardrules", "migrate", "../train.py")
+    rows = [line for line in done.stderr.splitlines() if "train.py:" in line and " | " in line]
+    assert [row.split(" | ")[2] for row in rows] == [migration.SWITCH, *[migration.BY_HAND] * 2]
+    # Why a site is left is said without --diff, too.
+    assert done.stderr.count("this call has no check_vma=False") == 2
 
 
 def test_a_library_that_is_installed_below_this_folder_is_left(tmp_path, monkeypatch):

@@ -134,7 +134,7 @@ def child(path: str) -> int:
     contexts.callback(results.start(outcome.results))
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
-    elif target.file in texts or is_here(target.file):  # the script installs the hooks itself
+    elif target.file in texts or is_here(target.file, target.file):  # it installs the hooks itself
         contexts.callback(WhenImported("jax", register).stop)
     else:
         contexts.enter_context(check_off.switching([], register, flags.say, "leave"))

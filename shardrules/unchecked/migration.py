@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.paths import is_here
+from shardrules.paths import is_here, is_library
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
 from shardrules.unchecked.results import Outcome, Sent, SentByName, compared, sent_by_name
@@ -294,10 +294,18 @@ class Edits(NamedTuple):
     left: list[str]  # the edits left to do by hand, each with its reason
 
 
+def folder_of(edits: Edits) -> str:
+    """Return the folder to which a patch's paths are relative: this one if it holds all files."""
+    folders = [os.path.dirname(os.path.abspath(file)) for file in edits.before]
+    if all(map(is_here, edits.before)):
+        return os.getcwd()
+    return os.path.commonpath(folders)
+
+
 def diff(edits: Edits) -> str:
     lines: list[str] = []
     for file, before in edits.before.items():
-        name = os.path.relpath(file).replace(os.sep, "/")
+        name = os.path.relpath(file, folder_of(edits)).replace(os.sep, "/")
         for changed in difflib.unified_diff(before, edits.after[file], f"a/{name}", f"b/{name}"):
             tail = "" if changed.endswith("\n") else "\n\\ No newline at end of file\n"
             lines.append(changed + tail)
@@ -308,7 +316,8 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
     """Switch checks on where possible; install the hooks and add ``rules`` in the script."""
     candidates = {row.site for row in rows if row.verdict in (SWITCH, UNTRIED, BY_HAND)}
     reasons = {
-        row.site: _by_hand(row.site) if row.site in candidates else row.verdict for row in rows
+        row.site: _by_hand(row.site, script) if row.site in candidates else row.verdict
+        for row in rows
     }
     for group in joined(list(reasons), rows):
         blocked = next((site for site in group if reasons[site]), None)
@@ -329,7 +338,7 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
             lines[line - 1] = (raw[:start] + b"True" + raw[end:]).decode()
             drop_reasons(lines, line)
     where = None
-    if is_here(script):
+    if is_here(script, script):
         where, others = place_to_install(script, sites)
         left += [
             f"{short(script)}:{line}: {call} replaces what the patch adds; drop its arguments"
@@ -337,8 +346,8 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
         ]
     else:
         left.append(
-            f"{script} is not your own file below this folder: call shardrules.install() in one "
-            "that is, before the first shard_map is made (for pytest, in conftest.py)"
+            f"{script} is not your own file: call shardrules.install() in one that is, before the "
+            "first shard_map is made (for pytest, in conftest.py)"
         )
     if where is None:
         left += [f"{script}: write {line} there" for line in rules]
@@ -354,10 +363,12 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
     return Edits(texts, after, sites, left)
 
 
-def _by_hand(site: Site) -> str:
+def _by_hand(site: Site, script: str) -> str:
     """Return why the patch can't switch a site, empty if it can."""
-    if not is_here(site.file):
-        return "not your own file below this folder"
+    if not is_here(site.file, script):
+        why = "not your own file below this folder or the script's"
+        mine = not is_library(os.path.abspath(site.file))
+        return f"{why}; if it is yours, run migrate in a folder above it" if mine else why
     if flag(site) is None:
         return "this call has no check_vma=False or check_rep=False that is written out"
     return ""

@@ -706,8 +706,9 @@ def test_a_script_in_another_folder_is_patched_there(tmp_path, monkeypatch):
     model = call(pathlib.Path("model.py"), "x = shard_map(f, check_vma=False)\n")
     both = [own, migration.SiteRow(model, (), migration.SWITCH)]
     patch, _ = patched(both, str(path))
-    names = re.findall(r"^\+\+\+ (.*)", patch, re.MULTILINE)
-    assert names == ["b/own code/train.py", "b/here/model.py"]
+    assert re.findall(r"^\+\+\+ b/(.*\w)", patch, re.M) == ["own code/train.py", "here/model.py"]
+    subprocess.run(["patch", "-p1", "-d", ".."], input=patch, text=True, check=True)
+    assert "check_vma=True" in path.read_text() and "=True" in pathlib.Path("model.py").read_text()
     monkeypatch.setattr(paths, "_COMMANDS", str(path.parent))
     patch, left = patched([own], str(path))
     assert patch == "" and "not your own file" in left[0]

@@ -306,6 +306,7 @@ def diff(edits: Edits) -> str:
     lines: list[str] = []
     for file, before in edits.before.items():
         name = os.path.relpath(file, folder_of(edits)).replace(os.sep, "/")
+        name += "\t" * (" " in name)  # patch reads a name up to a space, unless a tab ends it
         for changed in difflib.unified_diff(before, edits.after[file], f"a/{name}", f"b/{name}"):
             tail = "" if changed.endswith("\n") else "\n\\ No newline at end of file\n"
             lines.append(changed + tail)

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 
 _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
+_COMMANDS = sysconfig.get_path("scripts")
 
 
 def is_library(path: str) -> bool:
@@ -21,11 +22,15 @@ def is_library(path: str) -> bool:
     )
 
 
-def is_here(file: str) -> bool:
-    """Return whether a file is below the current folder and doesn't belong to a library."""
-    relative = os.path.relpath(file)
-    is_below = not relative.startswith(os.pardir) and not os.path.isabs(relative)
-    return is_below and os.path.isfile(file) and not is_library(os.path.abspath(file))
+def is_here(file: str, script: str | None = None) -> bool:
+    """Return whether a file is the user's own, below the current folder or below the script's."""
+    folders = [os.getcwd()]
+    # An installed command, such as pytest, has no modules of the user beside it.
+    if script and (folder := os.path.dirname(os.path.abspath(script))) != _COMMANDS:
+        folders.append(folder)
+    path = os.path.abspath(file)
+    below = any(path.startswith(os.path.join(folder, "")) for folder in folders)
+    return below and os.path.isfile(file) and not is_library(path)
 
 
 def is_own(place: str) -> bool:

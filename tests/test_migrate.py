@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules
-from shardrules.commands import trial
+from shardrules import paths
+from shardrules.commands import migrate, trial
 from shardrules.unchecked import migration, results, tried
 from shardrules.unchecked.sites import Site, UncheckedCall
 
@@ -238,9 +239,9 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     found = [migration.SiteRow(site, (), migration.MORE)]
     rows, outcome = tried.tried(
         found,
-        results.Outcome(sent={("jit_f", ()): 10}),
+        results.Outcome(sent={("jit_f", (), 0): [10]}),
         lambda some: migration.edited(some, "file.py"),
-        lambda _: results.Outcome(sent={("jit_f", ()): sent}),
+        lambda _: results.Outcome(sent={("jit_f", (), 0): [sent]}),
     )
     assert [row.verdict for row in rows] == [getattr(migration, verdict)]
     assert (outcome is None) == (verdict == "MORE")
@@ -259,11 +260,32 @@ def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verd
     ],
 )
 def test_bytes_are_compared_for_the_same_arguments(before, after, sums):
-    sides = [{("jit_f", (key,)): n for key, n in side.items()} for side in (before, after)]
-    assert results.sent_by_name(*sides) == [("jit_f", *sums)]
+    sides = [{("jit_f", (key,), 0): [n] for key, n in side.items()} for side in (before, after)]
+    (row,) = results.sent_by_name(*sides)
+    assert row[:3] == ("jit_f", *sums)
     # What other programs send is not theirs.
-    sides[0]["jit_g", ("A",)] = 5
-    assert ("jit_g", 5, 0) in results.sent_by_name(*sides)
+    sides[0]["jit_g", ("A",), 0] = [5]
+    assert ("jit_g", 5, 0, 1, True) in results.sent_by_name(*sides)
+
+
+@pytest.mark.parametrize(
+    "before, after, sums, programs, saves",
+    [
+        # Four functions that jit calls alike, each compiled twice; the patch changes the first.
+        ([9] * 8, [0, 0] + [9] * 6, (18, 9), 2, True),
+        ([9] * 8, [0] * 2 + [9] * 5, (9, 9), 1, True),  # JAX compiled one of them less often
+        ([9] * 3, [9] * 3, (9, 9), 1, False),
+        ([9] * 3, [9] * 2, (9, 9), 1, False),
+        ([9, 7], [9, 7], (16, 16), 2, False),
+        ([9, 7], [7, 9], (16, 16), 2, True),
+        ([9, 0], [9, 0], (9, 9), 1, False),  # one sends nothing
+    ],
+)
+def test_programs_of_one_name_are_compared_in_their_order(before, after, sums, programs, saves):
+    """Of programs for the same arguments the last one counted, which hid what others save."""
+    key = "jit__lambda", ("f32[8]",), 0
+    compared = results.sent_by_name({key: before}, {key: after})
+    assert compared == [("jit__lambda", *sums, programs, saves)]
 
 
 def test_a_function_that_is_compiled_again_sends_once(cpu_mesh):
@@ -279,7 +301,9 @@ def test_a_function_that_is_compiled_again_sends_once(cpu_mesh):
         total()(jax.device_put(np.ones((16, 16), np.float32), sharded))
     assert len(seen) == 4
     sent, launched = trial._sent(seen)
-    assert [*sent.values()] == [96, 96] and [*launched.values()] == [1, 1]
+    assert [*sent.values()] == [[96] * 3, [96]] and [*launched.values()] == [[1] * 3, [1]]
+    (row,) = results.sent_by_name(sent, sent)
+    assert row == ("jit__lambda", 192, 192, 2, False)
 
 
 @pytest.mark.parametrize("off, verdict", [(1e-5, "SWITCH"), (0.5, "CHANGES")])
@@ -477,8 +501,8 @@ def test_an_install_with_other_arguments_is_named(tmp_path, monkeypatch, argumen
 def test_a_patch_that_saves_no_bytes_says_so(tmp_path, after, is_said):
     site = call(tmp_path / "file.py", "x = shard_map(f, check_vma=False)\n")
     rows = [migration.SiteRow(site, (), migration.SWITCH)]
-    step = "jit_step", ("f32[8]",)
-    runs = results.Outcome(sent={step: 64}), results.Outcome(sent={step: after})
+    step = "jit_step", ("f32[8]",), 0
+    runs = results.Outcome(sent={step: [64]}), results.Outcome(sent={step: [after]})
     said = migration.written(rows, runs)
     assert ("saves no bytes" in said) is is_said
 
@@ -517,6 +541,12 @@ def call(path, text, function="f"):
             "é = 'é', shard_map(f, check_rep =\tFalse)\r\n",
             "é = 'é', shard_map(f, check_rep =\tTrue)",
         ),
+        (
+            "x = partial(shard_map, check_vma=False)(f, mesh=mesh)\n",
+            "x = partial(shard_map, check_vma=True)(f, mesh=mesh)",
+        ),
+        ("x = partial(shard_map, check_vma=False)(f, check_vma=off)\n", None),
+        ("later = partial(f, check_vma=False)\nx = (later or shard_map)(f)\n", None),
         ("x = shard_map(f, check_vma=off)\n", None),
         ("x = shard_map(f, **off)\n", None),
         ("x = shard_map(f, check_vma=not True)\n", None),
@@ -570,6 +600,64 @@ def test_the_reason_for_which_the_check_was_off_goes_with_it(tmp_path, monkeypat
     assert "".join(comments) == left and after.replace(" ", "").count("check_vma=True") == 1
 
 
+ONE_NAME = """\
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import functools
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import shard_map
+from jax.sharding import Mesh, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+specs = dict(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+
+def square(x):
+    return x**2
+
+
+own = functools.partial(
+    shard_map,
+    check_vma=False,
+    **specs,
+)(square)
+shared = functools.partial(shard_map, check_vma=False)
+x = jnp.ones((8, 256))
+for f in (own, shared(square, **specs), shared(square, **specs)):
+    print(jax.jit(jax.grad(lambda x: f(x).sum()))(x).sum())
+"""
+
+
+def test_a_program_that_shares_its_name_shows_what_it_saves(tmp_path):
+    (tmp_path / "train.py").write_text(ONE_NAME)
+    done = run(tmp_path, "-m", "shardrules", "migrate", "--diff", "on.patch", "train.py")
+    lines = done.stderr.splitlines()
+    verdicts = [line.split(" | ")[2] for line in lines if line.startswith("train.py:")][:3]
+    assert verdicts == [migration.SWITCH, migration.BY_HAND, migration.BY_HAND], done.stderr
+    (row,) = [line for line in lines if line.startswith("jit__lambda")]
+    assert [*map(str.strip, row.split("|"))] == ["jit__lambda (2 programs)", "4096 B", "2048 B"]
+    assert "saves no bytes" not in done.stderr
+    patch = (tmp_path / "on.patch").read_text()
+    assert "-    check_vma=False,\n+    check_vma=True," in patch
+
+
+def test_programs_are_counted_as_run_counts_them(tmp_path):
+    """Those of one function and one kind of arguments counted once."""
+    (tmp_path / "train.py").write_text(
+        "import jax\nfor _ in range(3):\n    jax.jit(lambda x: x + 1)(1.0)\n"
+    )
+    reported = run(tmp_path, "-m", "shardrules", "run", "train.py").stderr
+    count = re.match(r"(\d+) programs compiled", reported).group(1)
+    done = run(tmp_path, "-m", "shardrules", "migrate", "train.py")
+    assert int(count) >= 3 and f"by the {count} programs that the script compiled" in done.stderr
+    # Nor does a name count as one program.
+    one = results.Result("float32", (1,), 1.0, (1.0,))
+    runs = {"jit_f": [results.ProgramRun((one, one), program=number) for number in (4, 4, 5)]}
+    assert results.compared(runs, runs).startswith("compared: 6 results of 2 programs, ")
+
+
 def test_what_was_looked_at_together_is_switched_together_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     site = call(pathlib.Path("one.py"), "x = shard_map(f, check_vma=False)\n")
@@ -590,13 +678,50 @@ def test_what_is_not_below_this_folder_or_installs_already_is_left(tmp_path, mon
     monkeypatch.chdir(tmp_path / "here")
     elsewhere = call(tmp_path / "other.py", "x = shard_map(f, check_vma=False)\n")
     rows = [migration.SiteRow(elsewhere, (), migration.SWITCH)]
-    assert patched(rows, "script.py")[0] == ""
+    patch, (reason,) = patched(rows, "script.py")
+    assert patch == "" and "run migrate in a folder above it" in reason
     path = pathlib.Path("script.py")
     text = "import shardrules\nshardrules.install()\nx = shard_map(f, check_vma=False)\n"
     patch, _ = patched([migration.SiteRow(call(path, text), (), migration.SWITCH)], str(path))
     assert "install" not in "".join(line for line in patch.splitlines() if line[0] == "+")
     blocked = [row._replace(verdict=migration.RULE) for row in rows]
     assert patched(blocked, str(path)) == ("", [])
+
+
+def test_a_script_in_another_folder_is_patched_there(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "own code").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / "own code" / "train.py"
+    site = call(path, "x = shard_map(f, check_vma=False)\n")
+    own = migration.SiteRow(site, (), migration.SWITCH)
+    edits = migration.edited([own], str(path))
+    assert "+++ b/train.py\n" in migration.diff(edits) and not edits.left
+    pathlib.Path("on.patch").write_text(migration.diff(edits))
+    applied = migrate._applied(edits, "on.patch", 1, 1, "").partition("apply it: ")[2].strip("`")
+    subprocess.run(applied, shell=True, check=True)
+    assert "check_vma=True" in path.read_text() and "shardrules.install()" in path.read_text()
+    # One patch for two folders, and nothing for a command that pip installed.
+    site = call(path, "x = shard_map(f, check_vma=False)\n")
+    model = call(pathlib.Path("model.py"), "x = shard_map(f, check_vma=False)\n")
+    both = [own, migration.SiteRow(model, (), migration.SWITCH)]
+    patch, _ = patched(both, str(path))
+    assert re.findall(r"^\+\+\+ b/(.*\w)", patch, re.M) == ["own code/train.py", "here/model.py"]
+    subprocess.run(["patch", "-p1", "-d", ".."], input=patch, text=True, check=True)
+    assert "check_vma=True" in path.read_text() and "=True" in pathlib.Path("model.py").read_text()
+    monkeypatch.setattr(paths, "_COMMANDS", str(path.parent))
+    patch, left = patched([own], str(path))
+    assert patch == "" and "not your own file" in left[0]
+
+
+def test_a_script_in_another_folder_is_tried(tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "train.py").write_text(ONE_NAME)
+    done = run(tmp_path / "here", "-m", "shardrules", "migrate", "../train.py")
+    rows = [line for line in done.stderr.splitlines() if "train.py:" in line and " | " in line]
+    assert [row.split(" | ")[2] for row in rows] == [migration.SWITCH, *[migration.BY_HAND] * 2]
+    # Why a site is left is said without --diff, too.
+    assert done.stderr.count("this call has no check_vma=False") == 2
 
 
 def test_a_library_that_is_installed_below_this_folder_is_left(tmp_path, monkeypatch):

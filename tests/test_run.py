@@ -1,5 +1,6 @@
 """``shardrules run``: the script's run is as Python's, whatever it does; and ``pytest --shardrules``."""
 
+import collections
 import json
 import os
 import pathlib
@@ -15,6 +16,8 @@ import pytest
 import shardrules
 from shardrules.commands import closing, script
 from shardrules.commands import run as command
+from shardrules.costs import worth
+from shardrules.hlo.reader import annotate
 
 ROOT = pathlib.Path(shardrules.__file__).parents[1]
 
@@ -395,6 +398,29 @@ def test_a_console_script_s_folder_is_not_the_scripts(tmp_path):
         assert (
             run(*flags, "there/script.py", cwd=tmp_path, before=(cli, "run")).stdout == plain.stdout
         )
+
+
+def test_kept_programs_save_what_run_says(tmp_path):
+    """The text alone can't tell what is sent with the check on, so the files say it."""
+    step = TESTS.replace("def test_nothing", "test_jax()\ntest_jax()\n\n\ndef test_nothing")
+    (tmp_path / "train.py").write_text(step)
+    done = run("--keep", "hlo", "train.py", cwd=tmp_path)
+    saves = [line.strip() for line in done.stderr.splitlines() if "saves " in line]
+    assert "saves 128 B (100%)" in saves
+    again = run("hlo", cwd=tmp_path, before=("-m", "shardrules", "report"))
+    from_files = [line.strip() for line in again.stdout.splitlines() if "saves " in line]
+    assert {*from_files} == {*saves}, again.stdout
+
+
+def test_a_header_holds_what_a_program_sends_with_its_checks_on():
+    key = "backward all-reduce(model)", 'tra"in.py:3 (step.<locals>.f)'
+    off = ("other.py:4 (g)", "no rule for 'kernel={1}', \\ which\nis needed; a=b, c")
+    switched = worth.Switched(7, collections.Counter({key: 2}), ("train.py:3 (é)",), (off,), ("s",))
+    for tag in ("", ', frontend_attributes={shardrules.mesh="a=2"}'):
+        text = f"HloModule f{tag}\n\nENTRY e {{\n  ROOT x = f32[] constant(1)\n}}\n"
+        assert worth.Switched.kept(shardrules.hlo.parse(text)) == ""
+        kept = shardrules.hlo.parse(annotate.tagged(text, worth.SWITCHED, switched.as_text()))
+        assert worth.Switched.kept(kept) == switched
 
 
 def test_what_can_t_be_read_is_kept_as_it_is(tmp_path):

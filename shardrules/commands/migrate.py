@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -85,18 +86,18 @@ def _report(arguments: argparse.Namespace, file: str, before: Outcome) -> int:
         flags.say("the run with the patch was interrupted: no site was tried")
         rows, after = tried(untried, before, edit, None)
     said: list[str] = []
-    text = migration.written(rows, (before, after) if after else None, len(before.sent))
+    text = migration.written(rows, (before, after) if after else None, before.compiled)
     if before.failure and not rows:
         text = f"until the script failed ({before.failure}), {text}"
+    patch = edit(rows)
+    if patch.left:
+        text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in patch.left)])
     if arguments.diff is not None:
-        patch = edit(rows)
         flags.write(migration.diff(patch), arguments.diff, of_text=False)
         if arguments.diff != "-":
             no_site = "no shard_map was seen before the script failed"
             no_site = no_site if before.failure else "no check is off"
             said.append(_applied(patch, arguments.diff, len(rows), runs, no_site))
-        if patch.left:
-            text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in patch.left)])
     elif any(row.verdict in (SWITCH, UNTRIED) for row in rows):
         said.append("for a patch that switches them on, add --diff on.patch before the script")
     flags.write(text, arguments.output, sys.stderr)
@@ -109,10 +110,11 @@ def _applied(patch: Edits, file: str, sites: int, runs: int, no_site: str) -> st
     """Say how to apply a patch, or why it is empty, given the number of sites and of runs."""
     count = counted(len(patch.sites) or sites, "shard_map")
     if patch.sites:
-        return (
-            f"{file} switches on the check of {count}; in this folder, apply it: "
-            f"`patch -p1 < {file}`"
-        )
+        folder = migration.folder_of(patch)
+        is_here = folder == os.getcwd()
+        said = "in this folder, apply it" if is_here else "apply it"
+        to = "" if is_here else f"-d {shlex.quote(os.path.relpath(folder))} "
+        return f"{file} switches on the check of {count}; {said}: `patch -p1 {to}< {file}`"
     if not sites:
         return f"{file} is empty: {no_site}"
     compared = (

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardrules.report.several import Several
     from shardrules.watching.profiles.recording import Recorder
     from shardrules.watching.profiles.shown import Profile
-    from shardrules.watching.programs import Watched
+    from shardrules.watching.programs import Watched, WatchedProgram
     from shardrules.watching.reads import Reads
 
 _IN_WORDS = "text", "github"  # formats that people read, among other output in a log
@@ -188,6 +188,8 @@ class _RunReport:
         measured = self._profiled()
         ran = ", ".join([self.began, *self.seen.ran_on])
         results = _judged(self.seen)
+        if self.keep is not None and not results.missing:
+            _keep_switched(self.seen, self.keep)
         notes = (*results.notes, *map(here, self.reads.notes()))
         results = dataclasses.replace(results, title=self.title, ran=ran, notes=notes)
         results = results.with_reads(self.reads.findings(), self.arguments.allow)
@@ -225,16 +227,38 @@ class _RunReport:
         return measured
 
 
+def _kept_file(number: int, program: WatchedProgram) -> str:
+    name = re.sub(r"[^\w.-]", "_", program.name)[:100]
+    return f"{number:04}.{name}.hlo"
+
+
+def _keep_switched(seen: Watched, folder: pathlib.Path) -> None:
+    """Add to the kept files what the programs send with their checks on, which no text shows."""
+    from shardrules.costs.worth import SWITCHED
+    from shardrules.hlo.reader import annotate
+
+    numbers = {id(program): number for number, program in enumerate(seen, 1)}
+    repeated = {id(same) for program in seen for same in program.same_text}
+    for program in seen:
+        with contextlib.suppress(ShardrulesError):  # the report lists this program
+            if id(program) in repeated or isinstance(switched := program.switched, str):
+                continue
+            for same in (program, *program.same_text):
+                path = folder / _kept_file(numbers[id(same)], same)
+                text = path.read_text(encoding="utf-8")
+                text = annotate.tagged(text, SWITCHED, switched.as_text())
+                path.write_text(text, encoding="utf-8")
+
+
 def _keep(seen: Watched, folder: pathlib.Path) -> None:
     written = set()
     for number, program in enumerate(seen, 1):
-        name = re.sub(r"[^\w.-]", "_", program.name)[:100]
         with contextlib.suppress(ShardrulesError):  # the report lists this program
             try:
                 text = program.annotated_text()
             except HloError:  # keep unreadable text for a bug report
                 text = program.text
-            file = f"{number:04}.{name}.hlo"
+            file = _kept_file(number, program)
             (folder / file).write_text(text, encoding="utf-8")
             written.add(file)
     there = {path.name for path in folder.iterdir() if _KEPT.fullmatch(path.name)}

@@ -134,7 +134,7 @@ def child(path: str) -> int:
     contexts.callback(results.start(outcome.results))
     if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
-    elif target.file in texts or is_here(target.file):  # the script installs the hooks itself
+    elif target.file in texts or is_here(target.file, target.file):  # it installs the hooks itself
         contexts.callback(WhenImported("jax", register).stop)
     else:
         contexts.enter_context(check_off.switching([], register, flags.say, "leave"))
@@ -147,6 +147,7 @@ def child(path: str) -> int:
     sys.excepthook = record_error
 
     def end(_: script.Ended) -> int:
+        outcome.compiled = len(seen)
         _add_rules(outcome, registered)
         _write(result, outcome)  # write this before judging: after SIGTERM, little time is left
         outcome.sent, outcome.launched = _sent(seen)
@@ -184,22 +185,25 @@ def _sent(seen: Iterable[WatchedProgram]) -> tuple[Sent, Sent]:
     """
     from shardrules.costs import accounts
 
-    # Maps a program to its bytes and collectives. If a program is compiled again, count it once.
-    of_function: dict[tuple[str, ...], tuple[int, int]] = {}
+    # Both runs number the functions of one name and kind of arguments alike; the lines of their
+    # definitions move with the patch.
+    functions: dict[tuple[str, tuple[str, ...]], list[str]] = collections.defaultdict(list)
+    sent: Sent = collections.defaultdict(list)
+    launched: Sent = collections.defaultdict(list)
     for program in seen:
         with contextlib.suppress(ShardrulesError):  # its backend does not return its HLO
-            key = program.name, program.definition, *program.arguments
+            name, arguments = program.name, tuple(program.arguments)
             count, launches = 0, dict[tuple[str, str], int]()
             for entry in accounts.of(program.judgement).entries:
                 runs, of = entry.each if entry.runs is None else entry.runs, entry.judged.collective
                 count += runs * entry.wire_bytes
                 launches[of.computation, of.name] = runs  # counts a combined collective once
-            of_function[key] = count, sum(launches.values())
-    sent: Sent = collections.defaultdict(int)
-    launched: Sent = collections.defaultdict(int)
-    for (name, _, *arguments), (count, runs) in of_function.items():
-        sent[name, tuple(arguments)] += count
-        launched[name, tuple(arguments)] += runs
+            known = functions[name, arguments]
+            if program.definition not in known:
+                known.append(program.definition)
+            key = name, arguments, known.index(program.definition)
+            sent[key].append(count)
+            launched[key].append(sum(launches.values()))
     return dict(sent), dict(launched)
 
 

@@ -16,6 +16,7 @@ from shardrules import report
 from shardrules.commands import flags, reading, rules
 from shardrules.costs import findings
 from shardrules.costs.timings import Timings
+from shardrules.costs.worth import Switched
 from shardrules.errors import ShardrulesError, few
 from shardrules.report import several
 from shardrules.watching.profiles import profile
@@ -53,10 +54,17 @@ def run(arguments: argparse.Namespace) -> int:
             measured, times = profile.of_judged(arguments.profile, judgements, **options)
             flags.say(measured.about, *measured.notes)
         allow = findings.Allowances(dict(arguments.allow))
-        contents = [
-            report.content(judgement, title=title, allow=allow, timings=timings, **options)
-            for (title, judgement), timings in zip(programs, times)
-        ]
+        contents = []
+        for (title, judgement), timings in zip(programs, times):
+            content = report.content(
+                judgement,
+                title=title,
+                allow=allow,
+                timings=timings,
+                switched=Switched.kept(judgement.module),
+                **options,
+            )
+            contents.append(content)
     else:
         measured = _of_profile(arguments, options)
         flags.say(measured.about, *measured.notes)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import json
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from shardrules import hlo
 from shardrules.costs import accounts, estimates, timings
 from shardrules.costs.advice import is_defensive, migrate
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
 from shardrules.costs.waste.program import SMALL
 from shardrules.errors import few
+from shardrules.hlo.proof.customcalls import frontend_attributes
 
+SWITCHED = "shardrules.switched"  # the key of a Switched in a module's header
 _NAMED = 3  # the most shard_maps that advice names
 _FOLDED = 0.01  # findings that together save a smaller share of the program become one line
 
@@ -57,6 +62,22 @@ class Switched(NamedTuple):
     on: tuple[str, ...]  # the shard_maps whose check is on, ``train.py:12 (step)``
     off: tuple[tuple[str, str], ...]  # the others, each with the reason
     steps: tuple[str, ...]  # why some sums are larger than with the check off
+
+    def as_text(self) -> str:
+        """Return this in characters that a module's header can hold."""
+        fields = self.sent, [*self.left.items()], self.on, self.off, self.steps
+        return urllib.parse.quote(json.dumps(fields), safe=" :")
+
+    @classmethod
+    def kept(cls, module: hlo.Module) -> Switched | str:
+        """Return what the header of a module says, if ``run --keep`` wrote it, or else nothing."""
+        text = frontend_attributes(module.header.get("frontend_attributes")).get(SWITCHED)
+        if text is None:
+            return ""
+        sent, left, on, off, steps = json.loads(urllib.parse.unquote(text))
+        counts = {(what, source): count for (what, source), count in left}
+        off = tuple((place, reason) for place, reason in off)
+        return cls(sent, collections.Counter(counts), tuple(on), off, tuple(steps))
 
     def saved(self, account: accounts.Account) -> int:
         return sum(entry.each * entry.wire_bytes for entry in account) - self.sent

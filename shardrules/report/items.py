@@ -142,7 +142,8 @@ def item(
         lines.append((RESTING, resting_on(verdict)))
     way = lambda group: words((first if has_no_advice(group) else group[0]).advice)  # noqa: E731
     same_way, *other_ways = alike((same, *others), way)
-    lines.append(("likewise", few([*dict.fromkeys(map(place, same_way[1:]))], LISTED)))
+    likewise = [name for name in dict.fromkeys(map(place, same_way)) if name != place(same)]
+    lines.append(("likewise", few(likewise, LISTED)))
     todo = [here(first.advice)]
     todo += [f"{place(group)}: {here(group[0].advice)}" for group, *_ in other_ways]
     lines.append(("allowed:", reason) if reason else (TODO, "; and ".join(todo)))

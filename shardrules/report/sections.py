@@ -38,7 +38,8 @@ class Block(NamedTuple):
 
     Attributes:
       title: its subject.
-      note: how to read it, one sentence on each line, without a full stop.
+      note: how to read it, one sentence on each line, without a full stop. What is said of one
+        column stands between semicolons and begins with its name and a colon.
       columns: the names of a table's columns.
       rows: the cells; None is not known.
       numbers: how many columns before the last one have numbers.
@@ -65,11 +66,16 @@ class Block(NamedTuple):
     @property
     def told(self) -> Block:
         """Return a titled table without the columns in which no row has a known cell."""
-        known = [not {*column} <= {None, ""} for column in zip(*self.rows)]
-        if not self.title or all(known):
+        if not self.title:
             return self
+        known = [not {*column} <= {None, ""} for column in zip(*self.rows)]
         rows = [[*itertools.compress(row, known)] for row in self.rows]
-        return self._replace(columns=tuple(itertools.compress(self.columns, known)), rows=rows)
+        columns = tuple(itertools.compress(self.columns, known))
+        gone = {*self.columns} - {*columns} if self.rows else set[str]()
+        parts = [p for p in self.note.split("; ") if p.partition(":")[0] not in gone]
+        if not any(None in row for row in rows):
+            parts = [part for part in parts if not part.startswith("? ")]
+        return self._replace(columns=columns, rows=rows, note="; ".join(parts))
 
 
 def listed(title: str, lines: Iterable[str]) -> Block:
@@ -102,7 +108,8 @@ def sections(module: hlo.Module, interpreted: Collection[str] = ()) -> tuple[Blo
         ),
         Block(
             LOOPS,
-            "launches (counted for GPUs) and copied bytes are of one trip; ? is not known",
+            "launches: of one trip, counted for GPUs; copied bytes: data that XLA copies in one "
+            "trip, as it can't update the loop's carry in place; ? is not known",
             ("loop", "trips", "launches", "copied bytes", "decides", "trips unknown because"),
             [*_loops(module, interpreted)],
         ),

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
 import difflib
-import io
 import itertools
-import math
 import os
-import re
-import tokenize
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.paths import is_here
+from shardrules.paths import is_here, is_library
 from shardrules.report.grouping import alike
 from shardrules.report.text import table
-from shardrules.unchecked.results import Outcome, Sent, compared, sent_by_name
+from shardrules.unchecked.results import Outcome, Sent, SentByName, compared, sent_by_name
 from shardrules.unchecked.retrace import sent_bytes
 from shardrules.unchecked.sites import (
     BY_TYPE,
@@ -32,6 +27,13 @@ from shardrules.unchecked.sites import (
     UncheckedSite,
     costliest,
     of_cotangents,
+)
+from shardrules.unchecked.source import (
+    drop_reasons,
+    flag,
+    imports_shardrules,
+    lines_of,
+    place_to_install,
 )
 from shardrules.units import counted, size
 
@@ -144,32 +146,42 @@ def written(
 
 
 def _sent(before: Outcome, after: Outcome) -> list[str]:
-    sums = [each for each in sent_by_name(before.sent, after.sent) if max(each[1:])]
-    sums.sort(key=lambda each: (-max(each[1:]), each))
-    total = sum(off for _, off, _ in sums), sum(on for *_, on in sums)
-    shown, rest = sums[:_SHOWN], sums[_SHOWN:]
-    if rest:
-        more = f"{len(rest)} more programs"
-        shown.append((more, sum(off for _, off, _ in rest), sum(on for *_, on in rest)))
-    shown.append(("all programs", *total))
-    cells = [(name, size(off), _less(off, on)) for name, off, on in shown]
+    sums = [each for each in sent_by_name(before.sent, after.sent) if each.before or each.after]
+    sums.sort(key=lambda each: (-max(each.before, each.after), each))
+    total = sum(each.before for each in sums), sum(each.after for each in sums)
+    cells = [(_named(each), each.before, each.after) for each in sums[:_SHOWN]]
+    if rest := sums[_SHOWN:]:
+        more = sum(each.before for each in rest), sum(each.after for each in rest)
+        cells.append((f"{sum(each.programs for each in rest)} more programs", *more))
+    cells.append(("all programs", *total))
+    shown = [(name, size(off), _less(off, on)) for name, off, on in cells]
+    is_same = total[0] == total[1] and not any(each.saves for each in sums)
     same = "the patch saves no bytes here; the gain is that JAX checks these shard_maps"
     return [
-        table([("compiled program", "bytes now", "bytes with the patch"), *cells]),
+        table([("compiled program", "bytes now", "bytes with the patch"), *shown]),
         "",
-        *([same] if total[0] == total[1] else []),
+        *([same] if is_same else []),
         *_launched(before.launched, after.launched),
-        "(bytes: what one device sends for the collectives of each program that the script "
-        "compiled, run once for each kind of arguments, and for a kind that only one run compiled "
-        "the costliest of that name; a while loop without a known count is one trip. The script "
-        "ran again with the patch, in a process of its own, to measure this)",
+        "(bytes: what one device sends for the collectives of all programs of a name, each run "
+        "once; programs of one function that send equal bytes for arguments of one kind count "
+        "once, and of those that only one run compiled just the costliest of that name counts; a "
+        "while loop without a known count is one trip. The script ran again with the patch, in a "
+        "process of its own, to measure this)",
     ]
+
+
+def _named(each: SentByName) -> str:
+    return each.name + (f" ({each.programs} programs)" if each.programs > 1 else "")
 
 
 def _launched(before: Sent, after: Sent) -> list[str]:
     """Say which programs run more collectives with the patch, which bytes don't show."""
     sums = sent_by_name(before, after)
-    more = sorted((off - on, name, off, on) for name, off, on in sums if on > off)
+    more = sorted(
+        (each.before - each.after, _named(each), each.before, each.after)
+        for each in sums
+        if each.after > each.before
+    )
     if not more:
         return []
     named = ", ".join(f"{name} {on}, {off} without it" for _, name, off, on in more[:_SHOWN])
@@ -282,10 +294,19 @@ class Edits(NamedTuple):
     left: list[str]  # the edits left to do by hand, each with its reason
 
 
+def folder_of(edits: Edits) -> str:
+    """Return the folder to which a patch's paths are relative: this one if it holds all files."""
+    folders = [os.path.dirname(os.path.abspath(file)) for file in edits.before]
+    if all(map(is_here, edits.before)):
+        return os.getcwd()
+    return os.path.commonpath(folders)
+
+
 def diff(edits: Edits) -> str:
     lines: list[str] = []
     for file, before in edits.before.items():
-        name = os.path.relpath(file).replace(os.sep, "/")
+        name = os.path.relpath(file, folder_of(edits)).replace(os.sep, "/")
+        name += "\t" * (" " in name)  # patch reads a name up to a space, unless a tab ends it
         for changed in difflib.unified_diff(before, edits.after[file], f"a/{name}", f"b/{name}"):
             tail = "" if changed.endswith("\n") else "\n\\ No newline at end of file\n"
             lines.append(changed + tail)
@@ -296,7 +317,8 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
     """Switch checks on where possible; install the hooks and add ``rules`` in the script."""
     candidates = {row.site for row in rows if row.verdict in (SWITCH, UNTRIED, BY_HAND)}
     reasons = {
-        row.site: _by_hand(row.site) if row.site in candidates else row.verdict for row in rows
+        row.site: _by_hand(row.site, script) if row.site in candidates else row.verdict
+        for row in rows
     }
     for group in joined(list(reasons), rows):
         blocked = next((site for site in group if reasons[site]), None)
@@ -307,34 +329,34 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
     sites = tuple(site for site, reason in reasons.items() if not reason)
     if not sites:
         return Edits({}, {}, (), left)
-    texts = {site.file: _lines(site.file) for site in sites}
+    texts = {site.file: lines_of(site.file) for site in sites}
     after = {file: list(lines) for file, lines in texts.items()}
     for file, lines in after.items():
-        flags = {_flag(site) for site in sites if site.file == file}
-        # Work from the bottom up, since _drop_reasons deletes lines.
+        flags = {flag(site) for site in sites if site.file == file}
+        # Work from the bottom up, since drop_reasons deletes lines.
         for line, start, end in sorted(filter(None, flags), reverse=True):
             raw = lines[line - 1].encode()
             lines[line - 1] = (raw[:start] + b"True" + raw[end:]).decode()
-            _drop_reasons(lines, line)
+            drop_reasons(lines, line)
     where = None
-    if is_here(script):
-        where, others = _place_to_install(script, sites)
+    if is_here(script, script):
+        where, others = place_to_install(script, sites)
         left += [
             f"{short(script)}:{line}: {call} replaces what the patch adds; drop its arguments"
             for line, call in others
         ]
     else:
         left.append(
-            f"{script} is not your own file below this folder: call shardrules.install() in one "
-            "that is, before the first shard_map is made (for pytest, in conftest.py)"
+            f"{script} is not your own file: call shardrules.install() in one that is, before the "
+            "first shard_map is made (for pytest, in conftest.py)"
         )
     if where is None:
         left += [f"{script}: write {line} there" for line in rules]
     else:
-        texts.setdefault(script, _lines(script))
+        texts.setdefault(script, lines_of(script))
         lines = after.setdefault(script, list(texts[script]))
         newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
-        install = _INSTALL.splitlines()[2 * _imports(script, where) :]
+        install = _INSTALL.splitlines()[2 * imports_shardrules(script, where) :]
         added = [*([""] if where else []), *install, *rules, ""]
         if where < len(lines) and not lines[where].strip():
             added.pop()
@@ -342,142 +364,15 @@ def edited(rows: Sequence[SiteRow], script: str, rules: Sequence[str] = ()) -> E
     return Edits(texts, after, sites, left)
 
 
-def _by_hand(site: Site) -> str:
+def _by_hand(site: Site, script: str) -> str:
     """Return why the patch can't switch a site, empty if it can."""
-    if not is_here(site.file):
-        return "not your own file below this folder"
-    if _flag(site) is None:
+    if not is_here(site.file, script):
+        why = "not your own file below this folder or the script's"
+        mine = not is_library(os.path.abspath(site.file))
+        return f"{why}; if it is yours, run migrate in a folder above it" if mine else why
+    if flag(site) is None:
         return "this call has no check_vma=False or check_rep=False that is written out"
     return ""
-
-
-def _lines(file: str) -> list[str]:
-    with open(file, "rb") as raw:
-        data = raw.read()
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    # StringIO splits lines only where Python does; decoding as utf-8 keeps a byte order mark.
-    text = data.decode("utf-8" if encoding == "utf-8-sig" else encoding)
-    return io.StringIO(text, newline="").readlines()
-
-
-def _tree(file: str) -> ast.Module:
-    """Parse a file; return an empty module if it can't be read."""
-    try:
-        with open(file, "rb") as raw:
-            return ast.parse(raw.read())
-    except (OSError, SyntaxError, ValueError):
-        return ast.Module([], [])
-
-
-def _flag(site: Site) -> tuple[int, int, int] | None:
-    """Return line and columns of the False that switches a site's check off; None if not there."""
-    spot = site.line, site.column, site.end_line, site.end_column
-    for node in ast.walk(_tree(site.file)):
-        if not isinstance(node, ast.Call):
-            continue
-        if (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) != spot:
-            continue
-        for keyword in node.keywords:
-            value = keyword.value
-            if keyword.arg in ("check_vma", "check_rep") and ast.unparse(value) == "False":
-                return value.lineno, value.col_offset, value.col_offset + len("False")
-    return None
-
-
-_DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|pragma|pylint:|ruff:|pyright:|mypy:)")
-_NAMES_THE_CHECK = re.compile(r"\b(check_vma|check_rep|vma|replicat\w+)\b", re.IGNORECASE)
-
-
-def _drop_reasons(lines: list[str], number: int) -> None:
-    """Drop the comments that explain why the check was off."""
-    # Drop a comment after the flag if the line holds only the flag, or the comment names the check.
-    # Drop comment lines right above a line that holds only the flag, if they name the check.
-    try:
-        tokens = list(tokenize.generate_tokens(iter(lines).__next__))
-    except (tokenize.TokenError, SyntaxError):
-        return
-    comments = {t.start[0]: t.start[1] for t in tokens if t.type == tokenize.COMMENT}
-    line = lines[number - 1]
-    column = comments.get(number, len(line.rstrip("\r\n")))
-    comment = line[column:].rstrip()
-    alone = re.fullmatch(r"\s*check_(vma|rep)\s*=\s*True\s*,?\s*", line[:column]) is not None
-    if comment and (alone or _NAMES_THE_CHECK.search(comment)) and not _DIRECTIVE.match(comment):
-        lines[number - 1] = line[:column].rstrip() + line[len(line.rstrip("\r\n")) :]
-    first = number
-    while alone and first > 1 and comments.get(first - 1) is not None:
-        if lines[first - 2][: comments[first - 1]].strip():
-            break
-        first -= 1
-    if _NAMES_THE_CHECK.search("".join(lines[first - 1 : number - 1])):
-        del lines[first - 1 : number - 1]
-
-
-def _place_to_install(
-    script: str, sites: Sequence[Site]
-) -> tuple[int | None, list[tuple[int, str]]]:
-    """Return the line to install after, or None if the script does, and calls with arguments."""
-    tree = _tree(script)
-    installs = _names_of_install(tree)
-    calls = [
-        (node.lineno, ast.unparse(node))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in installs
-        if node.args or node.keywords
-    ]
-    if any(_always_installs(node, installs) for node in tree.body):
-        return None, calls
-    first_site = min((site.line for site in sites if site.file == script), default=math.inf)
-    place = 0
-    for node in tree.body:
-        if node.lineno >= first_site:
-            break
-        imports = isinstance(node, (ast.Import, ast.ImportFrom))
-        is_docstring = node is tree.body[0] and ast.get_docstring(tree) is not None
-        if imports or _sets_variables(node) or is_docstring:
-            place = node.end_lineno or node.lineno
-    return place, calls
-
-
-def _imports(script: str, end: int) -> bool:
-    """Return whether a script's lines up to ``end`` import shardrules under its own name."""
-    for node in _tree(script).body:
-        if node.lineno <= end and isinstance(node, ast.Import):
-            if any(a.name == "shardrules" and a.asname in (None, a.name) for a in node.names):
-                return True
-    return False
-
-
-# Statements and expressions whose parts may not run.
-_SOMETIMES = (ast.Lambda, ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
-
-
-def _always_installs(node: ast.AST, installs: set[str]) -> bool:
-    """Return whether a statement always calls ``install()``, if its functions are all called."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in installs:
-        return not node.args and not node.keywords
-    is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-    if isinstance(node, _SOMETIMES) and not is_main:
-        return False
-    return any(_always_installs(inner, installs) for inner in ast.iter_child_nodes(node))
-
-
-def _names_of_install(tree: ast.Module) -> set[str]:
-    names = {"shardrules.install"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {f"{a.asname}.install" for a in node.names if a.name == "shardrules"}
-        elif isinstance(node, ast.ImportFrom) and node.module == "shardrules":
-            names |= {a.asname or a.name for a in node.names if a.name == "install"}
-    return names
-
-
-def _sets_variables(node: ast.stmt) -> bool:
-    """Return whether a statement sets environment variables, which JAX may read at import."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        targets = [node.value.func]
-    else:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-    return any(re.match(r"(os\.)?environ[.[]", ast.unparse(target)) for target in targets)
 
 
 def joined(sites: Sequence[Site], rows: Sequence[SiteRow]) -> list[list[Site]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +23,12 @@ _ELEMENTS = 256  # recorded elements of each result
 _MOST_BYTES = 1 << 26  # larger results are not read
 _AS_LARGE = 10  # rounding makes a result's difference at most this many times the arguments' one
 
-Sent = dict[tuple[str, tuple[str, ...]], int]
-"""What one device sends or launches in one run, by a program's name and argument types."""
+Sent = dict[tuple[str, tuple[str, ...], int], list[int]]
+"""What one device sends or launches in one run of each program, in the order of compilation.
+
+The key is the programs' name, their argument types, and the number of the function among those that
+share both: a function may be compiled more than once for the same argument types.
+"""
 
 
 class Result(NamedTuple):
@@ -41,6 +46,7 @@ class ProgramRun(NamedTuple):
     returned: tuple[Result | None, ...]
     took: tuple[Result, ...] = ()
     line: str = ""  # the line of the script that ran it, ``FILE:LINE``
+    program: int = 0  # which of the compiled programs it is
 
 
 Results = dict[str, list[ProgramRun]]  # by a program's name
@@ -54,6 +60,7 @@ class Outcome:
     raised: str = ""  # the first line of the error that ended it, empty if none did
     # the calls of unchecked shard_maps, if the run retraced them
     calls: list[UncheckedCall] = field(default_factory=list)
+    compiled: int = 0  # the programs that it compiled
     sent: Sent = field(default_factory=dict)
     launched: Sent = field(default_factory=dict)  # the collectives that one device runs
     results: Results = field(default_factory=dict)  # what its programs returned
@@ -70,6 +77,7 @@ def start(results: Results) -> Callable[[], None]:
     """Record what each program's first runs return, until the returned function is called."""
     lock = threading.Lock()
     made: dict[int, tuple[weakref.ref[Any], Result]] = {}  # by the ids of arrays
+    numbers = itertools.count()
 
     def taken(arrays: Iterable[Any]) -> Iterator[Result]:
         # An id alone doesn't identify an array, since Python reuses ids.
@@ -80,16 +88,15 @@ def start(results: Results) -> Callable[[], None]:
 
     def note(executable: Any, traced: object) -> None:
         name = compiled.program_name(executable)
-        left = _RUNS
+        number, left = next(numbers), _RUNS
 
         def see(arguments: Sequence[Any], arrays: Sequence[Any]) -> None:
             nonlocal left
             with lock:
                 left -= 1
                 if left >= 0:
-                    run = ProgramRun(
-                        tuple(map(_read, arrays)), tuple(taken(arguments)), user_line()
-                    )
+                    returned, took = tuple(map(_read, arrays)), tuple(taken(arguments))
+                    run = ProgramRun(returned, took, user_line(), number)
                     results.setdefault(name, []).append(run)
                     for array, result in zip(arrays, run.returned):
                         if result is not None:
@@ -135,12 +142,12 @@ def different(before: Results, after: Results) -> str:
 
 def compared(before: Results, after: Results) -> str:
     """Say how many results of two runs were compared and found equal."""
-    counts: dict[str, int] = {}
+    counts: dict[int, int] = {}  # by the number of the program
     for name, runs in before.items():
         for first, second in zip(runs, after.get(name, ())):
             pairs = zip(first.returned, second.returned)
             alike = [a and b and (a.dtype, a.shape) == (b.dtype, b.shape) for a, b in pairs]
-            counts[name] = counts.get(name, 0) + sum(map(bool, alike))
+            counts[first.program] = counts.get(first.program, 0) + sum(map(bool, alike))
     results, programs = sum(counts.values()), sum(map(bool, counts.values()))
     if not results:
         return "nothing that the script's programs returned could be compared"
@@ -178,28 +185,53 @@ def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:
     )
 
 
-def _of_program(name: str, sent: Sent) -> Sent:
-    return {key: count for key, count in sent.items() if key[0] == name}
+class SentByName(NamedTuple):
+    """What two runs of a script send, or launch, in the programs of one name."""
+
+    name: str
+    before: int
+    after: int
+    programs: int  # how many programs that send something are summed
+    saves: bool  # whether one of them sends less in the second run
 
 
-def sent_by_name(before: Sent, after: Sent) -> list[tuple[str, int, int]]:
-    """Return what two runs of a script send, or launch, for each name of a program.
+def sent_by_name(before: Sent, after: Sent) -> list[SentByName]:
+    """Compare what two runs of a script send, or launch, for each name of a program.
 
-    Programs are matched by name and argument types. JAX may compile a step more often in one of the
-    runs, for example because results were placed differently. So among the programs of one name
-    without a match, only the costliest one counts.
+    Programs are matched by name, argument types and the order of compilation. JAX may compile a
+    step more often in one of the runs, for example because results were placed differently. So
+    among programs without a match, only the costliest one counts.
     """
     rows = []
-    for name in dict.fromkeys(name for name, _ in (*before, *after)):
-        sides = [_of_program(name, side) for side in (before, after)]
-        both = sides[0].keys() & sides[1].keys()
-        sums = []
-        for side in sides:
-            others = [n for key, n in side.items() if key not in both]
-            extra = 0 if sides[0].keys() == sides[1].keys() else max(others or side.values() or [0])
-            sums.append(sum(side[key] for key in both) + extra)
-        rows.append((name, sums[0], sums[1]))
+    for name in dict.fromkeys(name for name, *_ in (*before, *after)):
+        first, second = (
+            {key: side[key] for key in side if key[0] == name} for side in (before, after)
+        )
+        both = [key for key in first if key in second]
+        pairs, saves = list[tuple[int, int]](), False
+        for key in both:
+            pairs += _matched(first[key], second[key])
+            saves |= min(second[key]) < min(first[key])
+        if first.keys() != second.keys():
+            pairs.append((_costliest_other(first, both), _costliest_other(second, both)))
+        saves |= any(on < off for off, on in pairs)
+        off, on = map(sum, zip(*pairs))
+        rows.append(SentByName(name, off, on, sum(map(any, pairs)), saves))
     return rows
+
+
+def _matched(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
+    """Match what a function's programs send in two runs."""
+    # A jit that is made anew compiles the same program again, which counts once. Functions that
+    # differ only in the shard_maps they call look the same here, unless the patch changes some.
+    if len(before) == len(after):
+        return list(dict.fromkeys(zip(before, after)))
+    return [(max(before), max(after))]
+
+
+def _costliest_other(side: Sent, both: Sequence[Any]) -> int:
+    others = [max(counts) for key, counts in side.items() if key not in both]
+    return max(others or [max(counts) for counts in side.values()] or [0])
 
 
 def _tolerance(dtype: str) -> float:

@@ -47,7 +47,7 @@ def tried(
         trial_rows = [row._replace(verdict=verdict_of.get(row.site, row.verdict)) for row in rows]
         outcome = run(edit(trial_rows))
         sums = sent_by_name(before.sent, outcome.sent)
-        now, then = sum(off for _, off, _ in sums), sum(on for *_, on in sums)
+        now, then = sum(each.before for each in sums), sum(each.after for each in sums)
         judged = SWITCH, ""
         if outcome.failure:
             judged = RAISES, f"with this switched on, the script fails: {outcome.failure}"

@@ -180,7 +180,7 @@ class WatchedProgram:
             target=self._owner.target,
             cheapest=self._owner.cheapest,
             timings=timings,
-            switched=self._switched(),
+            switched=self.switched,
             fed=self._fed(),
             script=self._owner.script,
         )
@@ -191,7 +191,8 @@ class WatchedProgram:
         )
         return dataclasses.replace(content, findings=advised, interpreted=self._traced.interpreted)
 
-    def _switched(self) -> Switched | str:
+    @functools.cached_property
+    def switched(self) -> Switched | str:
         """Return its costs with the checks of its shard_maps on, or why they are unknown."""
         from shardrules.costs.advice import is_defensive
 

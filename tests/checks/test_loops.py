@@ -217,6 +217,8 @@ def test_the_section_of_a_report():
         "-----+-------+----------+-------------\n"
         "w    | 4     | 8        | 32\n"
         "  w  | 5     | 1        | 0\n"
+        "(launches: of one trip, counted for GPUs; copied bytes: data that XLA copies in one trip, "
+        "as it can't update the loop's carry in place)\n"
     ) in shown
 
 
@@ -227,3 +229,6 @@ def test_a_column_in_which_nothing_is_known_is_left_out():
     assert "trips | copied bytes | trips unknown because" in report.plain(content)
     assert "| trips | copied bytes | trips unknown because |" in report.markdown(content)
     assert "launches</" not in report.page(content) and "copied bytes</" in report.page(content)
+    # What is said of the column goes with it.
+    for shown in (report.plain(content), report.markdown(content), report.page(content)):
+        assert "counted for GPUs" not in shown and "? is not known" in shown

@@ -149,6 +149,25 @@ def test_parts_of_one_combined_collective_are_one_change(cpu_mesh):
     assert second.entry.what in lines["likewise"] and "test_first_line.py:" in lines["likewise"]
 
 
+def test_an_item_does_not_list_its_own_title_as_likewise(cpu_mesh):
+    def statistics(x):
+        def layer(h, _):
+            h = jnp.tanh(h)
+            a, b = h.mean(), (h**2).mean()
+            a, b = lax.pmean((a, b), "data")
+            return h, (a, b, lax.pmean(h.max(), "data"))
+
+        return lax.scan(layer, x, None, length=8)
+
+    f = sharded(statistics, cpu_mesh, P("data"), (P("data"), P()))
+    content, _ = told(f, cpu_mesh, ((64, 128), P("data")))
+    first = content.hints[0].entry
+    assert len(content.hints) == 3 and len({hint.entry.source for hint in content.hints}) == 2
+    (said,) = cheaper(content).items
+    (likewise,) = (text for label, text in said.lines if label == "likewise")
+    assert "forward all-reduce(data) at " in likewise and here(first.place) not in likewise
+
+
 def test_parts_that_leave_a_combined_collective_in_two_ways_are_one_change(cpu_mesh):
     """Neither way alone saves a round trip; the parts' sums may go on as one or as two."""
 

@@ -86,8 +86,8 @@ def test_what_can_not_be_looked_at_is_not_called_refused(cpu_mesh):
 def test_a_saving_that_three_digits_hide_is_written(tmp_path, after, shown):
     site = migration.Site(str(tmp_path / "a.py"), 1, 0, 1, 9, "f")
     found = [migration.SiteRow(site, (), migration.SWITCH)]
-    step = "jit_step", ("f32[8]",)
-    runs = results.Outcome(sent={step: 699_068}), results.Outcome(sent={step: after})
+    step = "jit_step", ("f32[8]",), 0
+    runs = results.Outcome(sent={step: [699_068]}), results.Outcome(sent={step: [after]})
     said = migration.written(found, runs)
     (line,) = [line for line in said.splitlines() if line.startswith("jit_step")]
     assert [cell.strip() for cell in line.split("|")] == ["jit_step", "699 kB", shown]
@@ -97,8 +97,9 @@ def test_a_saving_that_three_digits_hide_is_written(tmp_path, after, shown):
 def test_more_collectives_of_as_many_bytes_are_told(tmp_path, before, after, told):
     site = migration.Site(str(tmp_path / "a.py"), 1, 0, 1, 9, "f")
     found = [migration.SiteRow(site, (), migration.SWITCH)]
+    step = "jit_step", (), 0
     runs = (
-        results.Outcome(sent={("jit_step", ()): 96}, launched={("jit_step", ()): launched})
+        results.Outcome(sent={step: [96]}, launched={step: [launched]})
         for launched in (before, after)
     )
     said = migration.written(found, tuple(runs))

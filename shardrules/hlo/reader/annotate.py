@@ -7,7 +7,7 @@ parameter's sharding goes to the place where XLA prints it (JAX 0.12 prints none
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardrules.hlo.reader.module import Module
 
@@ -25,16 +25,10 @@ def annotated(
     """Return a module's text with its mesh, and with the shardings that the text lacks."""
     text = module.text
     added: list[tuple[int, str]] = []
-    name = _NAME.match(text)
     # An axis name with other characters would be misread.
-    if mesh and name and all(_AXIS.fullmatch(axis) for axis in mesh):
-        tag = 'shardrules.mesh="{}"'.format(",".join(f"{a}={n}" for a, n in mesh.items()))
-        attributes_at = text.find(_ATTRIBUTES, 0, text.find("\n") + 1 or len(text))
-        if attributes_at < 0:
-            added.append((name.end(), f", {_ATTRIBUTES}{tag}}}"))
-        else:
-            place = attributes_at + len(_ATTRIBUTES)
-            added.append((place, tag + ("" if text[place] == "}" else ",")))
+    if mesh and all(_AXIS.fullmatch(axis) for axis in mesh):
+        axes = ",".join(f"{a}={n}" for a, n in mesh.items())
+        added += _in_header(text, "shardrules.mesh", axes)
     for parameter, sharding in zip(module.entry.parameters, shardings or ()):
         if sharding is not None and parameter.attribute("sharding") is None:
             if parameter.attribute("parameter_replication") is not None:
@@ -51,3 +45,23 @@ def annotated(
     for place, what in sorted(added, reverse=True):
         text = text[:place] + what + text[place:]
     return text
+
+
+def tagged(text: str, key: str, value: str) -> str:
+    """Return a module's text with one more attribute in its header."""
+    for place, what in _in_header(text, key, value):
+        text = text[:place] + what + text[place:]
+    return text
+
+
+def _in_header(text: str, key: str, value: str) -> Iterator[tuple[int, str]]:
+    """Yield where an attribute goes into a module's header, and what to write there."""
+    name, tag = _NAME.match(text), f'{key}="{value}"'
+    if name is None:
+        return
+    attributes_at = text.find(_ATTRIBUTES, 0, text.find("\n") + 1 or len(text))
+    if attributes_at < 0:
+        yield name.end(), f", {_ATTRIBUTES}{tag}}}"
+    else:
+        place = attributes_at + len(_ATTRIBUTES)
+        yield place, tag + ("" if text[place] == "}" else ",")

@@ -14,6 +14,7 @@ from shardrules import hlo, report
 from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import findings, timings
+from shardrules.costs.worth import Switched
 from shardrules.door.compiled import hlo_text, sharding_text
 from shardrules.errors import HloError, ProfileError
 from shardrules.hlo.reader import annotate
@@ -123,7 +124,12 @@ def read(
         if judgement.verdicts:
             took = times.taken(program, judgement.verdicts)
             content = report.content(
-                judgement, title=program.name, allow=allowances, timings=took, **options
+                judgement,
+                title=program.name,
+                allow=allowances,
+                timings=took,
+                switched=Switched.kept(judgement.module),
+                **options,
             )
             programs.append(ProfiledProgram(program.name, content))
     return Profile(

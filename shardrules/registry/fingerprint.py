@@ -84,7 +84,7 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
     if isinstance(value, types.FunctionType):
         code = value.__code__
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        named = {n: value.__globals__[n] for n in code.co_names if n in value.__globals__}
+        named = {n: value.__globals__[n] for n in _names(code) if n in value.__globals__}
         parts = (code, value.__defaults__, value.__kwdefaults__, cells, named)
         return f"function{_text(parts, inner)}"
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
@@ -100,6 +100,14 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
     if isinstance(value, Rule):
         return f"rule{_text((value.name, value.identity), inner)}"
     return f"{_text(type(value), ())}{_text(getattr(value, '__dict__', None), inner)}"
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code uses, also in the lambdas and comprehensions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -46,20 +46,23 @@ class Place(NamedTuple):
 
 
 def executed(module: hlo.Module) -> Iterator[Place]:
-    """Yield each instruction that runs, computation by computation, ENTRY first."""
+    """Yield each instruction that runs once; a called computation's follow their caller."""
     runs = loops.executions(module)
     seen: set[str] = set()
-    stack = [module.entry.name]
+    stack = [(module.entry.name, 0)]  # computations, and where to go on in each
     while stack:
-        name = stack.pop()
-        if name in seen:
+        name, start = stack.pop()
+        if start == 0 and name in seen:
             continue
         seen.add(name)
-        computation = module.computations[name]
-        for position, instruction in enumerate(computation.instructions):
-            yield Place(computation, position, runs[name].depth, runs[name].count)
-            if instruction.opcode in _CONTROL:
-                stack += reversed(instruction.calls)
+        computation, run = module.computations[name], runs[name]
+        for position in range(start, len(computation.instructions)):
+            yield Place(computation, position, run.depth, run.count)
+            instruction = computation.instructions[position]
+            if instruction.opcode in _CONTROL and instruction.calls:
+                stack.append((name, position + 1))
+                stack += [(callee, 0) for callee in reversed(instruction.calls)]
+                break
 
 
 def where(module: hlo.Module, place: Place) -> str:

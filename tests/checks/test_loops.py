@@ -11,6 +11,7 @@ from raising import raises
 from shardrules import hlo, report, testing
 from shardrules.costs import launches
 from shardrules.errors import CostAssertionError, ShardrulesError
+from shardrules.report import sections
 
 sys.path.insert(0, "examples")
 import loop_of_tiny_kernels as sampler
@@ -218,6 +219,51 @@ def test_the_section_of_a_report():
         "w    | 4     | 8        | 32\n"
         "  w  | 5     | 1        | 0\n"
     ) in shown
+
+
+def loops_of(*calls):
+    """A module of loops, each with the loops and calls that its body runs: ("w1", ("w2",))."""
+    texts = {}
+
+    def ran(calls):
+        lines = []
+        for name, *inner in calls:
+            callee = f"%{name}_body"
+            texts.setdefault(callee, computation(callee, ran(inner)))
+            operand = f"%{calls[len(lines) - 1][0]}" if lines else "%p"
+            how = f"while({operand}), condition=%forever, body={callee}"
+            if name.startswith("call"):
+                how = f"call({operand}), to_apply={callee}"
+            lines.append(f"  %{name} = f32[8] {how}\n")
+        return lines
+
+    def computation(head, lines):
+        root = f"  ROOT %r = f32[8] negate(%{lines[-1].split()[0][1:] if lines else 'p'})\n"
+        parameter = "  %p = f32[8] parameter(0)\n"
+        return f"{head} (p: f32[8]) -> f32[8] {{\n{parameter}{''.join(lines)}{root}}}\n\n"
+
+    entry = computation("ENTRY %e", ran(calls))
+    forever = "%forever (p: f32[8]) -> pred[] {\n  %p = f32[8] parameter(0)\n"
+    forever += "  ROOT %c = pred[] constant(true)\n}\n\n"
+    return hlo.judge(hlo.parse("HloModule m\n\n" + forever + "".join(texts.values()) + entry))
+
+
+def test_inner_loops_stand_below_the_loop_around_them():
+    """All outer loops came first, and then all inner ones, those of the last outer loop first."""
+
+    def rows(*calls, interpreted=()):
+        (block,) = sections.sections(loops_of(*calls).module, interpreted)
+        return [row[0] for row in block.rows]
+
+    two = ("w1", ("w2",)), ("w3", ("w4", ("w5",)), ("w6",))
+    assert rows(*two) == ["w1", "  w2", "w3", "  w4", "    w5", "  w6"]
+    called = ("w1", ("call1", ("w2",))), ("call2", ("w3",)), ("w4", ("w5",))
+    assert rows(*called) == ["w1", "  w2", "w3", "w4", "  w5"]
+    # What is called outside of a loop and inside of one stands where it is called first.
+    shared = ("call", ("w1",)), ("w2", ("call", ("w1",)), ("w3",)), ("w4", ("w5",))
+    assert rows(*shared) == ["  w1", "w2", "  w3", "w4", "  w5"]
+    kernel = rows(*two, interpreted={"w3"})
+    assert kernel == ["w1", "  w2", "w3: an interpreted kernel's", *rows(*two)[3:]]
 
 
 def test_a_column_in_which_nothing_is_known_is_left_out():

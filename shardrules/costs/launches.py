@@ -118,7 +118,7 @@ def _sum(
     sums: dict[str, _Sum],
 ) -> _Sum:
     opcode, calls = instruction.opcode, instruction.calls
-    if opcode in walk.NO_WORK or opcode.endswith("-done"):
+    if opcode in walk.NO_WORK or opcode.endswith(("-update", "-done")):
         return _Sum()
     if opcode == "while":
         trips = loops.trip_count(module, computation, instruction)
@@ -130,7 +130,7 @@ def _sum(
         return most + _Sum(["branch that the host chooses"])
     if opcode == "call" and calls and calls[0].startswith("command_buffer"):
         return _Sum([_GRAPH])
-    if opcode in ("call", "async-start") and calls:
+    if opcode in walk.CALLS and calls:
         return sums[calls[0]]
     opcode = opcode.removesuffix("-start")
     if opcode == "custom-call":

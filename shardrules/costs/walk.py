@@ -16,7 +16,8 @@ _T = TypeVar("_T")
 
 # Instructions that run a computation's instructions one by one. The computations of fusions,
 # reductions, sorts and scatters are part of one kernel.
-_CONTROL = ("while", "conditional", "call", "async-start")
+CALLS = ("call", "call-start", "async-start")
+_CONTROL = ("while", "conditional", *CALLS)
 _NEAR = 40  # the most instructions around a collective to look at
 HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
 # Opcodes that pass numbers on, at most rounding them.
@@ -218,7 +219,7 @@ def moved(module: hlo.Module, place: Place) -> Moved | None:
     instruction = place.instruction
     opcode = instruction.opcode
     if opcode in NO_WORK or opcode in _CONTROL or opcode.endswith("-done"):
-        return None  # ``executed`` yields the body of an async-start separately
+        return None  # ``executed`` yields the body of a call separately
     result = [instruction.shape.leaves()[n] for n in result_leaves(instruction)]
     size = sum(leaf.bytes for leaf in result)
     operands = [place.computation.instructions[o].shape for o in instruction.operands]

@@ -121,6 +121,39 @@ def test_what_made_a_trip_count_unknown():
         assert "waits" not in str(caught.value)  # a CPU is the host
 
 
+def chosen(x, n):
+    return jax.lax.cond(x.sum() > 0, lambda x: dynamic(x, n), lambda x: x, x)
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        (lambda i, c, n: (dynamic(c[0], n), c[1]), "the argument n (s32[])"),
+        (lambda i, c, n: (chosen(c[0], n), c[1]), "the argument n (s32[])"),
+        (
+            lambda i, c, n: (jax.lax.fori_loop(0, 4, lambda _, x: dynamic(x, n), c[0]), c[1]),
+            "the argument n (s32[])",
+        ),
+        (lambda i, c, n: (dynamic(c[0], i), c[1]), "carried by the loop around it (s32[])"),
+        (lambda i, c, n: (dynamic(c[0], c[1]), c[1] * 2), "carried by the loop around it (s32[])"),
+        (lambda i, c, n: (dynamic(c[0], n * 3), c[1]), "computed outside of it (mul, s32[] at "),
+        (
+            lambda i, c, n: (dynamic(c[0], c[1] * 3), c[1] * 2),
+            "computed outside of it (mul, s32[] at ",
+        ),
+    ],
+    ids=["passed on", "in a branch", "passed on twice", "counter", "changed", "before", "inside"],
+)
+def test_what_made_the_trip_count_of_an_inner_loop_unknown(body, reason):
+    def f(x, n):
+        return jax.lax.fori_loop(0, 5, lambda i, c: body(i, c, n), (x, n))
+
+    shape = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    found = testing.assert_loop(f, shape, jax.ShapeDtypeStruct((), jnp.int32), trip_count=None)
+    (unknown,) = (loop.unknown for loop in found if loop.trip_count is None)
+    assert unknown.startswith(f"its bound is {reason}")
+
+
 def test_trip_counts():
     f = lambda x: jax.lax.fori_loop(0, 12, lambda _, x: x * 2, x)  # noqa: E731
     assert [loop.trip_count for loop in testing.assert_loop(f, F32, trip_count=12)] == [12]

@@ -8,6 +8,7 @@ import sys
 import time
 
 import shardrules
+from shardrules.commands import trial
 
 ROOT = pathlib.Path(shardrules.__file__).parents[1]
 SCRIPT = """
@@ -15,6 +16,17 @@ import os, time
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
+
+
+def test_a_handler_that_python_did_not_install_is_left(monkeypatch):
+    """Its ``getsignal`` is None, which ``signal`` returns, but doesn't take."""
+    before, install = signal.getsignal(signal.SIGTERM), signal.signal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda *to: [install(*to)] and None)
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    trial._wait(process, look=False)
+    monkeypatch.undo()
+    assert process.returncode == 3 and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_sigint_to_migrate_alone_ends_its_script(tmp_path):

@@ -389,6 +389,34 @@ def test_rounding_that_a_script_prints_is_told_as_what_it_may_be(off, rest, is_r
     assert ("shardrules.testing.assert_same_unchecked" in said) == is_rounding
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        ([NAN, 1, 2], [NAN, 1, 2], ""),
+        ([1, INF, -INF], [1, INF, -INF], ""),
+        ([NAN, 1, 2], [NAN, 9, 2], "differs by up to 8, and its largest value is 9"),
+        ([1, INF, 2], [9, INF, 2], "differs by up to 8, and its largest value is 9"),
+        ([NAN, 1, 2], [0, 1, 2], "has NaN or infinite elements that differ"),
+        ([0, INF, 2], [0, 1, 2], "has NaN or infinite elements that differ"),
+        ([0, INF, 2], [0, -INF, 2], "has NaN or infinite elements that differ"),
+    ],
+)
+def test_nan_and_infinity_equal_themselves_and_hide_no_other_element(before, after, said):
+    def runs(values):
+        read = results._read(np.array(values, np.float32).view(Addressable))
+        return {"jit_f": [results.ProgramRun((read,))]}
+
+    different = results.different(runs(before), runs(after))
+    assert said in different and bool(said) == bool(different)
+
+
+class Addressable(np.ndarray):
+    is_fully_addressable = True  # as an array of JAX in one process
+
+
 def test_the_results_of_both_runs_are_recorded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)

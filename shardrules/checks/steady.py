@@ -259,7 +259,9 @@ def _changes(old: list[watching.Argument], new: list[watching.Argument]) -> list
     if before != after:
         came = [path for path in after if path not in before]
         went = [path for path in before if path not in after]
-        return [f"the arguments' tree changed: {', '.join(came)} came, and {', '.join(went)} went"]
+        pairs = ((came, "came"), (went, "went"))
+        said = [f"{', '.join(paths)} {how}" for paths, how in pairs if paths]
+        return [f"the arguments' tree changed: {', and '.join(said) or 'their order'}"]
     changes = []
     for a, b in zip(old, new):
         for field in _FIELDS:

@@ -65,9 +65,10 @@ def run(
 
 def _wait(process: subprocess.Popen[Any], look: bool) -> None:
     """Wait for a process, and forward SIGTERM and a SIGINT that the terminal didn't send it."""
-    forward = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
-    before = {signal.SIGTERM: forward}
     interrupts: list[int] = []
+
+    def forward(number: int, frame: types.FrameType | None) -> None:
+        process.send_signal(number)
 
     def interrupt(number: int, frame: types.FrameType | None) -> None:
         interrupts.append(number)
@@ -76,8 +77,13 @@ def _wait(process: subprocess.Popen[Any], look: bool) -> None:
         if len(interrupts) > 1 or not _in_foreground():
             process.send_signal(number)
 
+    handlers = {signal.SIGTERM: forward}
     if look and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+        handlers[signal.SIGINT] = interrupt
+    # Python can't put back a handler that it didn't install, such as that of a program that embeds
+    # Python; ``getsignal`` then returns None. Leave it.
+    known = [number for number in handlers if signal.getsignal(number) is not None]
+    before = {number: signal.signal(number, handlers[number]) for number in known}
     try:
         process.wait()
     except KeyboardInterrupt:  # an interrupt ends a run with edits at once

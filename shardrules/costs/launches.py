@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardrules import hlo
@@ -118,7 +119,7 @@ def _sum(
     sums: dict[str, _Sum],
 ) -> _Sum:
     opcode, calls = instruction.opcode, instruction.calls
-    if opcode in walk.NO_WORK or opcode.endswith("-done"):
+    if opcode in walk.NO_WORK or opcode.endswith(("-update", "-done")):
         return _Sum()
     if opcode == "while":
         trips = loops.trip_count(module, computation, instruction)
@@ -130,7 +131,7 @@ def _sum(
         return most + _Sum(["branch that the host chooses"])
     if opcode == "call" and calls and calls[0].startswith("command_buffer"):
         return _Sum([_GRAPH])
-    if opcode in ("call", "async-start") and calls:
+    if opcode in walk.CALLS and calls:
         return sums[calls[0]]
     opcode = opcode.removesuffix("-start")
     if opcode == "custom-call":
@@ -184,8 +185,8 @@ def _element(computation: hlo.Computation, position: int) -> int | None:
 
 def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
     """Return a text on the outside value that a loop carries unchanged; empty for a constant."""
-    # Go back through tuples, copies and calls. ``path`` has the numbers of the tuple elements that
-    # are still to be taken, the next one last.
+    # Go back through tuples and copies, and to what callers pass. ``path`` has the numbers of the
+    # tuple elements that are still to be taken, the next one last.
     computation = place.computation
     path = [number] if place.instruction.shape.is_tuple else []
     instruction = computation.instructions[place.instruction.operands[0]]
@@ -198,19 +199,52 @@ def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
         elif instruction.opcode in ("copy", "bitcast") and instruction.operands:
             instruction = computation.instructions[instruction.operands[0]]
         elif instruction.opcode == "parameter":
-            # XLA's CPU compiler puts small loops into calls.
-            callers = walk.callers(module, computation)
-            if len(callers) != 1 or callers[0][1].opcode != "call":
+            given = _given(module, computation, instruction, path)
+            if given is None:
                 break
-            ((computation, call),) = callers
-            instruction = computation.instructions[call.operands[int(instruction.literal)]]
+            computation, instruction = given
         else:
             break
     if instruction.opcode == "constant":
         return ""
-    metadata = module.metadata(instruction)
+    shape, metadata = instruction.shape, module.metadata(instruction)
+    for element in reversed(path):
+        shape = shape.elements[element] if shape.elements else shape
     if instruction.opcode == "parameter" and computation.is_entry:
-        return f"the argument {metadata.op_name or instruction.literal} ({instruction.shape})"
+        return f"the argument {metadata.op_name or instruction.literal} ({shape})"
+    if instruction.opcode == "parameter":
+        around = {caller.opcode for _, caller in walk.callers(module, computation)}
+        of_loop = around == {"while"}
+        return f"{'carried by the loop around it' if of_loop else 'passed to it'} ({shape})"
     name = metadata.op_name.rpartition("/")[2] or instruction.name
     at = f" at {users(metadata.frames)}" if metadata.frames else ""
-    return f"computed outside of it ({name}, {instruction.shape}{at})"
+    return f"computed outside of it ({name}, {shape}{at})"
+
+
+def _given(
+    module: hlo.Module,
+    computation: hlo.Computation,
+    parameter: hlo.Instruction,
+    path: Sequence[int],
+) -> tuple[hlo.Computation, hlo.Instruction] | None:
+    """Return what the only caller passes for a parameter; None if a loop changes it."""
+    callers = walk.callers(module, computation)
+    if len(callers) != 1:
+        return None
+    ((around, caller),) = callers
+    number = int(parameter.literal)
+    if caller.opcode == "while":
+        body, element = loops.parts(module, caller)[1], path[-1] if path else 0
+        root = body.instructions[body.root]
+        after = root.operands if root.opcode == "tuple" else (body.root,)
+        if element >= len(after) or _element(body, after[element]) != element:
+            return None
+    elif caller.opcode == "conditional":
+        if caller.calls.count(computation.name) > 1:
+            return None
+        number = 1 + caller.calls.index(computation.name)
+    elif caller.opcode not in walk.CALLS:  # XLA's CPU compiler puts small loops into calls
+        return None
+    if number >= len(caller.operands):
+        return None
+    return around, around.instructions[caller.operands[number]]

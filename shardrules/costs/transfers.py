@@ -71,11 +71,14 @@ def _transfer(module: hlo.Module, place: walk.Place) -> tuple[str, str, int, str
         if CALLBACK.fullmatch(target):
             size = sum(s.bytes for s in operands) + instruction.shape.bytes
             return "callback", "both", size, target
-    if opcode in ("call", "async-start"):  # jax.experimental.compute_on
+    if opcode in walk.CALLS:  # jax.experimental.compute_on
         thread = (instruction.attribute("async_execution_thread") or "").strip('"')
         hints = instruction.attribute("frontend_attributes") or ""
         if thread == "host" or '_xla_compute_type="host"' in hints:
-            return "host computation", "both", sum(s.bytes for s in operands), ""
+            # Operands may come later, in a call-update; the called parameters are always there.
+            called = (module.computations[name] for name in instruction.calls)
+            size = sum(p.shape.bytes for c in called for p in c.parameters)
+            return "host computation", "both", size, ""
     if (moved := walk.moved(module, place)) is not None:
         return "copy", "to host" if moved.to_host else "from host", moved.bytes, ""
     return None

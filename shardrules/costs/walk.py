@@ -16,7 +16,8 @@ _T = TypeVar("_T")
 
 # Instructions that run a computation's instructions one by one. The computations of fusions,
 # reductions, sorts and scatters are part of one kernel.
-_CONTROL = ("while", "conditional", "call", "async-start")
+CALLS = ("call", "call-start", "async-start")
+_CONTROL = ("while", "conditional", *CALLS)
 _NEAR = 40  # the most instructions around a collective to look at
 HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
 # Opcodes that pass numbers on, at most rounding them.
@@ -46,20 +47,23 @@ class Place(NamedTuple):
 
 
 def executed(module: hlo.Module) -> Iterator[Place]:
-    """Yield each instruction that runs, computation by computation, ENTRY first."""
+    """Yield each instruction that runs once; a called computation's follow their caller."""
     runs = loops.executions(module)
     seen: set[str] = set()
-    stack = [module.entry.name]
+    stack = [(module.entry.name, 0)]  # computations, and where to go on in each
     while stack:
-        name = stack.pop()
-        if name in seen:
+        name, start = stack.pop()
+        if start == 0 and name in seen:
             continue
         seen.add(name)
-        computation = module.computations[name]
-        for position, instruction in enumerate(computation.instructions):
-            yield Place(computation, position, runs[name].depth, runs[name].count)
-            if instruction.opcode in _CONTROL:
-                stack += reversed(instruction.calls)
+        computation, run = module.computations[name], runs[name]
+        for position in range(start, len(computation.instructions)):
+            yield Place(computation, position, run.depth, run.count)
+            instruction = computation.instructions[position]
+            if instruction.opcode in _CONTROL and instruction.calls:
+                stack.append((name, position + 1))
+                stack += [(callee, 0) for callee in reversed(instruction.calls)]
+                break
 
 
 def where(module: hlo.Module, place: Place) -> str:
@@ -215,7 +219,7 @@ def moved(module: hlo.Module, place: Place) -> Moved | None:
     instruction = place.instruction
     opcode = instruction.opcode
     if opcode in NO_WORK or opcode in _CONTROL or opcode.endswith("-done"):
-        return None  # ``executed`` yields the body of an async-start separately
+        return None  # ``executed`` yields the body of a call separately
     result = [instruction.shape.leaves()[n] for n in result_leaves(instruction)]
     size = sum(leaf.bytes for leaf in result)
     operands = [place.computation.instructions[o].shape for o in instruction.operands]

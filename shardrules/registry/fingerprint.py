@@ -12,7 +12,7 @@ from typing import Any
 
 from shardrules.registry import binding
 from shardrules.registry.axistypes import AxisType
-from shardrules.registry.rule import Rule
+from shardrules.registry.rule import Rule, closure_values
 from shardrules.registry.table import Registration, Registry
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
@@ -83,9 +83,8 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
         return f"code{_text(read, inner)}"
     if isinstance(value, types.FunctionType):
         code = value.__code__
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        named = {n: value.__globals__[n] for n in code.co_names if n in value.__globals__}
-        parts = (code, value.__defaults__, value.__kwdefaults__, cells, named)
+        named = {n: value.__globals__[n] for n in _names(code) if n in value.__globals__}
+        parts = (code, value.__defaults__, value.__kwdefaults__, closure_values(value), named)
         return f"function{_text(parts, inner)}"
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
         return (
@@ -102,12 +101,12 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
     return f"{_text(type(value), ())}{_text(getattr(value, '__dict__', None), inner)}"
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:  # the name is not bound yet
-        return False
-    return True
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code uses, also in the lambdas and comprehensions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def _keyed(listed: Sequence[ComparedRule]) -> dict[tuple[str, str, int], ComparedRule]:

@@ -8,7 +8,9 @@ custom call, where ``shardrules.hlo`` reads them. Pure Python: nothing here impo
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -67,7 +69,7 @@ class Rule:
 
     def __eq__(self, other: Any) -> bool:
         same = isinstance(other, Rule) and self.name == other.name
-        return same and self.identity == other.identity
+        return same and _equal(self.identity, other.identity)
 
     def __hash__(self) -> int:
         return hash(self.name)  # a user's callable may not be hashable
@@ -96,8 +98,11 @@ class Rule:
 
     def is_written_as(self, other: Rule) -> bool:
         """Return whether both are functions with the same code, defaults and closure values."""
-        mine, theirs = _code(self.identity), _code(other.identity)
-        return mine[0] is not None and self.name == other.name and mine == theirs
+        code, values = _written(self.identity)
+        other_code, other_values = _written(other.identity)
+        if code is None or (self.name, code) != (other.name, other_code):
+            return False
+        return len(values) == len(other_values) and all(map(_equal, values, other_values))
 
     def effects(self, output_count: int) -> tuple[Effect, ...] | None:
         """Return each output's effect, or None if they depend on the types at a call."""
@@ -232,10 +237,34 @@ class Rule:
         return listed
 
 
-def _code(function: Any) -> tuple[Any, Any, list[Any]]:
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+def closure_values(function: Any) -> list[tuple[Any, ...]]:
+    """Return the value of each name in a function's closure, or () if it has none yet."""
+    values: list[tuple[Any, ...]] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            values.append((cell.cell_contents,))
+        except ValueError:  # the name is not bound yet
+            values.append(())
+    return values
+
+
+def _written(function: Any) -> tuple[Any, list[Any]]:
+    """Return a function's code, and the values of its defaults and its closure."""
+    defaults = getattr(function, "__defaults__", None) or ()
+    keywords = getattr(function, "__kwdefaults__", None) or {}
     code = getattr(function, "__code__", None)
-    return code, getattr(function, "__defaults__", None), cells
+    return code, [*defaults, *keywords.items(), *closure_values(function)]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two values are equal; arrays are if their data are."""
+    # The result of comparing two arrays is an array, which has no truth value. So comparing values
+    # that hold arrays raises an error, and their pickles decide.
+    with contextlib.suppress(Exception):
+        return bool(a == b)
+    with contextlib.suppress(Exception):
+        return pickle.dumps(a) == pickle.dumps(b)
+    return False
 
 
 def _not_called(factory: Callable[..., Any], signature: inspect.Signature) -> str:

@@ -186,6 +186,9 @@ def _loops(module: hlo.Module, interpreted: Collection[str]) -> _Rows:
     outer = [_LoopRow()]  # outer[d] is the row around the next loop of depth d
     for number, loop in enumerate(launches.read(module)):
         del outer[loop.depth + 1 :]
+        # A computation that is called from several places is listed at the first, whose depth may
+        # be less than the greatest.
+        outer += [outer[-1]] * (loop.depth + 1 - len(outer))
         of_kernel = loop.source.partition(" (")[0] in interpreted
         source, host = "  " * loop.depth + loop.source, "the host" if loop.host_decides else ""
         source += ": an interpreted kernel's" * of_kernel

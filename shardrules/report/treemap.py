@@ -108,8 +108,13 @@ def _placed(sizes: Mapping[str, int], wide: float = 3.0) -> Iterable[tuple[str, 
             box = (x, y + at, thick, length) if width > height else (x + at, y, length, thick)
             yield name, (box[0] / wide * 100, box[1] * 100, box[2] / wide * 100, box[3] * 100)
             at += length
-        if width > height:
-            x, width = x + thick, width - thick
-        else:
-            y, height = y + thick, height - thick
+        # The rest's own area gives its side. ``width - thick`` would be rounding, or even zero or
+        # negative, if the rest is tiny.
         left = left[len(row) :]
+        rest = sum(sizes[name] for name in left) * scale
+        if width > height:
+            width = rest / height
+            x = wide - width
+        else:
+            height = rest / width
+            y = 1 - height

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +37,7 @@ class Result(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    largest: float  # the largest magnitude of all its elements
+    largest: float  # the largest magnitude of all its finite elements
     elements: tuple[float, ...]
 
 
@@ -117,7 +118,7 @@ def _read(array: Any) -> Result | None:
             kind = np.complex128 if np.iscomplexobj(values) else np.float64
             values = np.abs(values) if kind is np.complex128 else values.astype(kind)
             chosen = values.ravel()[:: -(-values.size // _ELEMENTS)]
-            largest = float(np.max(np.abs(values)))
+            largest = float(np.max(np.abs(values), where=np.isfinite(values), initial=0))
             return Result(str(array.dtype), array.shape, largest, tuple(map(float, chosen)))
     return None
 
@@ -130,13 +131,16 @@ def different(before: Results, after: Results) -> str:
                 if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
                     continue
                 off, scale = _off(a, b)
-                # Sums in another order differ by rounding. A NaN is never counted as a difference.
+                # Sums in another order differ by rounding.
                 if off > _tolerance(a.dtype) * max(scale, 1e-6):
                     at = f" at {here(first.line)}" if first.line else ""
-                    return (
-                        f"result {number} of {name}{at}, run {run}, differs by up to {off:.3g}, "
-                        f"and its largest value is {scale:.3g}{_of_rounding(first, second, off)}"
-                    )
+                    how = "has NaN or infinite elements that differ"
+                    if off < math.inf:
+                        how = (
+                            f"differs by up to {off:.3g}, and its largest value is {scale:.3g}"
+                            f"{_of_rounding(first, second, off)}"
+                        )
+                    return f"result {number} of {name}{at}, run {run}, {how}"
     return ""
 
 
@@ -158,8 +162,15 @@ def compared(before: Results, after: Results) -> str:
 
 
 def _off(a: Result, b: Result) -> tuple[float, float]:
-    """Return the largest difference of two results, and their largest value."""
-    return max(abs(x - y) for x, y in zip(a.elements, b.elements)), max(a.largest, b.largest)
+    """Return the largest difference of two results, and their largest finite value."""
+    return max(map(_apart, a.elements, b.elements)), max(a.largest, b.largest)
+
+
+def _apart(x: float, y: float) -> float:
+    """Return the difference of two numbers; NaN and infinities differ from all but themselves."""
+    if x == y or (math.isnan(x) and math.isnan(y)):
+        return 0.0
+    return abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf
 
 
 def _of_rounding(first: ProgramRun, second: ProgramRun, found: float) -> str:

@@ -160,6 +160,8 @@ def _is_rest(a: Any, b: Any, gradients: Any) -> bool:
     # Use float32's precision for all dtypes. Narrower dtypes round so much that a sum over too few
     # devices would pass as rounding.
     small = 200 * float(np.finfo(np.float32).eps)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return False
     return max(_largest(a), _largest(b)) <= small * max(map(_largest, gradients))
 
 
@@ -171,7 +173,9 @@ def _noise(f: Callable[..., Any], args: tuple[Any, ...], gradient: Any, index: i
 
 
 def _largest(a: Any) -> float:
-    return float(np.max(np.abs(np.asarray(a).astype(np.float64)), initial=0))
+    """Return the largest magnitude of an array's finite elements."""
+    values = np.abs(np.asarray(a).astype(np.float64))
+    return float(np.max(values, where=np.isfinite(values), initial=0))
 
 
 def _tolerance(a: Any) -> float:
@@ -184,8 +188,11 @@ def _differs(a: Any, b: Any) -> str:
         return "" if a == b else f"{a!r} and {b!r}"
     x, y = (np.asarray(array).astype(np.float64) for array in (a, b))
     tolerance = _tolerance(a)
-    if not np.allclose(x, y, tolerance, tolerance * _largest(a)):
-        return f"the largest difference is {np.max(np.abs(x - y)):.3g}"
+    if not np.allclose(x, y, tolerance, tolerance * _largest(a), equal_nan=True):
+        finite = np.isfinite(x) & np.isfinite(y)
+        if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+            return "NaN or infinite elements differ"
+        return f"the largest difference is {np.max(np.abs(x[finite] - y[finite])):.3g}"
     if _by_device(a) != _by_device(b):
         return "one differs by device and the other does not"
     return ""

@@ -145,8 +145,9 @@ def _again(how: again.Again | None, shard_maps: list[Any]) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Don't record the programs that this thread compiles inside the context."""
+    before = getattr(_unwatched, "now", False)
     _unwatched.now = True
     try:
         yield
     finally:
-        _unwatched.now = False
+        _unwatched.now = before

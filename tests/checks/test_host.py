@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules import hlo, testing
-from shardrules.costs import accounts, transfers
+from shardrules.costs import accounts, launches, transfers
 from shardrules.errors import CostAssertionError, HloError, ShardrulesError
 
 F32 = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -254,6 +254,66 @@ def test_a_transfer_that_may_stay():
     assert len(testing.assert_no_host_transfers(talks, F32, allow=allow)) == 2
     with pytest.raises(ShardrulesError, match="no longer matches a transfer; remove it"):
         testing.assert_no_host_transfers(talks, F32, allow={"nowhere.py:1": "gone"})
+
+
+CALLED = """\
+HloModule m, is_scheduled=true, frontend_attributes={fingerprint_before_lhs="0"}
+
+%called (a: f32[4]) -> f32[4] {
+  %a = f32[4] parameter(0)
+  %b = f32[4] copy(%a)
+  ROOT %c = f32[4] custom-call(%b), custom_call_target="xla_ffi_python_gpu_callback"
+}
+
+%body (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  CALL
+}
+
+%forever (p: f32[4]) -> pred[] {
+  %p = f32[4] parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %e (x: f32[4]) -> f32[4] {
+  %x = f32[4] parameter(0)
+  ROOT %w = f32[4] while(%x), condition=%forever, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["%r = f32[4] call(%p), ATTRIBUTES, to_apply=%called"],
+        [
+            "%s = ((f32[4]), f32[4], s32[]) call-start(%p), ATTRIBUTES, to_apply=%called",
+            "%r = f32[4] call-done(%s)",
+        ],
+        [  # a TPU's SparseCore: what it takes comes later
+            "%s = ((), (), s32[]) call-start(), ATTRIBUTES, to_apply=%called",
+            "%u = ((f32[4]), f32[4]) call-update(%s, %p)",
+            "%r = f32[4] call-done(%u)",
+        ],
+        [
+            "%s = ((f32[4]), f32[4], s32[]) async-start(%p), ATTRIBUTES, calls=%called",
+            "%r = f32[4] async-done(%s), calls=%called",
+        ],
+    ],
+    ids=["call", "call-start", "call-update", "async-start"],
+)
+def test_calls_in_each_form_are_entered(lines):
+    lines[-1] = f"ROOT {lines[-1]}"
+    text = CALLED.replace("CALL", "\n  ".join(lines), 1)
+    on_device = hlo.parse(text.replace(" ATTRIBUTES,", ""))
+    callback = ("callback", 32, 1)
+    assert [(t.what, t.bytes, t.loop_depth) for t in transfers.read(on_device)] == [callback]
+    (loop,) = launches.read(on_device)
+    kinds = {"copy": 1, "copy of the predicate": 1, "custom call": 1}
+    assert (dict(loop.kinds), loop.copied_bytes) == (kinds, 16)
+    on_host = hlo.parse(text.replace("ATTRIBUTES", 'async_execution_thread="host"'))
+    found = [(t.what, t.bytes, t.loop_depth) for t in transfers.read(on_host)]
+    assert found == [callback, ("host computation", 16, 1)]
 
 
 DEVICE, HOST = "f32[4]{0}", "f32[4]{0:S(5)}"

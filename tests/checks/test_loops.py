@@ -11,6 +11,7 @@ from raising import raises
 from shardrules import hlo, report, testing
 from shardrules.costs import launches
 from shardrules.errors import CostAssertionError, ShardrulesError
+from shardrules.report import sections
 
 sys.path.insert(0, "examples")
 import loop_of_tiny_kernels as sampler
@@ -120,6 +121,39 @@ def test_what_made_a_trip_count_unknown():
         assert "waits" not in str(caught.value)  # a CPU is the host
 
 
+def chosen(x, n):
+    return jax.lax.cond(x.sum() > 0, lambda x: dynamic(x, n), lambda x: x, x)
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        (lambda i, c, n: (dynamic(c[0], n), c[1]), "the argument n (s32[])"),
+        (lambda i, c, n: (chosen(c[0], n), c[1]), "the argument n (s32[])"),
+        (
+            lambda i, c, n: (jax.lax.fori_loop(0, 4, lambda _, x: dynamic(x, n), c[0]), c[1]),
+            "the argument n (s32[])",
+        ),
+        (lambda i, c, n: (dynamic(c[0], i), c[1]), "carried by the loop around it (s32[])"),
+        (lambda i, c, n: (dynamic(c[0], c[1]), c[1] * 2), "carried by the loop around it (s32[])"),
+        (lambda i, c, n: (dynamic(c[0], n * 3), c[1]), "computed outside of it (mul, s32[] at "),
+        (
+            lambda i, c, n: (dynamic(c[0], c[1] * 3), c[1] * 2),
+            "computed outside of it (mul, s32[] at ",
+        ),
+    ],
+    ids=["passed on", "in a branch", "passed on twice", "counter", "changed", "before", "inside"],
+)
+def test_what_made_the_trip_count_of_an_inner_loop_unknown(body, reason):
+    def f(x, n):
+        return jax.lax.fori_loop(0, 5, lambda i, c: body(i, c, n), (x, n))
+
+    shape = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    found = testing.assert_loop(f, shape, jax.ShapeDtypeStruct((), jnp.int32), trip_count=None)
+    (unknown,) = (loop.unknown for loop in found if loop.trip_count is None)
+    assert unknown.startswith(f"its bound is {reason}")
+
+
 def test_trip_counts():
     f = lambda x: jax.lax.fori_loop(0, 12, lambda _, x: x * 2, x)  # noqa: E731
     assert [loop.trip_count for loop in testing.assert_loop(f, F32, trip_count=12)] == [12]
@@ -220,6 +254,51 @@ def test_the_section_of_a_report():
         "(launches: of one trip, counted for GPUs; copied bytes: data that XLA copies in one trip, "
         "as it can't update the loop's carry in place)\n"
     ) in shown
+
+
+def loops_of(*calls):
+    """A module of loops, each with the loops and calls that its body runs: ("w1", ("w2",))."""
+    texts = {}
+
+    def ran(calls):
+        lines = []
+        for name, *inner in calls:
+            callee = f"%{name}_body"
+            texts.setdefault(callee, computation(callee, ran(inner)))
+            operand = f"%{calls[len(lines) - 1][0]}" if lines else "%p"
+            how = f"while({operand}), condition=%forever, body={callee}"
+            if name.startswith("call"):
+                how = f"call({operand}), to_apply={callee}"
+            lines.append(f"  %{name} = f32[8] {how}\n")
+        return lines
+
+    def computation(head, lines):
+        root = f"  ROOT %r = f32[8] negate(%{lines[-1].split()[0][1:] if lines else 'p'})\n"
+        parameter = "  %p = f32[8] parameter(0)\n"
+        return f"{head} (p: f32[8]) -> f32[8] {{\n{parameter}{''.join(lines)}{root}}}\n\n"
+
+    entry = computation("ENTRY %e", ran(calls))
+    forever = "%forever (p: f32[8]) -> pred[] {\n  %p = f32[8] parameter(0)\n"
+    forever += "  ROOT %c = pred[] constant(true)\n}\n\n"
+    return hlo.judge(hlo.parse("HloModule m\n\n" + forever + "".join(texts.values()) + entry))
+
+
+def test_inner_loops_stand_below_the_loop_around_them():
+    """All outer loops came first, and then all inner ones, those of the last outer loop first."""
+
+    def rows(*calls, interpreted=()):
+        (block,) = sections.sections(loops_of(*calls).module, interpreted)
+        return [row[0] for row in block.rows]
+
+    two = ("w1", ("w2",)), ("w3", ("w4", ("w5",)), ("w6",))
+    assert rows(*two) == ["w1", "  w2", "w3", "  w4", "    w5", "  w6"]
+    called = ("w1", ("call1", ("w2",))), ("call2", ("w3",)), ("w4", ("w5",))
+    assert rows(*called) == ["w1", "  w2", "w3", "w4", "  w5"]
+    # What is called outside of a loop and inside of one stands where it is called first.
+    shared = ("call", ("w1",)), ("w2", ("call", ("w1",)), ("w3",)), ("w4", ("w5",))
+    assert rows(*shared) == ["  w1", "w2", "  w3", "w4", "  w5"]
+    kernel = rows(*two, interpreted={"w3"})
+    assert kernel == ["w1", "  w2", "w3: an interpreted kernel's", *rows(*two)[3:]]
 
 
 def test_a_column_in_which_nothing_is_known_is_left_out():

@@ -185,6 +185,22 @@ def test_functions_are_compared_by_what_they_come_to():
     assert fingerprint.written(sr.outputs(sr.no_communication)) == "outputs(no_communication)"
 
 
+NESTED = {
+    "lambda": "lambda ctx: [(lambda: ctx.union.vary(*AXES))()]",
+    "generator": "lambda ctx: list(ctx.union.vary(axis) for _ in (0,) for axis in AXES)",
+    "list": "lambda ctx: [ctx.union.vary(axis) for _ in (0,) for axis in AXES]",
+    "two deep": "lambda ctx: (lambda: [(lambda: ctx.union.vary(*AXES))()])()",
+}
+
+
+@pytest.mark.parametrize("source", NESTED.values(), ids=NESTED)
+def test_functions_are_compared_by_the_globals_that_their_inner_functions_read(source):
+    def text(*axes):
+        return fingerprint.written(sr.outputs(eval(source, {"AXES": axes})))
+
+    assert text("data") == text("data") != text("model")
+
+
 def test_a_declared_function_is_among_what_is_compared():
     @sr.per_device("data")
     def declared_here(x_ref, o_ref): ...

@@ -206,6 +206,21 @@ def test_operations_outside_of_jit_take_numbers():
     assert message.splitlines()[1] == "  x: float"
 
 
+@pytest.mark.parametrize(
+    "first, second, said",
+    [
+        ({"a": 1}, {"a": 1, "y": 1}, "s['y'] came"),
+        ({"a": 1, "y": 1}, {"a": 1}, "s['y'] went"),
+        ({"a": 1, "b": 1}, {"y": 1, "z": 1}, "s['y'], s['z'] came, and s['a'], s['b'] went"),
+    ],
+)
+def test_arguments_that_only_come_or_only_go_are_named_alone(first, second, said):
+    arrays = [jax.tree_util.tree_map(lambda _: jnp.ones(8), tree) for tree in (first, second)]
+    add = jax.jit(lambda s: sum(s.values()))
+    error = failure(lambda i: add(arrays[i // 2]), warmup_count=1)
+    assert f"the arguments' tree changed: {said}\n" in f"{error}\n"
+
+
 def test_what_the_guard_of_jax_refuses_is_an_error_of_this_tree():
     def refused(n):
         raise RuntimeError("INVALID_ARGUMENT: Disallowed device-to-host transfer: shape=(8)")

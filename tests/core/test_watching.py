@@ -277,6 +277,24 @@ def test_an_executable_without_hlo_is_said_and_not_raised():
     assert not seen.clean
 
 
+def test_an_inner_context_leaves_the_outer_one_unwatched():
+    def compiled(number):
+        return jax.jit(lambda x: x + number).lower(jnp.ones(3)).compile()
+
+    names = []
+    stop = compiling.start(lambda executable, traced: names.append(traced.definition))
+    try:
+        with compiling.unwatched():
+            with compiling.unwatched():
+                compiled(1)
+            compiled(2)
+        assert not names
+        compiled(3)
+        assert names
+    finally:
+        stop()
+
+
 def test_other_import_hooks_are_left_their_modules(monkeypatch):
     """JAX may come from a zip, an editable install, or through a hook that checks types."""
 

@@ -558,6 +558,67 @@ def test_other_weights_in_the_backward_pass(cpu_mesh):
     assert found == []
 
 
+@jax.custom_vjp
+def indexed(x, ws, i, j):
+    return jnp.tanh(x @ gather(ws[i]))
+
+
+def indexed_fwd(x, ws, i, j):
+    y = indexed(x, ws, i, j)
+    return y, (y, ws, j)
+
+
+def indexed_bwd(kept, g):
+    y, ws, j = kept
+    return g * (1 - y * y) @ gather(ws[j]).T, None, None, None
+
+
+indexed.defvjp(indexed_fwd, indexed_bwd)
+STACK = (4, 128, 128), P(None, "data")
+
+
+def gathered_at(j, mesh, within=lambda layers: layers):
+    """Return the hints for a loop whose forward pass gathers weight i, and its backward pass j."""
+
+    def body(x, ws):
+        def loss(x):
+            layer = lambda x, i: (indexed(x, ws, i, j(i)), None)  # noqa: E731
+            layers = within(lambda x: lax.scan(layer, x, jnp.arange(4))[0])
+            return (layers(x) ** 2).sum()
+
+        return jax.grad(loss)(x)
+
+    args = [((64, 128), D), STACK]
+    found = hints(program(mesh, body, args), structs(mesh, args))
+    return [h for h in found if h.kind == "gathered twice"]
+
+
+def twice(layers):
+    return lambda x: lax.scan(lambda x, _: (layers(x), None), x, None, length=2)[0]
+
+
+AGAIN_AT = {
+    "same": (lambda i: i, 1),
+    "next": (lambda i: i + 1, 0),  # the last one twice
+    "some": (lambda i: (i * i) % 3, 0),
+    "first": (lambda i: i * 0, 0),
+}
+
+
+@pytest.mark.parametrize("j, count", AGAIN_AT.values(), ids=AGAIN_AT)
+@pytest.mark.parametrize("within", [lambda layers: layers, twice], ids=["loop", "inner loop"])
+def test_weights_of_a_stack_are_gathered_again_only_at_the_same_indices(j, count, within, cpu_mesh):
+    assert len(gathered_at(j, cpu_mesh, within)) == count
+
+
+def test_two_indices_that_a_program_is_given(cpu_mesh):
+    args = [((64, 128), D), STACK]
+    indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 2
+    body = lambda x, ws, i, j: jax.grad(lambda x: indexed(x, ws, i, j).sum())(x)  # noqa: E731
+    f = program(cpu_mesh, body, [*args, ((), P()), ((), P())])
+    assert not hints(f, [*structs(cpu_mesh, args), *indices])
+
+
 @pytest.mark.parametrize("axes", ["data", ("data", "model")])
 def test_what_to_type_for_several_axes(cpu_mesh, axes):
     def body(x):

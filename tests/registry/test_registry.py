@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import dataclasses
 import enum
 import importlib.metadata
 import pickle
@@ -407,6 +408,42 @@ def test_the_same_line_that_runs_again_takes_its_own_place():
     with raises(errors.RegistrationError, name="n"):
         for axis in ("data", "model"):
             own.register("n", lambda context, axis=axis: [context.union.vary(axis)])
+    with raises(errors.RegistrationError, name="o"):
+        for axis in ("data", "model"):
+            own.register("o", lambda context, *, axis=axis: [context.union.vary(axis)])
+
+
+def over(axes):
+    return lambda context: [context.union.vary(*np.ravel(axes))]
+
+
+def over_later_ones(is_later=False):
+    rule = lambda context: [context.union.vary(*axes)]  # noqa: E731
+    if is_later:
+        axes = ("data",)
+    return rule
+
+
+@dataclasses.dataclass
+class Over:
+    axes: np.ndarray
+
+    def __call__(self, context):
+        return [context.union.vary(*self.axes)]
+
+
+def test_closures_with_arrays_or_unbound_names_are_compared_when_their_line_runs_again():
+    """NumPy's error about an array's truth value, or "Cell is empty", came from register."""
+    own = Registry()
+    for _ in range(2):
+        own.register("array", over(np.array(["data", "model"])))
+        own.register("nested", over([np.array(["data"]), np.array(["model"])]))
+        own.register("unbound", over_later_ones())
+        own.register("object", Over(np.array(["data", "model"])))
+    for make in (over, Over):
+        with raises(errors.RegistrationError, name="other"):
+            for axes in (["data", "model"], ["model", "data"]):
+                own.register("other", make(np.array(axes)))
 
 
 def test_what_can_not_be_decorated_says_what_to_write():

@@ -343,6 +343,18 @@ def test_a_treemap_has_areas_as_large_as_its_bytes():
     assert len(Tree(treemap.treemap(many)).all("span")) == 61  # and one for the others
 
 
+@pytest.mark.parametrize("large", [1, 10**3, 10**15, 10**16, 10**17, 10**30])
+@pytest.mark.parametrize("small", [[1], [1, 1], [3, 2, 1, 1], [10**9, 1]])
+def test_tiny_areas_beside_a_large_one_are_inside_of_the_box(large, small):
+    sizes = dict(enumerate([large, *small]))
+    placed = dict(treemap._placed(sizes))
+    assert placed.keys() == sizes.keys()
+    for name, (left, top, width, height) in placed.items():
+        assert 0 <= left <= left + width <= 100.000001
+        assert 0 <= top <= top + height <= 100.000001
+        assert width * height == pytest.approx(sizes[name] / sum(sizes.values()) * 10_000)
+
+
 def test_a_measured_step_has_a_lane_for_each_kind_of_collective():
     marks = [
         drawn.BarLabel("", "needed", kind, kind) for kind in ("psum(a)", "gather(b)", "psum(a)")

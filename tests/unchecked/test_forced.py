@@ -88,6 +88,23 @@ def test_what_a_bwd_sums_itself_is_another_gradient_with_the_check_on(name, cpu_
         np.testing.assert_allclose(jax.jit(jax.grad(own))(W, X), whole, 1e-4)
 
 
+@pytest.mark.parametrize("slope", [1.0, 0.0])
+def test_infinite_and_nan_gradients_hide_no_other(slope, cpu_mesh):
+    """The root's gradient at 0 is infinite, and NaN if it is multiplied by 0."""
+    w = W.copy()
+    w[0, 0] = 0
+
+    def loss_with(reduce):
+        loss = loss_of(reducing(reduce), cpu_mesh)
+        return lambda w, x: loss(w, x) + slope * jnp.sqrt(w[0, 0])
+
+    assert not np.isfinite(jax.grad(loss_with(lambda g: g))(w, X)[0, 0])
+    testing.assert_same_unchecked(loss_with(lambda g: g), w, X, forced=True)
+    with pytest.raises(ShardrulesError, match=r"largest difference is \d") as caught:
+        testing.assert_same_unchecked(loss_with(BWDS["psum"]), w, X, forced=True)
+    assert caught.value.name == "gradient[0]"
+
+
 def test_a_forward_that_reduces(cpu_mesh):
     """Megatron's g: with the check off, its gradient was half of one device's."""
     specs = P("model"), P(AXIS, "model")

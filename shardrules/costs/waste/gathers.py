@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import math
+from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.program import FUNCTIONS, UNARY, WHOLE, Hint, Kind, Program, Site, Use
+from shardrules.costs.waste.row_loops import rows_of_trips
+from shardrules.costs.waste.slices import device_rows
+from shardrules.hlo.known import exact
 from shardrules.hlo.proof.customcalls import ASYNC_DONE, ASYNC_START
 from shardrules.hlo.reader.flow import BARRIERS, Node, made_by
 
@@ -201,7 +206,18 @@ def gathered_twice(site: Site) -> Hint | None:
     return site.hint(advice)
 
 
-def _narrowed(site: Site, made_of: tuple[Node, str] | None) -> bool:
+class _Starts(NamedTuple):
+    """Where a dynamic-slice begins in one dimension: on each trip, on each device, or unknown."""
+
+    of: str | Node  # ``trips`` or ``devices``; the index itself if its values aren't known
+    values: tuple[int, ...] = ()
+
+
+_Part = list[str | tuple[_Starts, ...]]
+_Origin = tuple[Node, _Part]
+
+
+def _narrowed(site: Site, made_of: _Origin | None) -> bool:
     """Return whether XLA, and not the program, converts an array to fewer bits to gather it."""
     # XLA for CPU rounds to 16 bits, but gathers the rounded numbers as 32 bits.
     if site.taken.bits >= 32:
@@ -230,22 +246,72 @@ def _is_again(site: Site, first: Site) -> bool:
         if first.collective.op_name.endswith("/" + name):
             return True
     made_of = origin_of(site.program, site.source)
-    return made_of is not None and origin_of(site.program, first.source) == made_of
+    before = origin_of(site.program, first.source)
+    if made_of is None or before is None or made_of[0] is not before[0]:
+        return False
+    parts = made_of[1], before[1]
+    return len(parts[0]) == len(parts[1]) and all(map(_is_among, *parts))
 
 
-def origin_of(program: Program, node: Node) -> tuple[Node, str] | None:
-    """Return the array that a value comes from, and a text on the part that the value has of it."""
+def _is_among(part: str | tuple[_Starts, ...], first: str | tuple[_Starts, ...]) -> bool:
+    """Return whether a step to a part is among the steps of a first gather, on all its trips."""
+    if isinstance(part, str) or isinstance(first, str) or len(part) != len(first):
+        return part == first
+    return all(map(_starts_among, part, first))
+
+
+def _starts_among(here: _Starts, there: _Starts) -> bool:
+    if here.of == there.of == "trips":
+        # A backward loop takes the parts in another order, and may lack a trip that XLA took out.
+        return collections.Counter(here.values) <= collections.Counter(there.values)
+    return here == there
+
+
+def _starts(program: Program, cut: Node) -> tuple[_Starts, ...]:
+    """Return where a dynamic-slice begins in each dimension that it cuts."""
+    starts = []
+    sizes = zip(cut.operands[0].shape.dimensions, cut.shape.dimensions, cut.operands[1:])
+    for size, own, index in sizes:
+        if size == own:
+            continue
+        rows, of = device_rows(program, index), "devices"
+        if rows is None or len(rows) == 1:
+            of = "trips"
+            rows = rows_of_trips(program, index) if rows is None else rows
+        places = None if rows is None else exact.clamped_index(rows, size - own)
+        if places is None:
+            starts.append(_Starts(_unmoved(program, index)))
+        else:
+            starts.append(_Starts(of, tuple(places.tolist())))
+    return tuple(starts)
+
+
+def _unmoved(program: Program, node: Node) -> Node:
+    """Return the value that moves, conversions and loops pass on unchanged."""
+    while True:
+        node = made_by(node, _MOVES | {"convert"})
+        before = program.before_loop(node)
+        if before is None:
+            return node
+        node = before
+
+
+def origin_of(program: Program, node: Node) -> _Origin | None:
+    """Return the array that a value comes from, and the steps to the part that the value has."""
     # Follow moves, slices and conversions backwards, and the loops that pass the array on.
-    part = ""
+    part: _Part = []
     while True:
         node = made_by(node, _MOVES)
         if node.opcode in ("dynamic-slice", "slice", "convert"):
             if node.opcode == "convert":
-                part += node.shape.element_type
+                part.append(node.shape.element_type)
                 name = program.module.metadata(node.instruction).op_name
                 if node.shape.bits < node.operands[0].shape.bits and not name.endswith(_CONVERTS):
-                    part += _BY_XLA
-            part += node.instruction.attribute("slice") or ""
+                    part.append(_BY_XLA)
+            elif node.opcode == "slice":
+                part.append(node.instruction.attribute("slice") or "")
+            else:
+                part.append(_starts(program, node))
             node = node.operands[0]
         elif node.fused:
             return None
@@ -255,7 +321,7 @@ def origin_of(program: Program, node: Node) -> tuple[Node, str] | None:
             node = node.operands[0].operands[0]
             node = node.operands[0] if node.opcode == "all-gather" else node  # a copy of it
         else:
-            before = program.before_loop(node) or _stacked(program, node)
+            before = program.before_loop(node) or _stacked(program, node, part)
             if before is None:
                 return node, part
             node = before
@@ -302,8 +368,11 @@ def _outside(site: Site) -> Node:
     return next((node for node in nodes if node.instruction.start == start), site.node)
 
 
-def _stacked(program: Program, taken: Node) -> Node | None:
-    """Return the value that a loop stacks, or passes on, in one element of its result."""
+def _stacked(program: Program, taken: Node, part: _Part) -> Node | None:
+    """Return the value that a loop stacks, or passes on, in one element of its result.
+
+    Remove the slice that reads a stacked value from the steps of ``part``.
+    """
     loop = taken.operands[0]
     if loop.opcode != "while" or loop.instruction.calls[1] not in program.loops:
         return None
@@ -312,9 +381,11 @@ def _stacked(program: Program, taken: Node) -> Node | None:
         return None
     node = made_by(returned[taken.index], {"copy"})
     if node.opcode == "dynamic-update-slice":
-        node = made_by(node.operands[1], _MOVES)
-        if node.opcode == "dynamic-slice":
-            node = made_by(node.operands[0], _MOVES)
+        slices = [n for n, step in enumerate(part) if not isinstance(step, str)]
+        if not slices or len(part[slices[-1]]) > 1:
+            return None  # it isn't one value of the stack
+        del part[slices[-1]]
+        return node.operands[1]
     return None if node.fused else node
 
 

@@ -125,7 +125,7 @@ def _owners(program: Program, whole: Node, part: Node, index: Node, count: int) 
     if loop is None or d is None or not trips or trips % count or trips > _MOST_TRIPS:
         return None
     size, own = whole.shape.dimensions[d], part.shape.dimensions[d]
-    rows = Rows(program, dict(_counters(program, loop, trips))).of(index)
+    rows = program.remembered(_trip_rows, index.home.name).of(index)
     starts = None if rows is None else exact.clamped_index(rows, size - own)
     if starts is None or {*starts.tolist()} != {*range(0, trips * own, own)} or trips * own != size:
         return None
@@ -141,6 +141,23 @@ def _followed(program: Program, site: Site, taken: Node) -> factors.Factors | No
     for end in reversed(ends):
         followed = factors.followed(followed, end)
     return followed
+
+
+def rows_of_trips(program: Program, node: Node) -> np.ndarray | None:
+    """Return an integer's value on each trip of a loop that is around it, or None."""
+    body = node.home.name
+    while (loop := program.loops.get(body)) is not None:
+        rows = program.remembered(_trip_rows, body).of(node)
+        if rows is not None:
+            return rows
+        body = loop.home.name
+    return None
+
+
+def _trip_rows(program: Program, body: str) -> Rows:
+    loop = program.loops[body]
+    trips = trips_of(program, loop) or 0
+    return Rows(program, dict(_counters(program, loop, trips)) if trips <= _MOST_TRIPS else {})
 
 
 def _counters(program: Program, loop: Node, trips: int) -> Iterator[tuple[Node, np.ndarray]]:

@@ -10,6 +10,8 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from shardrules.registry import binding
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.rule import Rule, closure_values
@@ -94,6 +96,11 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
         return _text((value.__func__, value.__self__), around)
     if isinstance(value, functools.partial):
         return f"partial{_text((value.func, value.args, value.keywords), inner)}"
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return f"array{value.shape}{_text(value.tolist(), inner)}"
+        held = hashlib.sha256(value.tobytes()).hexdigest()
+        return f"array{value.dtype}{value.shape}{held}"
     if isinstance(value, AxisType):
         return f"type{_text((value.varying, value.unreduced, value.reduced), inner)}"
     if isinstance(value, Rule):

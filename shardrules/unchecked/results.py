@@ -115,8 +115,9 @@ def _read(array: Any) -> Result | None:
     with contextlib.suppress(Exception):  # a key, an array of several processes, a donated one
         if array.size and array.nbytes <= _MOST_BYTES and array.is_fully_addressable:
             values = np.asarray(array)
-            kind = np.complex128 if np.iscomplexobj(values) else np.float64
-            values = np.abs(values) if kind is np.complex128 else values.astype(kind)
+            if np.iscomplexobj(values):  # as pairs of real numbers
+                values = values.astype(np.complex128).ravel().view(np.float64)
+            values = values.astype(np.float64)
             chosen = values.ravel()[:: -(-values.size // _ELEMENTS)]
             largest = float(np.max(np.abs(values), where=np.isfinite(values), initial=0))
             return Result(str(array.dtype), array.shape, largest, tuple(map(float, chosen)))

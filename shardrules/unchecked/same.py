@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardrules.arguments import checked
-from shardrules.door.jaxprs import is_float, opened
+from shardrules.door.jaxprs import is_inexact, opened
 from shardrules.errors import ShardrulesError, first_line
 from shardrules.hooks.install import held, install
 from shardrules.hooks.notes import Notes
@@ -128,14 +128,17 @@ def _results(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[dict[str, An
 def _gradients(f: Callable[..., Any], args: tuple[Any, ...], ulps: int = 0) -> list[Any]:
     """Return the gradients for a cotangent that exceeds 1 by ``ulps`` units in the last place."""
     leaves, tree = jax.tree_util.tree_flatten(args)
-    chosen = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
+    chosen = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
     def scalar(floats: list[Any]) -> Any:
         given = list(leaves)
         for i, value in zip(chosen, floats):
             given[i] = value
         results = jax.tree_util.tree_leaves(f(*jax.tree_util.tree_unflatten(tree, given)))
-        return sum(jnp.sum(jnp.sin(leaf)) for leaf in results if is_float(leaf))
+        found = [leaf for leaf in results if is_inexact(leaf)]
+        reals = [leaf for leaf in found if not jnp.iscomplexobj(leaf)]
+        parts = [p for leaf in found if jnp.iscomplexobj(leaf) for p in (leaf.real, leaf.imag)]
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in (*reals, *parts))
 
     def gradients(floats: list[Any]) -> Any:
         out, backward = jax.vjp(scalar, floats)
@@ -167,26 +170,31 @@ def _is_rest(a: Any, b: Any, gradients: Any) -> bool:
 
 def _noise(f: Callable[..., Any], args: tuple[Any, ...], gradient: Any, index: int) -> float:
     """Return how much rounding changes one gradient, as a root mean square."""
-    again = np.asarray(_gradients(f, args, ulps=3)[index]).astype(np.float64)
+    again = _wide(_gradients(f, args, ulps=3)[index])
     again /= 1 + 3 * float(jnp.finfo(gradient.dtype).eps)  # only rounding is left
-    return float(np.sqrt(np.mean((again - np.asarray(gradient).astype(np.float64)) ** 2)))
+    return float(np.sqrt(np.mean(np.abs(again - _wide(gradient)) ** 2)))
+
+
+def _wide(a: Any) -> Any:
+    """Return an array's numbers in 64 bits, or as complex numbers of two times 64."""
+    return np.asarray(a).astype(np.complex128 if jnp.iscomplexobj(a) else np.float64)
 
 
 def _largest(a: Any) -> float:
     """Return the largest magnitude of an array's finite elements."""
-    values = np.abs(np.asarray(a).astype(np.float64))
+    values = np.abs(_wide(a))
     return float(np.max(values, where=np.isfinite(values), initial=0))
 
 
 def _tolerance(a: Any) -> float:
     # In bfloat16, 200 units in the last place would be more than the number itself.
-    return min(200 * float(jnp.finfo(a.dtype).eps), 0.1) if is_float(a) else 0.0
+    return min(200 * float(jnp.finfo(a.dtype).eps), 0.1) if is_inexact(a) else 0.0
 
 
 def _differs(a: Any, b: Any) -> str:
     if not isinstance(a, jax.Array):
         return "" if a == b else f"{a!r} and {b!r}"
-    x, y = (np.asarray(array).astype(np.float64) for array in (a, b))
+    x, y = map(_wide, (a, b))
     tolerance = _tolerance(a)
     if not np.allclose(x, y, tolerance, tolerance * _largest(a), equal_nan=True):
         finite = np.isfinite(x) & np.isfinite(y)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from raising import raises
 
@@ -199,6 +200,16 @@ def test_functions_are_compared_by_the_globals_that_their_inner_functions_read(s
         return fingerprint.written(sr.outputs(eval(source, {"AXES": axes})))
 
     assert text("data") == text("data") != text("model")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float64", object])
+def test_functions_are_compared_by_the_arrays_that_they_hold(dtype):
+    def text(*sizes):
+        table = np.asarray(sizes, dtype)
+        return fingerprint.written(sr.outputs(lambda ctx: [ctx.union.vary("data"), table][:1]))
+
+    assert text(1, 2) == text(1, 2) != text(1, 3)
+    assert text(1, 2) != text(1, 2, 3)
 
 
 def test_a_declared_function_is_among_what_is_compared():

@@ -13,7 +13,7 @@ import shardrules
 from shardrules import testing
 from shardrules.costs import findings
 from shardrules.errors import ShardrulesError
-from shardrules.unchecked import sites
+from shardrules.unchecked import results, sites
 
 AXIS = "data"
 AXES = ("data", "model")
@@ -103,6 +103,33 @@ def test_infinite_and_nan_gradients_hide_no_other(slope, cpu_mesh):
     with pytest.raises(ShardrulesError, match=r"largest difference is \d") as caught:
         testing.assert_same_unchecked(loss_with(BWDS["psum"]), w, X, forced=True)
     assert caught.value.name == "gradient[0]"
+
+
+def test_imaginary_parts_are_compared(cpu_mesh):
+    """With the check on, the gradient that this bwd sums is another in its imaginary part alone."""
+
+    @jax.custom_vjp
+    def op(w):
+        return w * 1.0
+
+    op.defvjp(lambda w: (op(w), None), lambda _, g: (g.real + 1j * jnp.clip(g.imag, -0.1, 0.1),))
+
+    def loss(w, x):
+        f = jax.shard_map(
+            lambda w, x: x * op(w), mesh=cpu_mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS),
+            check_vma=False,
+        )  # fmt: skip
+        return (f(w, x) * (1 + 1j)).real.sum()
+
+    w = np.linspace(0.3, 1, 8).astype(np.complex64)
+    with pytest.raises(ShardrulesError, match="not the same with the check"):
+        testing.assert_same_unchecked(loss, w, X, forced=True)
+
+
+def test_complex_results_are_recorded_with_their_parts():
+    one, other = (results._read(jnp.asarray([z, 2 * z])) for z in (3 + 4j, 3 - 4j))
+    assert one.elements == (3, 4, 6, 8) and other.elements == (3, -4, 6, -8)
+    assert one.largest == 8
 
 
 def test_a_forward_that_reduces(cpu_mesh):

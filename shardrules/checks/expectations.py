@@ -114,7 +114,7 @@ def _is_count(number: Any) -> bool:
 
 
 def platform_name(name: Any) -> str:
-    """Return our name of a platform for any of JAX's names."""
+    """Map any of JAX's names of a platform to ours."""
     given = str(name).lower()
     if given not in _NAMES:
         near = accounts.near(given, PLATFORMS)

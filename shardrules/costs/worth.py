@@ -237,7 +237,7 @@ class Ledger:
         return timing.seconds / timing.runs if timing and timing.runs else 0.0
 
     def _latency(self, number: int) -> float:
-        """Return the latency of a run: its own time if it is small, else of a small collective."""
+        """Return a run's time if the collective is small, or that of the fastest small one."""
         small = []
         for numbers in self._parts.values():
             wire_bytes = sum(self.entries[n].wire_bytes for n in numbers)

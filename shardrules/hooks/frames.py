@@ -118,7 +118,7 @@ class Here(threading.local):
         self.scope: Any = None  # the scope that this thread is in
         self.under: tuple[Any, Any, Any] = (None, None, None)  # cache: overlays, scope, combination
         self.lowering: Any = None  # the context of the opaque call that is being lowered
-        # The user's annotations, passed from the outputs' shapes to their kernel's trace.
+        # The axis types that the user wrote on a kernel's output shapes, until it is traced.
         self.annotations: list[AxisType | None] = []
         # Causes and outputs, passed from an error about out_specs to the text of its message.
         self.refused: tuple[str, Any] = ("", None)

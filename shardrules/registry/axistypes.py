@@ -150,7 +150,7 @@ class Effect:
       kind: ``local``: the output is a function of this device's operands; ``join``: the same
         function on each device, of the operands of all devices along ``axes``; ``exchange``: a
         function of those operands and of the device's own position along ``axes``; ``typed``: it is
-        declared equal on devices whose positions differ only along axes other than ``axes``;
+        declared to vary along ``axes`` at most, and so is equal along all other axes;
         ``unknown``: it may depend on anything.
       axes: mesh axes, in the rule's order.
     """

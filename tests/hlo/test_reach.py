@@ -1,5 +1,7 @@
 """What the proof can tell beyond the plain rules; beside each claim, one that it must not make."""
 
+import pytest
+
 from shardrules import hlo
 
 from . import text as T
@@ -142,3 +144,12 @@ def test_collectives_in_such_iterations_count_where_all_of_a_group_go_on():
     )
     assert loop(summed.format(T.OVER_MODEL)) == EVERYWHERE
     assert loop(summed.format(T.OVER_DATA)) != BY_MODEL  # rows leave the loop at different times
+
+
+@pytest.mark.parametrize("opcode", ["mulhi", "shift-left", "shift-right-logical", "and", "add"])
+def test_scalars_that_often_become_equal_are_not_said_to_differ(opcode):
+    """The high bits of small numbers' products are zero, and a shift may drop all that differs."""
+    scalar = T.parameter("{devices=[8]<=[8]}", "u32[1]") + "\n%s = u32[] reshape(%x)\n"
+    entry = f"{scalar}%c = u32[] constant(31)\nROOT %o = u32[] {opcode}(%s, %c)"
+    (output,) = hlo.judge(T.module(entry)).outputs
+    assert output.broken([0] * 8).differs is (opcode == "add")

@@ -24,8 +24,7 @@ _SHARE = 0.05  # of the program's bytes: less is not worth a constraint
 _PRODUCTS = ("dot", "convolution")  # XLA for TPU writes a product as a convolution
 _MOVES = WHOLE | BARRIERS
 _MADE = _MOVES | {"convert"}  # XLA for CPU multiplies numbers of 16 bits as 32
-# Part of the op_names in a differentiated function. An optimizer, which has other names, may
-# multiply weights, too.
+# Found in the op_names of differentiated functions only: an optimizer may multiply weights, too.
 _DIFFERENTIATED = "jvp("
 _TOKENS = ("s16", "u16", "s32", "u32", "s64", "u64")
 

@@ -287,7 +287,7 @@ def _starts(program: Program, cut: Node) -> tuple[_Starts, ...]:
 
 
 def _unmoved(program: Program, node: Node) -> Node:
-    """Return the value that moves, conversions and loops pass on unchanged."""
+    """Return the value of which ``node`` is a copy, behind moves, conversions and loops."""
     while True:
         node = made_by(node, _MOVES | {"convert"})
         before = program.before_loop(node)

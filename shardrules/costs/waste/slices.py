@@ -134,8 +134,8 @@ class Rows:
 
 # XLA for TPUs turns a smaller reduce-scatter into an all-reduce (JAX 0.10.2: 64 KiB, not 1 MiB).
 _LEAST_ON_TPU = 2**20
-# It does the same to a larger one if a shard is smaller than a tile (JAX 0.10.2, v5e: 18 shapes
-# compiled). If rows are as long as a tile and scattered whole, it stays a reduce-scatter.
+# XLA also turns a larger reduce-scatter into an all-reduce if a shard is smaller than a tile (JAX
+# 0.10.2, v5e: 18 shapes compiled). Rows as long as a tile, scattered whole, stay a reduce-scatter.
 _LANES = 128
 
 

@@ -225,9 +225,9 @@ def union(a: tuple[_T, ...], b: tuple[_T, ...]) -> tuple[_T, ...]:
 
 # Opcodes that often give the same scalar for different operands.
 _ROUNDS = frozenset(
-    "and ceil clamp compare convert count-leading-zeros floor is-finite maximum minimum or popcnt "
-    "remainder round-nearest-afz round-nearest-even shift-right-arithmetic shift-right-logical "
-    "sign".split()
+    "and ceil clamp compare convert count-leading-zeros floor is-finite maximum minimum mulhi or "
+    "popcnt remainder round-nearest-afz round-nearest-even shift-left shift-right-arithmetic "
+    "shift-right-logical sign".split()
 )
 # The result is a constant if both operands are one value (_SAME) or if one operand is zero (_ZERO).
 _SAME = frozenset("compare divide remainder subtract xor".split())

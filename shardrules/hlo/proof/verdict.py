@@ -327,7 +327,7 @@ class _Judge:
         }
 
     def _axes_in_text(self, channel: hc.Channel) -> tuple[str, ...] | None:
-        """Return the axes that the text names for some groups, if it names one set of axes."""
+        """Return the axes that the text gives these groups; None unless it gives one set."""
         if not channel.groups.complete:
             return None
         named = {*self.axes_in_text.get(channel.groups.relation, ())}
@@ -421,7 +421,8 @@ class _Judge:
             if overwide is not None:
                 reason, needed, copies = overwide
                 return verdict("overwide", reason, needed, state.blockers, copies=copies)
-        # Blockers don't matter here: if all of them gave equal values, no more would be proven.
+        # Needed whatever the blockers return: even if all returned equal values, the operand
+        # would be proven equal nowhere else.
         if self._within(groups, state.optimistic) == proven and not (ragged and is_equal):
             why, _ = why_varying(state, groups.relation, self.relations, self.mesh)
             return verdict("needed", f"not proven equal: {why}")

@@ -11,8 +11,8 @@ _ARRAY = re.compile(r"(\w+)\s*\[([^\]]*)\]")
 # An array's shape as XLA prints it.
 _PRINTED = re.compile(r"(\w+)\[(\d{1,18}(?:,\d{1,18})*)?\](?:\{([\d:][^{}\"\n]*)?\})?(?!\s*\{)")
 _DIMENSIONS = re.compile(r"\s*(?:(?:<=)?\d+|\?)\s*(?:,\s*(?:(?:<=)?\d+|\?)\s*)*")
-# A brace after a shape begins its layout if a number, a colon or nothing is in it; otherwise it
-# begins a computation's body (hlo_parser.cc, ParseShape).
+# Braces after a shape are its layout if they are empty or begin with a digit or a colon; otherwise
+# they open a computation's body (hlo_parser.cc, ParseShape).
 _LAYOUT = re.compile(r"\s*(?=\{\s*[\d:])|(?=\{\s*\})")
 
 
@@ -34,7 +34,7 @@ def _made(match: re.Match[str]) -> hm.Shape:
 
 
 def read(text: str, position: int) -> tuple[hm.Shape, int]:
-    """Return a shape and its end."""
+    """Read the shape at a position; return it and the position after it."""
     # A loop with a stack of its own, since nested text could exhaust Python's stack.
     stack: list[list[hm.Shape]] = []  # the elements so far of each tuple that is still open
     while True:

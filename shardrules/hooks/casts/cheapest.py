@@ -154,8 +154,8 @@ class _Search:
         self, labels: Labels, axes: Axes, prices: Prices | Count, from_here: bool = False
     ) -> Labels:
         """Return the cheapest choice between each label's least and most over ``axes``."""
-        # Over a single group this is the optimum. With ``from_here``, choose first between the
-        # present labels and the most, and then between the result and the least.
+        # Over a single group this is the optimum. With ``from_here``, cut twice: first between the
+        # present labels and the most, then between that result and the least.
         limits = self.limits
         self._left -= len(limits.free)
         high = limits.mixed(labels, axes, limits.high)

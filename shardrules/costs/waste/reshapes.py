@@ -267,7 +267,9 @@ def _joined(program: Program) -> dict[str | None, int]:
 
 
 def reordered(site: Site) -> Hint | None:
-    return find(site) or of_steps(site) or concatenated(site)
+    if site.entry.axes is None and (hint := of_steps(site)) is not None:  # over parts of an axis
+        return hint
+    return find(site) or concatenated(site)
 
 
 # -- a few rows joined to many --------------------------------------------------------------------

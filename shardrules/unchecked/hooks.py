@@ -306,7 +306,8 @@ class _Unchecked:
         # derivative, JAX's own steps were compared. For other arguments, such a step may round.
         traced = {n for derivative in off.derivatives for n in derivative.chosen}
         also = rounds if {*retrace.floats(args)} - traced else lambda eqn: False
-        return bool(retrace.floats(args)) and self._has_step(off.called, also)
+        is_weak = any(getattr(aval, "weak_type", False) for aval in off.called.in_avals)
+        return bool(retrace.floats(args)) and (is_weak or self._has_step(off.called, also))
 
     def _has_step(self, closed: ClosedJaxpr, also: Callable[[Eqn], bool]) -> bool:
         """Return whether a derivative runs an author's rule, or a step for which ``also`` holds."""
@@ -368,7 +369,7 @@ class _Unchecked:
                 if then.closed is not None:
                     was, now = map(retrace.constants, (derivative.closed, then.closed))
                     is_steady &= not now.has_other(was)
-                    is_other |= retrace.weak(derivative.closed) != retrace.weak(then.closed)
+                    reasons += retrace.why_weak(derivative.closed, then.closed)
                 if (derivative.order == 1 and not undifferentiated) or then.error is not None:
                     on = then
                 if then.error is not None:

@@ -407,8 +407,8 @@ class Kept:
         """Keep an object's attributes; in JAX's objects, visit only the functions they wrap."""
         kind = type(value)
         attributes = undo.read(value, "__dict__")
-        if type(wrapped := undo.read(value, "__wrapped__")) is types.FunctionType:
-            self._add((wrapped,))  # the function that jit wraps
+        if (wrapped := undo.read(value, "__wrapped__")) is not None:
+            self._add((wrapped,))  # what jit wraps: a function, a method, an object
         if kind is _LRU:
             self._caches.append(_Cache(value, value.cache_info()))
             if value in _DOUBTED:

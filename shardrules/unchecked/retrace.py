@@ -50,7 +50,10 @@ def why_undifferentiated(args: tuple[Any, ...]) -> list[str]:
     """Say which arguments have gradients that no trace here takes."""
     import jax
 
-    others = [x for x in jax.tree_util.tree_leaves(args) if has_tangent(x) and not is_inexact(x)]
+    leaves = [
+        x for x in jax.tree_util.tree_leaves(args) if not isinstance(x, (int, float, complex))
+    ]
+    others = [x for x in leaves if has_tangent(x) and not is_inexact(x)]
     kinds = dict.fromkeys(str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in others)
     return [f"an argument is of {kind}, whose gradients are of another type" for kind in kinds]
 
@@ -287,6 +290,16 @@ def weak(closed: ClosedJaxpr) -> list[bool]:
     """Return which results have a weak type, which gives way to that of the other operand."""
     # jax.lax.psum's result has none; the check's own psum keeps its operand's (JAX 0.12).
     return [getattr(aval, "weak_type", False) for aval in closed.out_avals]
+
+
+def why_weak(off: ClosedJaxpr, on: ClosedJaxpr) -> list[str]:
+    """Say why gradients have another dtype with the check on in what follows; empty if not."""
+    if weak(off) == weak(on):
+        return []
+    return [
+        "a gradient by a Python number that is traced has a weak type with the check on, which may "
+        "change what it is combined with: pass an array, jnp.float32(x)"
+    ]
 
 
 def computes(closed: ClosedJaxpr) -> tuple[object, list[bool]]:

@@ -6,6 +6,7 @@ Each site was switched, with another gradient or result: no trace ran the rule, 
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -154,6 +155,176 @@ def test_a_weak_type_of_a_gradient(cpu_mesh):
         return jax.jit(lambda x: x * gradient(2.0))(jnp.asarray(W, jnp.bfloat16))
 
     decided(lambda x, s: x * s, cpu_mesh, (P("data"), P()), run, P("data"))
+
+
+# -- rules that only JAX's objects hold, jaxprs that were traced before ---------------------------
+
+
+class Making:
+    def __new__(cls, w):
+        return jnp.sin(clipped(w))
+
+
+def own_vjp():
+    op = jax.custom_vjp(jnp.sin)
+    op.defvjp(lambda w: (jnp.sin(w), w), lambda w, g: (jnp.clip(g * jnp.cos(w), -LIMIT, LIMIT),))
+    return op
+
+
+def of_a_package_named_like_jax():
+    kind = type("Layer", (), {"__call__": lambda self, w: jnp.sin(clipped(w))})
+    kind.__module__ = "jaxlike.layers"
+    return kind()
+
+
+HELD = {
+    "fwd and bwd": own_vjp,
+    "__new__": lambda: Making,
+    "jaxlike": of_a_package_named_like_jax,
+    "a jaxpr": lambda: jax.closure_convert(lambda w: jnp.sin(clipped(w)), W)[0],
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_rule_that_an_object_holds_leaves_its_site(name, cpu_mesh):
+    f = jax.custom_jvp(jnp.sin)
+    f.defjvp(functools.partial(jax.jvp, HELD[name]()))
+    body = lambda w: (f(w), looped(w))  # noqa: E731
+    gradient = lambda f: jax.jit(jax.grad(lambda w: f(w)[0].sum()))(W)  # noqa: E731
+    assert not decided(body, cpu_mesh, P(), gradient).switched
+
+
+def converted(f):
+    return lambda w: jax.closure_convert(f, w)[0](w)
+
+
+def as_function(f):
+    made = jax.make_jaxpr(f)(W)
+    return lambda w: jax.extend.core.jaxpr_as_fun(made)(w)[0]
+
+
+def doubled(w):
+    return w * 2.0
+
+
+double = jax.custom_vjp(doubled)
+double.defvjp(lambda w: (w * 2.0, None), lambda _, g: (2.0 * g,))
+BEFORE = {"clips": as_function(clipped), "doubles": as_function(double)}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+@pytest.mark.parametrize("held", [False, True], ids=["before install", "after install"])
+def test_a_jaxpr_that_was_traced_before_leaves_its_site(name, held, cpu_mesh):
+    made = {}
+
+    def body(w, x):
+        return made.setdefault("f", BEFORE[name])(w) * x
+
+    def gradient(f):
+        if held:
+            made["f"] = as_function({"clips": clipped, "doubles": double}[name])
+        return jax.jit(jax.grad(lambda w: f(w, X).sum()))(W)
+
+    site = decided(body, cpu_mesh, (P(), P("data")), gradient, P("data"))
+    assert not site.switched and "traced outside of it" in site.reason
+
+
+@pytest.mark.parametrize("around", [converted, jax.checkpoint, jax.jit, lambda f: f])
+def test_what_is_traced_in_the_body_is_switched_if_it_is_linear(around, cpu_mesh):
+    gradient = lambda f: jax.jit(jax.grad(lambda w: f(w, X).sum()))(W)  # noqa: E731
+    for op, is_switched in ((double, True), (clipped, False)):
+        body = lambda w, x, op=op: around(op)(w) * x  # noqa: E731
+        site = decided(body, cpu_mesh, (P(), P("data")), gradient, P("data"))
+        assert site.switched is is_switched
+
+
+def test_two_rules_for_vmap_are_decided_one_by_one(cpu_mesh):
+    """No text shows which rule a custom_vmap has."""
+
+    def of_device(w):
+        return jax.grad(lambda u: (u * (1.0 + lax.axis_index("data"))).sum())(w)
+
+    def run():
+        for rule in (jnp.sin, of_device):
+            f = jax.custom_batching.custom_vmap(jnp.sin)
+            f.def_vmap(jax.custom_batching.sequential_vmap(rule).vmap_rule)
+            mapped = shard_map(f, cpu_mesh, P(), P("data"), check=False)
+            made = jax.jit(jax.vmap(mapped))(W.reshape(4, 1))
+        return made
+
+    before = run()
+    with shardrules.install(unchecked="check"):
+        np.testing.assert_array_equal(before, run())
+
+
+def test_an_array_and_a_number_are_decided_one_by_one(cpu_mesh):
+    def run():
+        mapped = shard_map(
+            lambda c, x: (x * 1.0, lax.psum(c, "data")),
+            cpu_mesh,
+            (P(), P("data")),
+            (P("data"), P()),
+            check=False,
+        )
+        step = jax.jit(lambda c, x: x / mapped(c, x)[1])
+        x = jnp.asarray(X, jnp.bfloat16)
+        return [step(c, x).dtype for c in (jnp.float32(1.1), 1.1)]
+
+    before = run()
+    with shardrules.install(unchecked="check"):
+        assert run() == before
+
+
+def test_the_weak_type_of_a_gradient_that_no_look_takes(cpu_mesh):
+    def body(c, x):
+        return c * x, lax.fori_loop(0, (x[0, 0] > 0).astype(int), lambda _, z: z * c, x)
+
+    def run(f):
+        gradient = lambda x: jax.grad(lambda c: f(c, x)[0].sum())(2.0)  # noqa: E731
+        return jax.jit(lambda x: gradient(x) * jnp.ones(2, jnp.bfloat16))(X)
+
+    decided(body, cpu_mesh, (P(), P("data")), run, (P("data"), P("data")))
+
+
+def test_a_python_number_has_no_gradient_unless_it_is_traced(cpu_mesh):
+    specs = P("data"), P()
+    divide = lambda x, t: x / t  # noqa: E731
+    run = lambda f: jax.jit(lambda x: f(x, 0.7))(X)  # noqa: E731
+    assert decided(divide, cpu_mesh, specs, run, P("data")).switched
+    traced = lambda f: jax.jit(lambda x, t: f(x, t))(X, 0.7)  # noqa: E731
+    site = decided(divide, cpu_mesh, specs, traced, P("data"))
+    assert "pass an array, jnp.float32(x)" in site.reason
+    followed = lambda f: jax.jit(lambda x, t: f(x, t))(X, jnp.float32(0.7))  # noqa: E731
+    assert decided(divide, cpu_mesh, specs, followed, P("data")).switched
+
+
+class Counting:
+    made = 0
+
+    def scaled(self, x):
+        self.made += 1
+        return x * self.made
+
+
+def test_what_a_jitted_method_counts_is_put_back(cpu_mesh):
+    def run(f):
+        return jax.jit(f)(X)
+
+    layers = []
+
+    def body(x):
+        layers.append(Counting())
+        return jax.jit(layers[-1].scaled)(x)
+
+    decided(body, cpu_mesh, P("data"), run, P("data"))
+    kept = Counting()
+    jitted = jax.jit(kept.scaled)
+    before = run(shard_map(lambda x: jitted(x), cpu_mesh, P("data"), P("data"), check=False))
+    kept.made = 0
+    jax.clear_caches()
+    with shardrules.install(unchecked="check"):
+        after = run(shard_map(lambda x: jitted(x), cpu_mesh, P("data"), P("data"), check=False))
+    np.testing.assert_array_equal(before, after)
 
 
 class Named(type):

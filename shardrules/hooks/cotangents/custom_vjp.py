@@ -134,7 +134,8 @@ class CustomVjpHooks(Hooks):
                 one = staged.fun, staged.in_tree, staged.in_avals, staged.trees, *staged.rest
                 return self.door.flatten_bwd(*one).call_wrapped(*args)
 
-        self._rules[run] = self.parts(bwd).rule
+        if scope.notes is not None:  # a bwd that is bound outside of a look isn't looked at
+            self._rules[run] = self.parts(bwd).rule
         return self.door.wrapped(run, flat)
 
     def _unread(self, bwd: Any, does: str) -> None:
@@ -146,8 +147,11 @@ class CustomVjpHooks(Hooks):
             raise UnreadBwd(why)
 
     def rule_of(self, bwd: Any) -> Any:
-        """Return the author's fwd and bwd, with static arguments, for a bwd that JAX binds."""
-        return self._rules.get(getattr(bwd, "f", bwd))
+        """Return the author's fwd and bwd, with static arguments, for a bwd bound in a look."""
+        run = getattr(bwd, "f", bwd)
+        while (replayed := getattr(run, "bwd", None)) is not None:  # of a jaxpr that is replayed
+            run = getattr(replayed, "f", replayed)
+        return self._rules.get(run)
 
     @contextlib.contextmanager
     def _inside_bwd(self) -> Iterator[Gained]:
@@ -268,6 +272,10 @@ class CustomVjpHooks(Hooks):
         # check on, trace bwd first, and note or warn about cotangents that arrive summed. Then
         # prove, sum and cast each cotangent that it returned (``_match``).
         notes = self.state.scope.notes
+        if (
+            notes is not None and scope.notes is not notes
+        ):  # a jaxpr that was traced before holds it
+            notes.reasons_to_leave.append(f"the bwd {parts.name!r} was traced outside of the body")
         is_looked_at = scope.notes is not None and scope.unchecked == "on"
         with self._enter(parts.name, scope, in_bwd=is_looked_at):
             if not self.door.checking():

@@ -9,9 +9,7 @@ are linear. An author's transpose counts as linear only if its jaxpr proves it.
 from __future__ import annotations
 
 import collections
-import functools
 import hashlib
-import types
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +27,7 @@ from shardrules.door.jaxprs import (
     opened,
 )
 from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr, Var
+from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.linearity import (
     is_less,
     is_narrow,
@@ -40,7 +39,7 @@ from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.retyping.retyping import differentiated_by_jax, transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 from shardrules.hooks.types.join_law import hijax_object
-from shardrules.hooks.types.owners import is_foreign
+from shardrules.hooks.types.owners import calls_only_jaxs, is_foreign
 from shardrules.jaxprs.fold import TooLong
 from shardrules.jaxprs.made_of import digest
 from shardrules.jaxprs.reach import Reach
@@ -111,7 +110,7 @@ def _is_jaxs(door: Door, eqn: Eqn) -> bool:
     return (
         "_custom_root" not in names
         and all(places.owns(door.function_place(function)) for function in functions)
-        and _calls_only_jaxs(functions[0])
+        and calls_only_jaxs(functions[0])
     )
 
 
@@ -120,51 +119,7 @@ def _is_batched_by_jax(door: Door, eqn: Eqn) -> bool:
     rule = getattr(eqn.params["rule"], "rule", eqn.params["rule"])
     # ``sequential_vmap`` makes a rule of JAX's that calls the function itself.
     own = door.function_place(opened(eqn.params["call"]))
-    return places.owns(door.function_place(rule)) and _calls_only_jaxs(rule, own)
-
-
-_WRAPPED = ("__wrapped__", "f", "f_transformed", "transforms", "fun", "jvp", "func")
-_MOST_HELD = 1000  # the most objects to visit in a rule; those of JAX's own hold some tens
-
-
-def _calls_only_jaxs(rule: Any, own: str = "") -> bool:
-    """Return whether all functions that a rule wraps, closes over or is given are JAX's.
-
-    ``functools.partial(jax.jvp, f)`` and ``jax.named_call(f)`` are JAX's, and call the author's f.
-    A function at the place ``own``, ``file:line``, is allowed, too.
-    """
-    left, met = [rule], set[int]()
-    while left:
-        held = left.pop()
-        if id(held) in met:
-            continue
-        met.add(id(held))
-        if len(met) > _MOST_HELD:
-            return False
-        if isinstance(held, types.FunctionType):
-            code = held.__code__
-            if f"{code.co_filename}:{code.co_firstlineno}" == own:
-                continue
-            if not places.owns(code.co_filename):
-                return False
-            left += [getattr(cell, "cell_contents", None) for cell in held.__closure__ or ()]
-            left += [held.__defaults__, held.__kwdefaults__, getattr(held, "__wrapped__", None)]
-        elif isinstance(held, functools.partial):
-            left += [held.func, held.args, held.keywords]
-        elif isinstance(held, types.MethodType):
-            left += [held.__func__, held.__self__]
-        elif isinstance(held, (tuple, list)):
-            left += held
-        elif isinstance(held, dict):
-            left += held.values()
-        elif isinstance(held, (type, types.BuiltinFunctionType)):
-            continue
-        elif callable(held) or hasattr(held, "call_wrapped"):
-            # JAX's wrappers: of jit, of caches, WrappedFun, custom_jvp.
-            left += [getattr(held, name, None) for name in _WRAPPED]
-            if not type(held).__module__.startswith(("jax", "functools")):
-                return False
-    return True
+    return places.owns(door.function_place(rule)) and calls_only_jaxs(rule, own)
 
 
 # JAX binds these primitives under the check, and a body may bind them itself. With the check off,
@@ -198,12 +153,18 @@ def told_apart(door: Door, programs: Iterable[ClosedJaxpr]) -> tuple[str, frozen
 
     The text names primitives, but doesn't show whether an author wrote their batching rules.
     """
-    text, found = hashlib.sha256(), set()
+    text, found, mapped = hashlib.sha256(), set(), set[object]()
     for program in programs:
-        text.update(program_text(program).encode())
-        found |= {eqn.primitive for eqn in equations(opened(program))}
+        weak = [getattr(aval, "weak_type", False) for aval in program.in_avals]  # not in the text
+        text.update(f"{program_text(program)} {weak}".encode())
+        eqns = [*equations(opened(program))]
+        found |= {eqn.primitive for eqn in eqns}
+        # The rules of custom_vmaps, too, have no text.
+        called = [eqn.params["rule"] for eqn in eqns if name_of(eqn) == "custom_vmap_call"]
+        mapped |= {hashable(getattr(rule, "rule", rule)) for rule in called}
     batchers = door.batchers or {}
-    return text.hexdigest(), frozenset((p, is_foreign(batchers.get(p))) for p in found)
+    rules = {(primitive, is_foreign(batchers.get(primitive))) for primitive in found}
+    return text.hexdigest(), frozenset(mapped | rules)
 
 
 def absent_tangents(eqn: Eqn) -> Sequence[bool]:
@@ -236,6 +197,14 @@ class CustomRules:
         The programs' text doesn't show whether a derivative already ran a rule that it holds.
         """
         met: dict[Any, int] = {}
+        called, *_ = programs = [*programs]
+        for eqn in equations(opened(called)):
+            if name_of(eqn).startswith("custom_vjp_call"):
+                if self._rule_of(eqn.params.get("bwd")) is None:
+                    raise ShardrulesError(
+                        "it calls a custom_vjp that was traced outside of it: trace it inside, by "
+                        "jax.make_jaxpr or jax.closure_convert in the function that is mapped"
+                    )
         return tuple(
             tuple(met.setdefault(rule, len(met)) for rule in self.left(closed).elements())
             for closed in programs

@@ -9,8 +9,11 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from shardrules.door import places
 from shardrules.door.internals import Door
+from shardrules.door.jaxprs import opened
 from shardrules.door.protocols import Primitive
+from shardrules.jaxprs.walk import equations
 
 # The packages whose functions JAX's own functions consist of.
 _NEUTRAL = frozenset(("jax", "jaxlib", "shardrules", "numpy", "ml_dtypes")) | frozenset(
@@ -87,3 +90,61 @@ def is_held_by_jax(primitive: Primitive) -> bool:
             if any(value is primitive for value in list(vars(module).values())):
                 return True
     return False
+
+
+_MOST_HELD = 1000  # the most objects to visit in a rule; those of JAX's own hold some tens
+
+
+def calls_only_jaxs(rule: Any, own: str = "") -> bool:
+    """Return whether all functions that a rule wraps, closes over or is given are JAX's.
+
+    ``functools.partial(jax.jvp, f)`` and ``jax.named_call(f)`` are JAX's, and call the author's f.
+    A function at the place ``own``, ``file:line``, is allowed, too.
+    """
+    left, met = [rule], set[int]()
+    while left:
+        held = left.pop()
+        if id(held) in met:
+            continue
+        met.add(id(held))
+        if len(met) > _MOST_HELD:
+            return False
+        jaxpr = opened(held)
+        if isinstance(held, types.FunctionType):
+            code = held.__code__
+            if f"{code.co_filename}:{code.co_firstlineno}" == own:
+                continue
+            if not places.owns(code.co_filename):
+                return False
+            left += [getattr(cell, "cell_contents", None) for cell in held.__closure__ or ()]
+            left += [held.__defaults__, held.__kwdefaults__, getattr(held, "__wrapped__", None)]
+        elif isinstance(held, functools.partial):
+            left += [held.func, held.args, held.keywords]
+        elif isinstance(held, types.MethodType):
+            left += [held.__func__, held.__self__]
+        elif isinstance(held, (tuple, list)) and type(held) in (tuple, list):
+            left += held
+        elif type(held) is dict:
+            left += held.values()
+        elif jaxpr is not None:  # traced before: it may call an author's rule
+            for eqn in equations(jaxpr):
+                if "custom_" in eqn.primitive.name:
+                    left += [v for v in eqn.params.values() if opened(v) is None]
+        elif isinstance(held, type):
+            if not _is_of_jax(held):
+                return False
+        elif callable(held) or hasattr(held, "call_wrapped"):
+            # JAX's wrappers: of jit, of caches, WrappedFun, custom_jvp.
+            if not _is_of_jax(type(held)):
+                return False
+            names = {*getattr(held, "__dict__", ()), *getattr(type(held), "__slots__", ())}
+            left += [getattr(held, name, None) for name in {"__wrapped__", *names}]
+    return True
+
+
+def _is_of_jax(kind: type) -> bool:
+    """Return whether a class is JAX's or Python's, by the file of its module."""
+    if kind.__module__.partition(".")[0] in ("builtins", "functools", "jaxlib"):
+        return kind is not types.SimpleNamespace
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return places.owns(file)

@@ -288,7 +288,7 @@ class _Unchecked:
                     derivatives[0].chosen, 0, *trace(derivatives[0].chosen)
                 )
             off = retrace.Off(called, changed, derivatives, why, is_steady, tangent, notes.computed)
-            off = off._replace(alike=self._rules().alike(off.programs))
+            off = off._replace(alike=self._rules().alike(off.programs, self.state.scope.active))
             kept.put_back()
         return off
 

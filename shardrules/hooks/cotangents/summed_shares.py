@@ -191,15 +191,22 @@ class CustomRules:
         keys = (self._key(eqn, 2) for eqn in eqns if has_rule(self.door, eqn))
         return collections.Counter(key for key in keys if key is not None)
 
-    def alike(self, programs: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    def alike(self, programs: Iterable[Any], are_bound: bool) -> tuple[tuple[int, ...], ...]:
         """Return which rules are left in each program, numbered in the order of first appearance.
 
         The programs' text doesn't show whether a derivative already ran a rule that it holds.
+
+        Args:
+          programs: the program, and its derivatives.
+          are_bound: whether the hooks see each bwd that a look binds.
+
+        Raises:
+          ShardrulesError: the program calls a custom_vjp that no look has bound.
         """
         met: dict[Any, int] = {}
         called, *_ = programs = [*programs]
         for eqn in equations(opened(called)):
-            if name_of(eqn).startswith("custom_vjp_call"):
+            if are_bound and name_of(eqn).startswith("custom_vjp_call"):
                 if self._rule_of(eqn.params.get("bwd")) is None:
                     raise ShardrulesError(
                         "it calls a custom_vjp that was traced outside of it: trace it inside, by "

@@ -288,7 +288,7 @@ class _Unchecked:
                     derivatives[0].chosen, 0, *trace(derivatives[0].chosen)
                 )
             off = retrace.Off(called, changed, derivatives, why, is_steady, tangent, notes.computed)
-            off = off._replace(alike=self._rules().alike(off.programs, self.state.scope.active))
+            off = off._replace(alike=self._rules().alike(off.programs))
             kept.put_back()
         return off
 
@@ -394,9 +394,9 @@ class _Unchecked:
         if undifferentiated and self._is_unknown(off, args):
             reasons.append(f"its derivative rules can't be looked at: {undifferentiated}")
         reasons += self._by_arguments(off)
+        reasons += self._rules().outside(called) if self.state.scope.active else []
         other = BY_TYPE if off.is_steady else UNSTEADY
-        reasons += [] if is_steady else [other]
-        reasons += [RULES_ELSE] if is_other else []
+        reasons += [other] * (not is_steady) + [RULES_ELSE] * is_other
         culprit, failed = on.culprit or self.site, on.error
         inside = list(equations(opened(called)))
         gradients = forward.gradients or any(map(is_transposed, inside))

@@ -25,7 +25,7 @@ from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.inner_sums import inner_sums
 from shardrules.hooks.cotangents.refusals import Cotangent
-from shardrules.hooks.cotangents.summed_shares import computed, hashable
+from shardrules.hooks.cotangents.summed_shares import OUTSIDE, computed, hashable
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Path, Trace, VjpRule, as_arrays
 from shardrules.hooks.cotangents.whole_cotangents import WholeCotangents
 from shardrules.hooks.notes import Notes
@@ -275,7 +275,7 @@ class CustomVjpHooks(Hooks):
         if (
             notes is not None and scope.notes is not notes
         ):  # a jaxpr that was traced before holds it
-            notes.reasons_to_leave.append(f"the bwd {parts.name!r} was traced outside of the body")
+            notes.reasons_to_leave.append(f"the bwd {parts.name!r} was {OUTSIDE}")
         is_looked_at = scope.notes is not None and scope.unchecked == "on"
         with self._enter(parts.name, scope, in_bwd=is_looked_at):
             if not self.door.checking():

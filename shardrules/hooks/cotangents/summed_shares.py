@@ -27,7 +27,6 @@ from shardrules.door.jaxprs import (
     opened,
 )
 from shardrules.door.protocols import ClosedJaxpr, Eqn, Jaxpr, Var
-from shardrules.errors import ShardrulesError
 from shardrules.hooks.cotangents.linearity import (
     is_less,
     is_narrow,
@@ -47,6 +46,10 @@ from shardrules.jaxprs.walk import equations, program_text
 from shardrules.registry.axistypes import show_axes
 
 IsOpaque = Callable[[Any], bool]
+OUTSIDE = (
+    "traced outside of the body: trace it there, by jax.make_jaxpr or jax.closure_convert in the "
+    "function that is mapped"
+)
 _IDENTITIES = CASTS | {MARK}
 _PLAIN = {type(None), bool, int, float, str}  # the types of most parameters; none holds a function
 # Primitives whose jaxprs are followed. Any other primitive that holds jaxprs is one step.
@@ -191,27 +194,19 @@ class CustomRules:
         keys = (self._key(eqn, 2) for eqn in eqns if has_rule(self.door, eqn))
         return collections.Counter(key for key in keys if key is not None)
 
-    def alike(self, programs: Iterable[Any], are_bound: bool) -> tuple[tuple[int, ...], ...]:
+    def outside(self, called: Any) -> list[str]:
+        """Say whether a program calls a custom_vjp that no look has bound, and so none looks at."""
+        eqns = [e for e in equations(opened(called)) if name_of(e).startswith("custom_vjp_call")]
+        if all(self._rule_of(eqn.params.get("bwd")) is not None for eqn in eqns):
+            return []
+        return [f"it calls a custom_vjp that was {OUTSIDE}"]
+
+    def alike(self, programs: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
         """Return which rules are left in each program, numbered in the order of first appearance.
 
         The programs' text doesn't show whether a derivative already ran a rule that it holds.
-
-        Args:
-          programs: the program, and its derivatives.
-          are_bound: whether the hooks see each bwd that a look binds.
-
-        Raises:
-          ShardrulesError: the program calls a custom_vjp that no look has bound.
         """
         met: dict[Any, int] = {}
-        called, *_ = programs = [*programs]
-        for eqn in equations(opened(called)):
-            if are_bound and name_of(eqn).startswith("custom_vjp_call"):
-                if self._rule_of(eqn.params.get("bwd")) is None:
-                    raise ShardrulesError(
-                        "it calls a custom_vjp that was traced outside of it: trace it inside, by "
-                        "jax.make_jaxpr or jax.closure_convert in the function that is mapped"
-                    )
         return tuple(
             tuple(met.setdefault(rule, len(met)) for rule in self.left(closed).elements())
             for closed in programs

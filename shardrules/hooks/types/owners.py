@@ -101,12 +101,12 @@ def calls_only_jaxs(rule: Any, own: str = "") -> bool:
     ``functools.partial(jax.jvp, f)`` and ``jax.named_call(f)`` are JAX's, and call the author's f.
     A function at the place ``own``, ``file:line``, is allowed, too.
     """
-    left, met = [rule], set[int]()
+    left, met = [rule], dict[int, Any]()  # by id, and kept alive, since Python reuses ids
     while left:
         held = left.pop()
         if id(held) in met:
             continue
-        met.add(id(held))
+        met[id(held)] = held
         if len(met) > _MOST_HELD:
             return False
         jaxpr = opened(held)
@@ -122,7 +122,7 @@ def calls_only_jaxs(rule: Any, own: str = "") -> bool:
             left += [held.func, held.args, held.keywords]
         elif isinstance(held, types.MethodType):
             left += [held.__func__, held.__self__]
-        elif isinstance(held, (tuple, list)) and type(held) in (tuple, list):
+        elif isinstance(held, (tuple, list)) and not callable(held):
             left += held
         elif type(held) is dict:
             left += held.values()
